@@ -6,6 +6,8 @@ cause, and when it is over. So a leader that is lost meanwhile is replaced by an
 
 from __future__ import annotations
 
+import math
+
 from msgspec.structs import replace
 
 from ..contract.records import IncidentRecord, Phase
@@ -162,7 +164,8 @@ def _conclude(turn: Turn) -> None:
         # That leader has put its own worker's failure there, too.
         record = replace(record, causes=tuple(c for c in record.causes if c.generation < over.generation.number))
         over = replace(over, incident=over.incident.with_recorded(key, record), written=True)
-        turn.change(closed=over)
+        late = turn.agent.incidents.unwritten
+        turn.change(closed=over, unwritten=late if late is not None and late.key != key else None)
         told = _put(turn, over.incident, over.record()).record  # with its times of day
         ended_wall_s = told.wall_s + max(told.timeline_s.values(), default=0.0)
         turn.do(PutIncident(key, replace(told, ended_wall_s=ended_wall_s)))
@@ -190,14 +193,28 @@ def _sweep(turn: Turn) -> None:
         told = _put(turn, over.incident, over.record()).record  # with its times of day
         record = replace(told, ended_wall_s=told.wall_s + max(told.timeline_s.values()))
     else:
-        # The generation that it ended in is the one that the incident after it is of.
-        resumed = min((key - 1 for key in agent.etcd.view.repeats if key > seen[0]), default=number)
         record = replace(
             seen[1], open=False, timeline_s={"stepping": 0.0}, world_size_after=agent.formed.generation.world_size,
-            generation=resumed,
+            generation=number,
         )  # fmt: skip
         record = dated(record, turn.now_s, turn.now_s, turn.wall_s)
+        if later := min((key for key in agent.etcd.view.repeats if key > seen[0]), default=0):
+            record = _ended_before(record, later, agent.etcd.view.ended.get(later))
     turn.ask(PutIncident(seen[0], record), f"incident {seen[0]} {record.repeat}")
+
+
+def _ended_before(record: IncidentRecord, key: int, following: IncidentRecord | None) -> IncidentRecord:
+    """`record` with the end that the incident after it, of this key, shows: the generation that failed then is the one
+    that this one ended in, and its failures are not this one's."""
+    own = tuple(cause for cause in record.causes if cause.generation < key - 1)
+    record = replace(record, generation=key - 1, causes=own)
+    if following is None:
+        return record
+    lasted_s = max(0.0, min(record.ended_wall_s or math.inf, following.wall_s) - record.wall_s)
+    return replace(
+        record, world_size_after=following.world_size_before, ended_wall_s=record.wall_s + lasted_s,
+        timeline_s={"stepping": round(lasted_s, 4)},
+    )  # fmt: skip
 
 
 def _counted(turn: Turn, incident: Incident) -> bool:

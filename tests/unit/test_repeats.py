@@ -117,6 +117,36 @@ def test_a_recovery_that_the_leader_did_not_see_the_end_of_is_closed_by_the_next
     assert its_own not in puts[0].record.causes, "of the incident after it"
 
 
+def test_a_record_that_waited_for_a_leader_is_not_written_over_what_only_the_former_leader_knew() -> None:
+    second = generation(2, [place("a", 0), place("b", 0)])
+    over = Closed(BEGUN, second, recovered=True, counted=True, witnessed=True, written=False)
+    agent = changed(
+        Agent(policy(spec=SPEC)), generation=second, settled=2, reported=2, closed=over,
+        unwritten=PutIncident(2, over.record()),
+    )  # fmt: skip
+    only_b = Cause(generation=1, node="b", kind="exit", ranks=(1,), detail="only b knew")
+    opened = replace_struct(OPEN, causes=(only_b,))
+    now = replace(view(*MEMBERS, spec=SPEC, formed=second), incident=(2, opened), repeats={2: 0})
+    _, effects = step(agent, Viewed(now, True), 100.0)
+    assert [only_b in e.record.causes for e in effects if isinstance(e, PutIncident)] == [True]
+
+
+def test_a_record_that_was_left_open_ends_where_the_incident_after_it_begins() -> None:
+    """Generation 3 has failed too: that is told by the record after it, which is over."""
+    formed = generation(4, [place("a", 0), place("b", 0)])
+    agent = changed(Agent(policy(spec=SPEC)), generation=formed, settled=4, reported=4, stepped_at_s=100.0)
+    own, later = (Cause(generation=number, node="b", kind="exit", detail="killed") for number in (1, 3))
+    opened = replace_struct(OPEN, causes=(own, later))
+    after = replace_struct(FAILED, generation=4, causes=(later,), wall_s=11.0, ended_wall_s=12.0, world_size_before=1)
+    now = replace(
+        view(*MEMBERS, spec=SPEC, formed=formed), incident=(2, opened), repeats={2: 0, 4: 0}, ended={4: after}
+    )
+    _, effects = step(agent, Viewed(now, True), 100.0, wall_s=50.0)
+    (told,) = (e.record for e in effects if isinstance(e, PutIncident))
+    assert (told.generation, told.causes, told.ended_wall_s, told.world_size_after) == (3, (own,), 11.0, 1)
+    assert told.timeline_s == {"stepping": 10.0}
+
+
 def test_an_incident_that_began_before_another_leader_closed_a_false_alarm_gets_the_next_number() -> None:
     """The generation has failed: it is not the false alarm."""
     tracked = replace_struct(BEGUN, told=())
