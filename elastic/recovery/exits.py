@@ -16,6 +16,9 @@ from .standbys import promote
 from .transitions import IN_GROUP, Stage, Trigger
 from .turn import Turn
 
+HOLDS = IN_GROUP | {Stage.ABORTING, Stage.READY}
+"""Stages of a worker that has the job's state."""
+
 
 def exited(turn: Turn, event: WorkerExited) -> None:
     if standby := turn.standby(event.worker_id):
@@ -183,3 +186,7 @@ def _report_left_out(turn: Turn, worker: Worker, detail: str) -> None:
         charged=False, ranks=(ranks[worker.slot],),
     )  # fmt: skip
     add_evidence(turn, record)
+    others = (w for slot, w in turn.agent.local.workers.items() if slot != worker.slot)
+    if not turn.my_ranks() and any(w.generation == last_committed.number and w.stage in HOLDS for w in others):
+        why = "a worker of this node, which leaves, has died: another may be the only one that has the last step"
+        report_failure(turn, "undrain", why, (), charged=False)

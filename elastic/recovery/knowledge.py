@@ -45,6 +45,7 @@ from .events import (
 )
 from .evidence import merged
 from .exits import exited, failed
+from .gone import left_out
 from .manner import learn, manage
 from .model import Worker
 from .restart_budget import STORE
@@ -52,6 +53,8 @@ from .state_holders import all_workers_lost
 from .transitions import IN_GROUP, Stage, Trigger
 from .turn import Turn
 from .view import JobView
+
+BEHIND = "a failure before the step boundary: a rank that leaves may be the only one that has committed the last step"
 
 
 # One case per event, none inside another: a list to be read, whatever its length.
@@ -274,6 +277,18 @@ def _rejoin(turn: Turn) -> None:
     turn.do(Rejoin(record))
 
 
+def _may_be_behind(turn: Turn, event: WorkerGroupClosed) -> bool:
+    """Whether a failure has ended a generation short of the boundary of a planned change, and a rank that this leaves
+    out may have committed a step more. If it leaves out one rank only, that has failed, or the next generation has."""
+    current, before = turn.agent.formed.generation, turn.agent.formed.last_committed
+    if current is None or before is None or before.number != event.generation:
+        return False
+    if current.at_step is None or event.step >= current.at_step:
+        return False
+    leave = [p for p in left_out(before, current) if p.node in turn.agent.etcd.view.members]
+    return sum(len(p.slots) for p in leave) > 1
+
+
 def _released(turn: Turn, worker: Worker, event: WorkerGroupClosed) -> None:
     if event.generation != worker.generation or worker.stage not in IN_GROUP | {Stage.ABORTING}:
         return
@@ -283,6 +298,8 @@ def _released(turn: Turn, worker: Worker, event: WorkerGroupClosed) -> None:
     turn.reaches(worker.synced, event.step)
     current = turn.agent.formed.generation
     if current is None or current.number != event.generation:
+        if event.error and _may_be_behind(turn, event):
+            report_failure(turn, "undrain", BEHIND, (), charged=False)
         return
     if event.altered:
         group_failed(turn, event.altered, STORE)

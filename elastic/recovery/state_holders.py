@@ -105,7 +105,9 @@ def _with_leavers(
     if last_committed is not None:
         holders += [node for node in _holders(last_committed, alive, None) if current.at(node) is None]
     late = [alive[node] for node in dict.fromkeys(holders) if node not in there]
-    return [*chosen, *(m for m in late if m.record.draining is not None or current.at(m.record.node) is not None)]
+    planned = current.at_step is not None  # it left out nodes that were well
+    asked = (m for m in late if planned or m.record.draining is not None or current.at(m.record.node) is not None)
+    return [*chosen, *asked]
 
 
 def _holders(formed: GenerationRecord, alive: Mapping[str, Member], broken: BrokenRecord | None) -> list[str]:

@@ -241,6 +241,22 @@ def tardy(seed: int) -> History:
     return History(setting, tuple(sorted(faults, key=lambda f: f.at_s)))
 
 
+def leaving(seed: int) -> History:
+    """A node of several workers is to leave, and one of them dies at the same moment."""
+    rng = random.Random(f"leaving {seed}")
+    nodes = rng.choice((2, 3))
+    setting = Setting(
+        seed=seed, nodes=nodes, slots=2, least=1, most=nodes, setup_s=rng.choice((0.05, 0.2)),
+        step_s=rng.choice((0.1, 0.3)), standby=rng.choice((0, 1)), shrink=rng.random() < 0.3,
+    )  # fmt: skip
+    at_s, leaver = 4.0 + rng.random(), rng.randrange(nodes)
+    faults = [Fault(at_s, "drain", (leaver, 1e6))]
+    faults.append(Fault(at_s + 0.6 * rng.random(), "kill_worker", (leaver, rng.randrange(2))))
+    if rng.random() < 0.3:
+        faults.append(Fault(faults[-1].at_s + 0.4 * rng.random(), "kill_worker", (rng.randrange(nodes), 0)))
+    return History(setting, tuple(faults))
+
+
 _FAMILIES = (_worn, _spoiled, _slow, _unformed, _drained, _together, _repeated, _away)
 
 

@@ -6,7 +6,7 @@ import collections
 import os
 
 import pytest
-from simulation.histories import draw, family, late, play
+from simulation.histories import draw, family, late, leaving, play
 from simulation.run import explain, many
 
 from elastic.contract.records import Phase
@@ -16,6 +16,7 @@ FEW = 400
 """In `make test`; all of them in `make soak`."""
 FAMILIES = 400
 LATE = 100
+LEAVING = 300
 SHARE = 3
 """In `make test` every third of the families and of the late ones."""
 
@@ -40,7 +41,7 @@ def test_every_promise_is_kept_in_all_histories(count: int) -> None:
 
 @pytest.mark.parametrize("share", [SHARE, pytest.param(1, marks=pytest.mark.long)])
 def test_every_promise_is_kept_in_the_histories_that_are_seldom_drawn(share: int) -> None:
-    for drawn, count in ((family, FAMILIES), (late, LATE)):
+    for drawn, count in ((family, FAMILIES), (late, LATE), (leaving, LEAVING)):
         for outcome in many(range(0, count, share), drawn=drawn):
             if outcome.failure:
                 pytest.fail(explain(outcome))

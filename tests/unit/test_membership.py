@@ -347,6 +347,17 @@ def test_excluded_node_hands_over_its_state_before_it_leaves() -> None:
     assert nodes(decide(view(*both, excluded_nodes=("a",)), current, steps_advance=True)) == ["b"]
 
 
+def test_a_node_that_a_planned_change_leaves_out_hands_over_its_state_if_that_breaks_before_a_step() -> None:
+    """For whatever reason it was left out: the generation before may have ended short of the boundary."""
+    last_committed = generation(4, [place("a"), place("b")])
+    picture = view(*ALL[:2], failed=broken(5, "b", 0), excluded_nodes=("a",))
+    partly = view(member("a", 1), member("b", 2, ready=(0, 1)), failed=broken(5, "b", 0), excluded_nodes=("a",))
+    for at_step, asked in ((None, ["b"]), (7, ["b", "a"])):
+        current = generation(5, [place("b", 0, 1)], at_step=at_step)
+        assert nodes(decide(partly, current, settled=False, last_committed=last_committed)) == asked
+    assert nodes(decide(picture, current, settled=True, last_committed=last_committed)) == ["b"]
+
+
 def test_node_that_joined_since_the_last_step_is_not_counted_as_state_holder() -> None:
     current, last_committed = generation(5, [place("a"), place("b")]), generation(4, [place("a")])
     picture = view(*ALL[:2], formed=current, failed=broken(5, "b", 0), excluded_nodes=("a",))
