@@ -20,7 +20,7 @@ from elastic.contract.texts import cut_middle, one_line
 
 from .rules import RULES, Class, Rule
 
-CONSEQUENCES = frozenset({"comm", "idle", "undrain", "respawn", "no-state"})
+CONSEQUENCES = frozenset({"comm", "idle", "undrain", "boundary", "respawn", "no-state"})
 """Kinds of causes that follow from another one, if there is another one."""
 PATIENCE_S = 300.0
 """A recovery that takes longer needs a person's attention, whatever it waits for."""

@@ -260,7 +260,7 @@ class BrokenRecord(Record, frozen=True, kw_only=True):
     generation: Int
     node: str
     kind: str
-    """exit, hang, comm, store, form, drain, undrain, idle, respawn, or of the numerics: nan, inf, drift, …"""
+    """exit, hang, comm, store, form, drain, undrain, boundary, idle, respawn, or of the numerics: nan, inf, drift, …"""
     detail: str
     slots: tuple[Int, ...] = ()
     """Slots of `node` whose workers are lost: their state is gone, and they are ranked behind survivors."""

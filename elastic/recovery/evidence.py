@@ -14,7 +14,7 @@ from .restart_budget import COMM
 KEPT_LOSSES = 64
 """How many further failures of one generation are listed."""
 
-CONSEQUENCES = frozenset({COMM, "idle", "undrain", "respawn", "no-state"})
+CONSEQUENCES = frozenset({COMM, "idle", "undrain", "boundary", "respawn", "no-state"})
 """Kinds of failures that follow from another one, or from none."""
 
 BAD_NUMBERS = frozenset({"bad loss", "drift"})

@@ -189,4 +189,4 @@ def _report_left_out(turn: Turn, worker: Worker, detail: str) -> None:
     others = (w for slot, w in turn.agent.local.workers.items() if slot != worker.slot)
     if not turn.my_ranks() and any(w.generation == last_committed.number and w.stage in HOLDS for w in others):
         why = "a worker of this node, which leaves, has died: another may be the only one that has the last step"
-        report_failure(turn, "undrain", why, (), charged=False)
+        report_failure(turn, "boundary", why, (), charged=False)

@@ -233,6 +233,7 @@ def _viewed(turn: Turn, view: JobView, connected: bool) -> None:
         if wiped:  # and with it what this agent may have published, or has asked for
             turn.change(wiped_until_s=turn.agent.etcd.absence_ignored_until_s, publishing=0, asked={})
             turn.change(lost_at=before.formed.generation.number if before.formed.generation else 0)
+            turn.change(closed=None)  # its record is lost, and its number among those of its key is free again
     if view.progress is None and before.etcd.view.progress is not None:  # until a step is on record again
         view = dataclasses.replace(view, progress=before.etcd.view.progress)
     turn.change(view=view, connected=connected)
@@ -299,7 +300,7 @@ def _released(turn: Turn, worker: Worker, event: WorkerGroupClosed) -> None:
     current = turn.agent.formed.generation
     if current is None or current.number != event.generation:
         if event.error and _may_be_behind(turn, event):
-            report_failure(turn, "undrain", BEHIND, (), charged=False)
+            report_failure(turn, "boundary", BEHIND, (), charged=False)
         return
     if event.altered:
         group_failed(turn, event.altered, STORE)

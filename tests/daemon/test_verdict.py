@@ -51,6 +51,7 @@ CASES: dict[str, list[IncidentRecord]] = {
     "scaled_down": [incident("planned", "n3 leaves (big has the 2 nodes that it may have (nodes = 1:2))")],
     "joined": [incident("planned", "n3 joins")],
     "drained": [incident("planned", "n1 leaves (drained by ada)"), incident("drain", "drained by ada")],
+    "boundary": [incident("boundary", "a failure before the step boundary")],
     "called_off": [incident("undrain", "stopped for a drain that was called off")],
     "planned": [incident("planned", "new order")],
     "diverged": [incident("drift", "drift on rank 1 at step 40: its state differs")],

@@ -899,3 +899,8 @@ def test_a_worker_that_is_killed_while_it_aborts_is_named_in_a_job_that_shrinks(
 
 def test_a_death_on_a_node_that_was_cut_off_is_added_to_an_incident_that_another_one_has_followed() -> None:
     assert play(draw(1507168)).failure == ""
+
+
+def test_a_failure_after_etcd_has_lost_a_false_alarm_has_one_record() -> None:
+    """The leader took its own new record for that of the false alarm that it had closed, and wrote another one."""
+    assert play(draw(1521727)).failure == ""

@@ -1,0 +1,121 @@
+"""What is done to the records of incidents that are over: causes that are reported late are added, and a record that
+another agent has left open is closed."""
+
+from __future__ import annotations
+
+import math
+
+from msgspec.structs import replace
+
+from ..contract.records import IncidentRecord
+from .effects import AddCauses, PutIncident
+from .evidence import weight
+from .incident import UNPROVEN, Incident, causes, dated
+from .model import is_leader
+from .turn import Turn
+
+SWEEP_S = 5.0
+"""For how long, from the forming of its generation, a leader leaves an open incident that it has not tracked itself for
+another agent to close."""
+
+
+def put(turn: Turn, incident: Incident, record: IncidentRecord) -> PutIncident:
+    bounds = {"stepped_s": incident.stepped_s, "left_wall_s": incident.left_wall_s}
+    return PutIncident(incident.key, dated(record, incident.began_s, turn.now_s, turn.wall_s, **bounds))
+
+
+def supplement(turn: Turn) -> None:
+    """Add what is reported of an incident that is over. An agent that cannot reach etcd at once reports late what only
+    it has seen, while the reports of other nodes were enough to recover."""
+    agent, over = turn.agent, turn.agent.incidents.closed
+    if over is None:
+        return
+    for report in (*agent.etcd.view.broken_before, agent.etcd.view.broken, agent.formed.broken_record):
+        if report is not None:
+            over = over.with_report(report)
+    if over is agent.incidents.closed:
+        return
+    turn.change(closed=over)
+    mine = agent.formed.broken_record is not None and agent.formed.broken_record.node == turn.policy.node
+    if mine or is_leader(turn.agent):
+        turn.do(AddCauses(over.incident.key, over.record()))
+
+
+def supplement_ended(turn: Turn, incident: Incident) -> None:
+    """The incident that this agent tracked has ended while the agent could not reach etcd, and another one has begun:
+    add the failures of this node's workers to its record. No other agent has seen them."""
+    over, node = turn.agent.etcd.view.ended.get(incident.key), turn.policy.node
+    if over is None or over.repeat != incident.repeat:
+        return
+    named = {(cause.generation, cause.node) for cause in over.causes if weight(cause.kind) > 0}
+    mine = [c for c in causes(incident) if c.node == node and weight(c.kind) > 0 and (c.generation, node) not in named]
+    if mine:
+        every = sorted([*over.causes, *mine], key=lambda c: (c.generation, weight(c.kind) == 0))
+        first = {name: getattr(every[0], name) for name in ("kind", "node", "ranks", "detail")}
+        turn.do(AddCauses(incident.key, replace(over, causes=tuple(every), **first)))
+
+
+def conclude(turn: Turn) -> None:
+    """Close the record of an incident that is over by what this agent has seen, but which its leader takes to last: its
+    own worker was lost before it had stepped, while a rank of this node has. That failure is another incident."""
+    over, seen = turn.agent.incidents.closed, turn.agent.etcd.view.incident
+    if over is None or seen is None or over.written or not over.recovered or not is_leader(turn.agent):
+        return
+    if over.false_alarm:
+        return  # another failure of its generation continues it
+    if (over.incident.key, over.incident.repeat) == (seen[0], seen[1].repeat):
+        key, record = seen
+        # That leader has put its own worker's failure there, too.
+        record = replace(record, causes=tuple(c for c in record.causes if c.generation < over.generation.number))
+        over = replace(over, incident=over.incident.with_recorded(key, record), written=True)
+        late = turn.agent.incidents.unwritten
+        turn.change(closed=over, unwritten=late if late is not None and late.key != key else None)
+        told = put(turn, over.incident, over.record()).record  # with its times of day
+        ended_wall_s = told.wall_s + max(told.timeline_s.values(), default=0.0)
+        turn.do(PutIncident(key, replace(told, ended_wall_s=ended_wall_s)))
+
+
+def sweep(turn: Turn) -> None:
+    """Close a record that is left open though the job steps: an earlier leader is gone, or this agent closed the
+    incident while its lease had lapsed, when it did not lead."""
+    agent, seen = turn.agent, turn.agent.etcd.view.incident
+    if seen is None or agent.formed.generation is None:
+        return
+    steps = (
+        agent.progress.settled >= agent.formed.generation.number > agent.formed.broken
+        and not agent.lead.halted
+        and turn.steps_advance()
+    )
+    # What this agent has just closed may still look open.
+    if not steps or turn.now_s - agent.formed.formed_at_s <= SWEEP_S or not is_leader(turn.agent):
+        return
+    number = agent.formed.generation.number
+    if any(c.generation >= number and c.kind not in UNPROVEN and weight(c.kind) for c in seen[1].causes):
+        return  # this generation has failed, and this agent has not learnt it: no step follows in it
+    over = agent.incidents.closed
+    if over is not None and (over.incident.key, over.incident.repeat) == (seen[0], seen[1].repeat):
+        told = put(turn, over.incident, over.record()).record  # with its times of day
+        record = replace(told, ended_wall_s=told.wall_s + max(told.timeline_s.values()))
+    else:
+        record = replace(
+            seen[1], open=False, timeline_s={"stepping": 0.0}, world_size_after=agent.formed.generation.world_size,
+            generation=number,
+        )  # fmt: skip
+        record = dated(record, turn.now_s, turn.now_s, turn.wall_s)
+        if later := min((key for key in agent.etcd.view.repeats if key > seen[0]), default=0):
+            record = _ended_before(record, later, agent.etcd.view.ended.get(later))
+    turn.ask(PutIncident(seen[0], record), f"incident {seen[0]} {record.repeat}")
+
+
+def _ended_before(record: IncidentRecord, key: int, following: IncidentRecord | None) -> IncidentRecord:
+    """`record` with the end that the incident after it, of this key, shows: the generation that failed then is the one
+    that this one ended in, and its failures are not this one's."""
+    own = tuple(cause for cause in record.causes if cause.generation < key - 1)
+    record = replace(record, generation=key - 1, causes=own)
+    if following is None:
+        return record
+    lasted_s = max(0.0, min(record.ended_wall_s or math.inf, following.wall_s) - record.wall_s)
+    return replace(
+        record, world_size_after=following.world_size_before, ended_wall_s=record.wall_s + lasted_s,
+        timeline_s={"stepping": round(lasted_s, 4)},
+    )  # fmt: skip
