@@ -111,7 +111,7 @@ MUTANTS = (
            "return [*chosen, *asked]",
            "return chosen",
            "unit/test_membership.py::test_excluded_node_hands_over_its_state_before_it_leaves"),
-    Mutant("an excluded node is not asked for its state", "recovery.membership",
+    Mutant("an excluded node is not asked for its state", "recovery.state_holders",
            "m.record.draining is not None or current.at(m.record.node) is not None", "m.record.draining is not None",
            "unit/test_membership.py::test_excluded_node_hands_over_its_state_before_it_leaves"),
     Mutant("equal steps of different lineages count as the same state", "worker.state.state_source",
