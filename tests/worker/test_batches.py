@@ -169,6 +169,16 @@ def test_batches_of_other_shapes_are_in_data() -> None:
         _ = batch.x
 
 
+def test_batches_of_tuples_unpack_as_those_of_a_data_loader_do() -> None:
+    (batch, *_) = run(Numbers(8), batch_size=4, rank=0, world_size=1, shuffle=False)
+    x, y = batch
+    assert x is batch.x
+    assert y.tolist() == [0, 1, 2, 3]
+    (other, *_) = run([torch.tensor(1.0), torch.tensor(2.0)], batch_size=2, rank=0, world_size=1)
+    with pytest.raises(TypeError, match=r"a batch of Tensor has no parts to unpack: it is in batch\.data"):
+        _first, _second = other
+
+
 def test_sample_order_in_bulk_equals_one_by_one() -> None:
     for size in (1, 2, 3, 100, 1025, 16384, 16385):
         order = SampleOrder(size, 9, 4)

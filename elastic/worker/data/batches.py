@@ -76,6 +76,12 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
         """The targets, likewise."""
         return self._pair[1]
 
+    def __iter__(self) -> Iterator[Any]:
+        """The parts of `data` for a dataset of tuples: ``for x, y in job.batches(…)``. Raises TypeError for others."""
+        if not isinstance(self.data, (tuple, list)):
+            raise TypeError(f"a batch of {type(self.data).__name__} has no parts to unpack: it is in batch.data")
+        return iter(self.data)
+
     @property
     def _pair(self) -> Any:
         if not (isinstance(self.data, (tuple, list)) and len(self.data) == 2):
