@@ -101,7 +101,7 @@ class Actions:
             phase = state.phase if state else Phase.PENDING
             raise Refused(409, f"job {name!r} is there already and {phase}: stop it first, or choose another name")
         if not replace:
-            cure = f"choose another name, remove its records (elasticctl forget {name}), or submit with --replace"
+            cure = f"choose another name, remove its records (elasticctl forget {name}), or give --replace"
             raise Refused(409, f"job {name!r} has {_ended(state.phase)}: {cure}")
         there, _ = self._read(SpecRecord, keys.spec)
         self._authority.check_job(peer, name, there, "replace")

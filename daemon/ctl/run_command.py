@@ -41,6 +41,7 @@ PAUSE = threading.Event()
 )
 @click.option("--checkpoints", metavar="DIR", help="Folder for checkpoints.")
 @click.option("--set", "settings", multiple=True, metavar="FIELD=VALUE", help="Any other field of a job.")
+@click.option("--replace", is_flag=True, help="Take the name of a job that is over; its records go.")
 @click.option("--detach", is_flag=True, help="Submit only; do not follow.")
 @AS_USER
 @as_json
@@ -59,6 +60,7 @@ def run(
     python: str | None,
     checkpoints: str | None,
     settings: tuple[str, ...],
+    replace: bool,
     detach: bool,
     user: str,
     as_json: bool,
@@ -92,10 +94,11 @@ def run(
         click.echo(safe_text.line(f"it runs with {raw.get('python') or cluster['python']}; {other}"), err=True)
     by_id = "" if job_name else meant.name and job_file.job_name(meant.name)
     known = [row["job"] for row in cluster["jobs"] if not by_id or row["phase"] in OVER]
-    raw["name"] = job_name or job_file.free_name(by_id or raw["name"], known)
+    raw["name"] = job_name or job_file.free_name(by_id or raw["name"], [] if replace else known)
     began_s: float | None = time.monotonic()
     try:
-        say(client.post("/v1/jobs", {"spec": raw, "as": user}), as_json, f"{raw['name']} is submitted", err=True)
+        asked = {"spec": raw, "replace": replace, "as": user}
+        say(client.post("/v1/jobs", asked), as_json, f"{raw['name']} is submitted", err=True)
     except Failed as error:
         if not by_id or error.status != 409:
             raise

@@ -88,8 +88,15 @@ def test_run_follows_and_ends_with_the_jobs_result(node: Node, script: pathlib.P
     status = node.ctl("status")
     assert status.returncode == 4
     assert re.search(r"train failed \d+ s ago: no agent comes up on desk", status.stdout)
+    taken = node.ctl("run", "--detach", "--name", "train", *run[1:], cwd=script.parent)
+    assert (taken.returncode, "choose another name" in taken.stderr, "--replace" in taken.stderr) == (1, True, True)
     assert node.ctl("run", "--detach", *run[1:], cwd=script.parent).returncode == 0
     assert node.job("train-2")["phase"] == "pending"
+    replaced = node.ctl("run", "--detach", "--replace", "-w", "64", "--", "train.py", cwd=script.parent)
+    assert (replaced.returncode, replaced.stderr.splitlines()[-1]) == (0, "train is submitted")
+    assert node.job("train")["phase"] == "pending"
+    node.ctl("stop", "train")
+    eventually(lambda: node.job("train")["phase"] == "stopped", 10)
     assert node.ctl("forget", "train").returncode == 0
     agent = eventually(lambda: node.agent_pid("train-2"), 10)
     node.ctl("stop", "train-2")
