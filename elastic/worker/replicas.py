@@ -118,9 +118,8 @@ def _values(params: Mapping[str, torch.Tensor]) -> Rows:
     each = max(1, ELEMENTS // max(1, len(params)))
     by_device: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
     for name, param in params.items():
-        flat = param.detach().reshape(-1)
-        sample = flat[:: -(-flat.numel() // each)].contiguous().view(torch.uint8)
-        by_device.setdefault(param.device, []).append((name, sample))
+        sample = _sample(param.detach(), -(-param.numel() // each)).resolve_conj().resolve_neg().contiguous()
+        by_device.setdefault(param.device, []).append((name, sample.view(torch.uint8)))
     found: Rows = {}
     for samples in by_device.values():
         whole, start = torch.cat([sample for _, sample in samples]).cpu().numpy().tobytes(), 0
@@ -129,6 +128,15 @@ def _values(params: Mapping[str, torch.Tensor]) -> Rows:
             found[name] = xxhash.xxh3_64_hexdigest(whole[start:stop])
             start = stop
     return found
+
+
+def _sample(tensor: torch.Tensor, stride: int) -> torch.Tensor:
+    """Each element whose index is a multiple of `stride`. Of one that is not contiguous (channels last, a transposed
+    table) no whole copy is made: the device may have no room for it."""
+    if tensor.is_contiguous():
+        return tensor.view(-1)[::stride]
+    indices = torch.arange(0, tensor.numel(), stride, device=tensor.device)
+    return tensor[torch.unravel_index(indices, tensor.shape)]
 
 
 def _table(state: State) -> Rows:

@@ -13,10 +13,13 @@ from support.arenas import NoBackend
 from support.forming import formed
 from support.ranks import ranks, run_ranks  # noqa: F401 - a fixture
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from elastic.checkpoint.interval import IntervalRule
+from elastic.worker import replicas
 from elastic.worker.checkpoint_scheduler import CheckpointScheduler, RankPosition
 from elastic.worker.job import Job
+from elastic.worker.replicas import ELEMENTS
 from elastic.worker.standalone import NoLink
 from elastic.worker.state.state import State
 
@@ -203,6 +206,40 @@ def test_what_a_rank_changes_by_itself_is_said_once_though_its_gradients_are_exc
     assert "differs between the ranks after step" in first[2]
     assert "though its gradients are exchanged" in first[2]
     assert others == [["", 9, ""]] * 2
+
+
+class Largest(TorchDispatchMode):
+    """Notes the number of elements of the largest tensor that is made, which no other one shares its memory with."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        known = {arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, torch.Tensor)}
+        if isinstance(out, torch.Tensor) and out.untyped_storage().data_ptr() not in known:
+            self.numel = max(self.numel, out.numel())
+        return out
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "channels last", "conjugate"])
+def test_no_parameter_is_copied_as_a_whole_to_be_compared(layout: str) -> None:
+    """A copy of a large table, on a device that is nearly full, would be out of memory."""
+    plain = torch.arange(2.0 * ELEMENTS * 8).reshape(8, 16, 2, -1)
+    values = plain.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0) if layout == "transposed" else plain
+    values = plain.to(memory_format=torch.channels_last) if layout == "channels last" else values
+    values = torch.complex(values, values).conj() if layout == "conjugate" else values
+    same = torch.complex(plain, -plain).resolve_conj() if layout == "conjugate" else plain
+    expected = replicas._values({"p": nn.Parameter(same)})
+    with Largest() as largest:
+        assert replicas._values({"p": nn.Parameter(values)}) == expected
+    assert 0 < largest.numel <= 8 * ELEMENTS
+
+
+def test_a_parameter_is_compared_by_its_values_whatever_its_layout() -> None:
+    small = torch.complex(torch.rand(2, 3), torch.rand(2, 3))
+    for plain, other in ((small.conj().resolve_conj(), small.conj()), (small.imag.neg(), small.conj().imag)):
+        assert replicas._values({"p": nn.Parameter(other)}) == replicas._values({"p": nn.Parameter(plain)})
+    assert replicas._values({"p": nn.Parameter(torch.tensor(1.0))})
 
 
 @pytest.mark.slow
