@@ -243,7 +243,7 @@ RULES = (
          cure="if the node was not rebooted, agent.log and the journal on it have the reason"),
     Rule("node_lost", Class.NODE, "its node was lost", kinds=_GONE, cure="check that node; it is taken back by itself"),
     # ── hangs ───────────────────────────────────────────────────────────────────────────────────────────────
-    Rule("stopped", Class.HANG, "its process was stopped by a signal (SIGSTOP, a debugger)", kinds=(*_HANG, "respawn"),
+    Rule("stopped", Class.HANG, "its process was stopped by a signal (SIGSTOP, SIGTSTP)", kinds=(*_HANG, "respawn"),
          says=r"is stopped|been stopped|stopped by a signal",
          cure="nothing to do: it was replaced; find out what stops processes if it occurs again"),
     Rule("hang_io", Class.HANG, "it hung in uninterruptible I/O", kinds=_HANG,

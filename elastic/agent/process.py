@@ -37,7 +37,7 @@ class Exited:
     oom: bool = False
     """Whether the kernel's out-of-memory killer was active at that moment, and the agent had not killed the process."""
     stopped: bool = False
-    """A signal had stopped the process (SIGSTOP, a debugger) when its agent killed it."""
+    """A signal (SIGSTOP) had stopped the process when its agent killed it. Not a debugger, which traces it."""
 
     @property
     def cause(self) -> str:

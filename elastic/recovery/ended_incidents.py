@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from ..contract.records import IncidentRecord
 from .effects import AddCauses, PutIncident
 from .evidence import weight
-from .incident import UNPROVEN, Incident, causes, dated
+from .incident import KEPT_CAUSES, UNPROVEN, Incident, begun_anew, causes, dated, named
 from .model import is_leader
 from .turn import Turn
 
@@ -47,12 +47,14 @@ def supplement_ended(turn: Turn, incident: Incident) -> None:
     over, node = turn.agent.etcd.view.ended.get(incident.key), turn.policy.node
     if over is None or over.repeat != incident.repeat:
         return
-    named = {(cause.generation, cause.node) for cause in over.causes if weight(cause.kind) > 0}
-    mine = [c for c in causes(incident) if c.node == node and weight(c.kind) > 0 and (c.generation, node) not in named]
-    if mine:
+    known = {(cause.generation, cause.node) for cause in over.causes if weight(cause.kind) > 0}
+    own = (cause for cause in causes(incident) if cause.node == node and weight(cause.kind) > 0)
+    # A generation that has stepped since, and failed then, has done so in another incident.
+    if mine := [c for c in own if c.generation < over.generation and (c.generation, node) not in known]:
         every = sorted([*over.causes, *mine], key=lambda c: (c.generation, weight(c.kind) == 0))
-        first = {name: getattr(every[0], name) for name in ("kind", "node", "ranks", "detail")}
-        turn.do(AddCauses(incident.key, replace(over, causes=tuple(every), **first)))
+        fuller = replace(over, causes=tuple(every[:KEPT_CAUSES]), **named(every))
+        fuller = replace(fuller, detail=fuller.detail + begun_anew(over.origin, over.step or 0))
+        turn.do(AddCauses(incident.key, fuller))
 
 
 def conclude(turn: Turn) -> None:
@@ -63,7 +65,7 @@ def conclude(turn: Turn) -> None:
         return
     if over.false_alarm:
         return  # another failure of its generation continues it
-    if (over.incident.key, over.incident.repeat) == (seen[0], seen[1].repeat):
+    if over.is_open(seen):
         key, record = seen
         # That leader has put its own worker's failure there, too.
         record = replace(record, causes=tuple(c for c in record.causes if c.generation < over.generation.number))
@@ -93,7 +95,7 @@ def sweep(turn: Turn) -> None:
     if any(c.generation >= number and c.kind not in UNPROVEN and weight(c.kind) for c in seen[1].causes):
         return  # this generation has failed, and this agent has not learnt it: no step follows in it
     over = agent.incidents.closed
-    if over is not None and (over.incident.key, over.incident.repeat) == (seen[0], seen[1].repeat):
+    if over is not None and over.is_open(seen):
         told = put(turn, over.incident, over.record()).record  # with its times of day
         record = replace(told, ended_wall_s=told.wall_s + max(told.timeline_s.values()))
     else:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import msgspec
 
@@ -224,21 +225,29 @@ def dated(
     )
 
 
+def named(found: Sequence[Cause], *, planned: bool = False, why: str = "") -> dict[str, Any]:
+    """The fields in which a record names its causes. `found`: as `causes` gives it."""
+    real = [c for c in found if weight(c.kind) > 0]
+    told = real or ([] if planned else found)
+    if not told:
+        return {"kind": "planned" if planned else "lost", "node": "", "ranks": (), "detail": why}
+    alike = [c for c in told if c.generation == told[0].generation]
+    more = f" (and {len(real) - 1} more)" if len(real) > 1 else ""
+    return {
+        "kind": told[0].kind,
+        "node": ", ".join(dict.fromkeys(c.node for c in alike)),
+        "ranks": tuple(sorted({rank for c in alike for rank in c.ranks})),
+        "detail": told[0].detail + more,
+    }
+
+
 def drawn(incident: Incident, *, counted: bool) -> IncidentRecord:
     """The record of an incident that is not over. `counted`: the workers' steps are known (they use `elastic`)."""
     found = causes(incident)
-    real = [c for c in found if weight(c.kind) > 0]
-    named = real or ([] if incident.planned else list(found))
-    first = named[0] if named else None
-    alike = [c for c in named if first and c.generation == first.generation]
-    more = f" (and {len(real) - 1} more)" if len(real) > 1 else ""
     error = next((report.error for report in incident.reports if report.error is not None), None)
     return IncidentRecord(
+        **named(found, planned=incident.planned, why=incident.why),
         generation=incident.key,
-        kind=first.kind if first else "planned" if incident.planned else "lost",
-        node=", ".join(dict.fromkeys(c.node for c in alike)),
-        ranks=tuple(sorted({rank for c in alike for rank in c.ranks})),
-        detail=(first.detail if first else incident.why) + more,
         wall_s=incident.began_wall_s,
         timeline_s=dict(incident.timeline_s),
         open=True,
@@ -252,10 +261,11 @@ def drawn(incident: Incident, *, counted: bool) -> IncidentRecord:
     )
 
 
-def _begun_anew(sync: Sync) -> str:
-    if sync.origin is not Origin.SETUP or sync.reached <= 0:
+def begun_anew(origin: Origin | None, reached: int) -> str:
+    """What `detail` says if the job went on from `origin`, and had come to step `reached`."""
+    if origin is not Origin.SETUP or reached <= 0:
         return ""
-    return f"; all state was lost, and no checkpoint was ever saved: step {sync.reached} was done, begun again from 0"
+    return f"; all state was lost, and no checkpoint was ever saved: step {reached} was done, begun again from 0"
 
 
 def closed(
@@ -286,7 +296,7 @@ def closed(
         drawing,
         open=False,
         generation=generation.number + (0 if recovered else 1),
-        detail=drawing.detail + (_begun_anew(worst) if worst else ""),
+        detail=drawing.detail + (begun_anew(worst.origin, worst.reached) if worst else ""),
         step=max([drawing.step or 0, *(sync.reached for sync in all_syncs[:1])]) if counted else None,
         steps_lost=least,
         steps_lost_at_most=most,
@@ -312,6 +322,10 @@ class Closed(msgspec.Struct, frozen=True):
     def false_alarm(self) -> bool:
         """Whether the generation of which it is stepped on."""
         return self.recovered and self.generation.number < self.incident.key
+
+    def is_open(self, seen: tuple[int, IncidentRecord] | None) -> bool:
+        """Whether `seen`, the (key, record) that is open on record, is of this incident."""
+        return seen is not None and (self.incident.key, self.incident.repeat) == (seen[0], seen[1].repeat)
 
     def record(self) -> IncidentRecord:
         return closed(

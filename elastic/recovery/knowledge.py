@@ -70,7 +70,7 @@ def take(turn: Turn, event: Event) -> None:  # noqa: C901
         case Viewed(view, connected):
             _viewed(turn, view, connected)
         case PublishFailed(number):
-            if turn.agent.lead.publishing == number:
+            if turn.agent.lead.publishing == number and not turn.agent.lead.publishing_again:
                 turn.change(publishing=0)
         case PeerDead(node, incarnation) if (node, incarnation) in turn.agent.peers.falsely_suspected:
             _unreachable(turn, node, incarnation)
@@ -233,7 +233,9 @@ def _viewed(turn: Turn, view: JobView, connected: bool) -> None:
         if wiped:  # and with it what this agent may have published, or has asked for
             turn.change(wiped_until_s=turn.agent.etcd.absence_ignored_until_s, publishing=0, asked={})
             turn.change(lost_at=before.formed.generation.number if before.formed.generation else 0)
-            turn.change(closed=None)  # its record is lost, and its number among those of its key is free again
+            over = before.incidents.closed
+            if over is not None and not over.is_open(view.incident):  # as it is in a backup
+                turn.change(closed=None)  # its record is lost, and its number among those of its key is free again
     if view.progress is None and before.etcd.view.progress is not None:  # until a step is on record again
         view = dataclasses.replace(view, progress=before.etcd.view.progress)
     turn.change(view=view, connected=connected)

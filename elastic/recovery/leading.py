@@ -67,7 +67,8 @@ def lead(turn: Turn) -> None:
 
 def _publishes(turn: Turn) -> bool:
     """Whether a generation is in flight. One that the view does not show in time may never come: etcd may have lost it
-    after it was written, and a view at a higher revision of the etcd that was set up anew does not show the loss."""
+    after it was written, and a view at a higher revision of the etcd that was set up anew does not show the loss. Or
+    the view is late: then every further order fails, and the next one waits as long (see `PublishFailed`)."""
     lead = turn.agent.lead
     return bool(lead.publishing) and turn.now_s - lead.publishing_since_s < PUBLISH_AGAIN_S
 
@@ -164,7 +165,8 @@ def _publish(turn: Turn, change: Change) -> None:
     if charged.stopped:
         turn.ask(PutState(charged.state, view.state_revision), f"failed {view.state_revision}")
         return
-    turn.change(publishing=number, publishing_since_s=turn.now_s)
+    again = bool(agent.lead.publishing)
+    turn.change(publishing=number, publishing_since_s=turn.now_s, publishing_again=again)
     state = charged.state
     if state.phase is not Phase.RUNNING:
         state = after(state, PhaseTrigger.PUBLISHED, "", turn.wall_s)

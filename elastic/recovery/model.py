@@ -182,6 +182,8 @@ class LeadState(msgspec.Struct, frozen=True):
     publishing: int = 0
     """Number of the generation whose compare-and-swap is in flight; 0 = none."""
     publishing_since_s: float = 0.0
+    publishing_again: bool = False
+    """The view had not shown it in time: it was ordered a second time, or more often."""
     min_reached_s: float | None = None
     reason: str = ""
     """Why the agent waits, shown to users."""

@@ -81,12 +81,12 @@ def _all_state_lost(
 
 
 def _with_older_state(chosen: list[Member], alive: Mapping[str, Member]) -> list[Member]:
-    """`chosen`, and if it has none, a node without a place whose workers still have the state of an earlier generation:
-    that of the newest one. It is older than a snapshot mostly is, but newer than the beginning."""
-    if not chosen or any(m.record.held_generation for m in chosen):
+    """`chosen`, and if another node without a place has workers with newer state, of an earlier generation: that with
+    the newest. It is older than a snapshot mostly is, but newer than the beginning."""
+    if not chosen:
         return chosen
-    there = {m.record.node for m in chosen}
-    others = [m for node, m in alive.items() if m.record.held_generation and m.record.ready and node not in there]
+    newest = max(m.record.held_generation for m in chosen)
+    others = [m for m in alive.values() if m.record.held_generation > newest and m.record.ready]
     return [*chosen, *sorted(others, key=lambda m: (-m.record.held_generation, m.create_revision))[:1]]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -356,6 +357,19 @@ def test_a_node_that_a_planned_change_leaves_out_hands_over_its_state_if_that_br
         current = generation(5, [place("b", 0, 1)], at_step=at_step)
         assert nodes(decide(partly, current, settled=False, last_committed=last_committed)) == asked
     assert nodes(decide(picture, current, settled=True, last_committed=last_committed)) == ["b"]
+
+
+def test_of_the_nodes_without_a_place_the_one_with_the_newest_state_hands_it_over() -> None:
+    """All workers of c have died. A place is free for a, which is older as a member, and has older state than b."""
+    spares = [member("a", 1), member("b", 2)]
+    held = [
+        dataclasses.replace(spare, record=msgspec.structs.replace(spare.record, held_generation=number))
+        for spare, number in zip(spares, (3, 5), strict=True)
+    ]
+    picture = view(*held, member("c", 3), failed=broken(6, "c", 0))
+    for max_nodes, chosen in ((1, ["c", "b"]), (2, ["c", "a", "b"]), (3, ["c", "a", "b"])):
+        limits = NodeLimits(min_nodes=1, max_nodes=max_nodes, join_wait_s=5.0)
+        assert nodes(decide(picture, generation(6, [place("c")]), limits=limits)) == chosen
 
 
 def test_node_that_joined_since_the_last_step_is_not_counted_as_state_holder() -> None:

@@ -534,6 +534,17 @@ def test_a_publication_that_the_view_does_not_show_in_time_is_decided_on_anew() 
     assert Publish not in kinds(machine.wait(PUBLISH_AGAIN_S - 0.1))
 
 
+def test_a_publication_that_only_the_view_is_late_for_is_not_ordered_again_and_again() -> None:
+    """etcd has it, so that each further order fails at once: its leader must not write as fast as etcd answers."""
+    machine = running(formed=FIRST)
+    assert lead_from(machine, BROKEN)
+    assert Publish in kinds(machine.wait(PUBLISH_AGAIN_S + 0.1))
+    for _ in range(3):
+        assert kinds(machine.take(PublishFailed(2))) == []
+        assert Publish not in kinds(machine.wait(PUBLISH_AGAIN_S - 0.1))
+        assert Publish in kinds(machine.wait(0.2))
+
+
 def test_agent_that_is_not_leader_does_not_publish() -> None:
     machine = running(formed=SECOND)
     assert lead_from(machine, view(A, B, spec=SPEC, formed=SECOND, failed=broken(1, "b", 0))) == []

@@ -10,12 +10,13 @@ from support.fake_etcd import FakeServer
 from support.jobs import broken, generation, member, place, policy, view
 
 from elastic.contract.keys import ClusterKeys
-from elastic.contract.records import Cause, IncidentRecord, encode
+from elastic.contract.origin import Origin
+from elastic.contract.records import BrokenRecord, Cause, GenerationRecord, IncidentRecord, encode
 from elastic.contract.spec import JobSpec
 from elastic.etcd.client import Put
-from elastic.recovery.effects import PutIncident
+from elastic.recovery.effects import AddCauses, PutIncident
 from elastic.recovery.events import Viewed
-from elastic.recovery.incident import KEPT_REPEATS, Closed, Incident
+from elastic.recovery.incident import KEPT_REPEATS, Closed, Incident, begun_anew, supplemented
 from elastic.recovery.model import Agent, changed
 from elastic.recovery.recovery import step
 from elastic.recovery.view import JobView
@@ -145,6 +146,63 @@ def test_a_record_that_was_left_open_ends_where_the_incident_after_it_begins() -
     (told,) = (e.record for e in effects if isinstance(e, PutIncident))
     assert (told.generation, told.causes, told.ended_wall_s, told.world_size_after) == (3, (own,), 11.0, 1)
     assert told.timeline_s == {"stepping": 10.0}
+
+
+def test_an_open_record_that_comes_back_with_a_backup_is_closed_with_the_end_that_it_had() -> None:
+    second = generation(2, [place("a", 0), place("b", 0)])
+    tracked = replace_struct(BEGUN, timeline_s=(("stepping", 1.5),))
+    over = Closed(tracked, second, recovered=True, counted=True, witnessed=True, written=True)
+    known = view(*MEMBERS, spec=SPEC, formed=second)
+    agent = changed(
+        Agent(policy(spec=SPEC)), generation=second, settled=2, reported=2, closed=over, stepped_at_s=7200.0,
+        joined=True, connected=True, view=replace(known, revision=90),
+    )  # fmt: skip
+    back = replace(known, incident=(2, OPEN), repeats={2: 0}, revision=40)
+    _, effects = step(agent, Viewed(back, True), 7200.0, wall_s=7151.0)
+    assert [(e.record.open, e.record.ended_wall_s) for e in effects if isinstance(e, PutIncident)] == [(False, 2.5)]
+
+
+def late_causes(
+    generations: tuple[GenerationRecord, ...], reports: tuple[BrokenRecord, ...], over: IncidentRecord
+) -> IncidentRecord:
+    """The record `over` of incident 2 once a, which was cut off while it tracked that one, sees that 3 has begun."""
+    tracked = replace_struct(BEGUN, generations=generations, reports=reports)
+    newest = generations[-1]
+    agent = changed(
+        Agent(policy(spec=SPEC)), generation=newest, broken=newest.number, broken_record=reports[-1], settled=1,
+        incident=tracked,
+    )  # fmt: skip
+    third = generation(3, [place("b", 0)])
+    opened = replace_struct(OPEN, generation=3, wall_s=5.0)
+    shown = replace(
+        view(*MEMBERS, spec=SPEC, formed=third), incident=(3, opened), repeats={2: 0, 3: 0}, ended={2: over}
+    )
+    _, effects = step(agent, Viewed(shown, True), 100.0)
+    for effect in effects:
+        over = supplemented(over, effect.record) if isinstance(effect, AddCauses) else over
+    return over
+
+
+def test_a_late_death_of_a_generation_that_had_stepped_is_not_added_to_the_incident_that_ended_in_it() -> None:
+    """b has seen generation 2 step: what followed is incident 3, which this agent has only learnt now."""
+    second = generation(2, [place("b", 0), place("a", 0)])
+    first = Cause(generation=1, node="b", kind="exit", ranks=(0,), detail="killed")
+    over = replace_struct(FAILED, kind="exit", ranks=(0,), causes=(first,))
+    assert late_causes((FORMED, second), (broken(1, "b", 0), broken(2, "a", 0)), over) == over
+
+
+def test_a_record_that_a_late_death_is_added_to_names_all_that_failed_together() -> None:
+    formed = generation(1, [place("b", 0), place("c", 0), place("a", 0)])
+    two = tuple(
+        Cause(generation=1, node=node, kind="exit", ranks=(rank,), detail="killed") for rank, node in enumerate("bc")
+    )
+    over = replace_struct(
+        FAILED, kind="exit", node="b, c", ranks=(0, 1), detail="killed (and 1 more); …", causes=two, step=9,
+        origin=Origin.SETUP,
+    )  # fmt: skip
+    told = late_causes((formed,), (replace_struct(broken(1, "a", 0), ranks=(2,)),), over)
+    assert (told.node, told.ranks) == ("b, c, a", (0, 1, 2))
+    assert told.detail == "killed (and 2 more)" + begun_anew(Origin.SETUP, 9)
 
 
 def test_an_incident_that_began_before_another_leader_closed_a_false_alarm_gets_the_next_number() -> None:
