@@ -139,8 +139,8 @@ class Agreed(NamedTuple):
     """Any rank lacks a free buffer."""
     stop: bool
     """Rank 0 asks to stop."""
-    differ: bool
-    """The ranks' digests are not all the same."""
+    differ: tuple[bool, bool]
+    """Whether the ranks' digests, of two kinds, are not all the same."""
 
 
 class CheckpointScheduler:
@@ -208,12 +208,12 @@ class CheckpointScheduler:
         plan = self._plan
         return step == plan.agree_at or step == plan.keep_at or step == plan.save_at
 
-    def after(self, state: State, *, keep: bool = True, digest: int = 0) -> bool:
-        """Called after each commit, on every rank at the same step. Returns whether the ranks' `digest` (48 bits)
-        differ, on all of them alike.
+    def after(self, state: State, *, keep: bool = True, digest: tuple[int, int] = (0, 0)) -> bool:
+        """Called after each commit, on every rank at the same step. Returns whether one of the ranks' `digest` (two,
+        of 48 bits) differs, on all of them alike.
 
-        With `keep` False on any rank, because its state is bad, or digests that differ, no rank takes a snapshot at
-        this step. Raises GenerationEnded after a checkpoint at which training is to stop.
+        With `keep` False on any rank, because its state is bad, or where the first digest differs, no rank takes a
+        snapshot at this step. Raises GenerationEnded after a checkpoint at which training is to stop.
         """
         self.settle()  # no optimizer step has run since
         step = state.step
@@ -233,16 +233,17 @@ class CheckpointScheduler:
             self._kept_s = now_s
         plan = self._next_plan(step, now_s, save) if self._place.rank == 0 else checkpoint_interval.IntervalPlan()
         stop = self._place.rank == 0 and self._sink.stops()
-        self._plan, busy, stop, differ = self._exchange(plan, take and not (keep and self._sink.free()), stop, digest)
+        lacks = take and not (keep and self._sink.free())
+        self._plan, busy, stop, (differ, drift) = self._exchange(plan, lacks, stop, digest)
         if not take:
             self._prepare(state)
-            return differ
+            return differ or drift
         if busy or differ:
             fixed = self._rule is not None and self._rule.every_steps > 0
             self.skipped += save and (fixed or not self._late)  # the previous one is still being written
             self._late = self._late or save
             self._saved_s, self._kept_s = saved_s, kept_s  # both stay due: checked again at the next exchange
-            return differ
+            return differ or drift
         if save:
             self._asked = self._late = False
             self._saved_step = step  # agreed by all ranks, whether or not the copy succeeds on each
@@ -252,7 +253,7 @@ class CheckpointScheduler:
         if kept and save and stop:
             self.settle()
             raise GenerationEnded(f"stopped at step {step}, which is saved", between=True)
-        return False
+        return drift
 
     def finish(self, state: State) -> None:
         """`train` has returned on this rank: save the final state, unless that step was just saved; once more if that
@@ -379,19 +380,20 @@ class CheckpointScheduler:
         return plan if plan.agree_at else checkpoint_interval.IntervalPlan(save_at=plan.save_at, agree_at=agree_at)
 
     def _exchange(
-        self, plan: checkpoint_interval.IntervalPlan, busy: bool, stop: bool = False, digest: int = 0
+        self, plan: checkpoint_interval.IntervalPlan, busy: bool, stop: bool = False, digest: tuple[int, int] = (0, 0)
     ) -> Agreed:
         if self._place.world_size == 1:
-            return Agreed(plan, busy, stop, False)
-        mine = [plan.save_at, plan.keep_at, plan.agree_at, int(busy), int(stop), digest]
-        numbers = torch.tensor([*mine, digest if self._place.rank == 0 else 0], dtype=torch.int64)
+            return Agreed(plan, busy, stop, (False, False))
+        mine = [plan.save_at, plan.keep_at, plan.agree_at, int(busy), int(stop), *digest]
+        numbers = torch.tensor([*mine, *(digest if self._place.rank == 0 else (0, 0))], dtype=torch.int64)
         dist.all_reduce(numbers)
-        save_at, keep_at, agree_at, busy_ranks, stopping, digests, first = numbers.tolist()
+        save_at, keep_at, agree_at, busy_ranks, stopping, *digests = numbers.tolist()
+        own, drift, first_own, first_drift = digests
         return Agreed(
             checkpoint_interval.IntervalPlan(save_at=save_at, keep_at=keep_at, agree_at=agree_at),
             busy_ranks > 0,
             stopping > 0,
-            digests != first * self._place.world_size,
+            (own != first_own * self._place.world_size, drift != first_drift * self._place.world_size),
         )
 
     def _part(self, state: State, *, save: bool) -> SnapshotPart:

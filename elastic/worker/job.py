@@ -72,7 +72,7 @@ class CheckpointScheduler(Protocol):
     def exchanges_at(self, step: int) -> bool:
         """Whether `after` exchanges anything with the other ranks at `step`; the same on all ranks."""
 
-    def after(self, state: State, *, keep: bool, digest: int) -> bool:
+    def after(self, state: State, *, keep: bool, digest: tuple[int, int]) -> bool:
         """Called after each commit, on every rank at the same step; copies this rank's shard when a snapshot is due.
         Returns whether the ranks' `digest` differ.
 
@@ -302,7 +302,7 @@ class Job(JobCalls):
         if self._fingerprint_every and step % self._fingerprint_every == 0:
             self._compare_replicas(state)
         waits = self._keeper is not None and self._keeper.exchanges_at(step)
-        digest = self._replicas.digest(state) if waits and self.world_size > 1 else 0
+        digest = self._replicas.digest(state) if waits and self.world_size > 1 else (0, 0)
         if waits:
             self._link.contributed()
         if self._keeper is not None and self._keeper.after(state, keep=not bad, digest=digest):

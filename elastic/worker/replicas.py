@@ -3,8 +3,8 @@ gradients `job.ddp` does not exchange, or that was stepped with gradients of one
 a part of its state on each rank. Of parameters whose gradients are exchanged some are looked at as well: a rank may
 change them by itself.
 
-One number of each rank goes with the plan that the ranks exchange for their snapshots anyway. Only where these numbers
-differ, which every rank then knows, the ranks exchange more to find the names.
+Two numbers of each rank go with the plan that the ranks exchange for their snapshots anyway. Only where one of them
+differs, which every rank then knows, the ranks exchange more to find the names.
 """
 
 from __future__ import annotations
@@ -58,18 +58,15 @@ class Replicas:
         start = self._exchanges.bit_length() * WINDOW % max(1, len(found))
         return dict((found[start:] + found[:start])[:WINDOW])
 
-    def digest(self, state: State) -> int:
-        """To be exchanged after a commit; the same on all ranks whose state is alike. 0 if this is not the 1st, 2nd,
-        4th, 8th, … call of a generation: what is wrong is wrong from the beginning, or for long."""
+    def digest(self, state: State) -> tuple[int, int]:
+        """To be exchanged after a commit; the same on all ranks whose state is alike: of what is an error where it
+        differs, and of what is only said. 0 if this is not the 1st, 2nd, 4th, 8th, … call of a generation: what is
+        wrong is wrong from the beginning, or for long."""
         self._exchanges += 1
         if self._said or self._exchanges & (self._exchanges - 1):
-            return 0
-        found = xxhash.xxh3_64()
+            return 0, 0
         unexchanged = _unexchanged(state, self._gradients.exchanged)
-        for rows in (_values(unexchanged), _table(state), _values(self._window(state))):
-            for name, token in rows.items():
-                found.update(f"{name} {token}\n".encode())
-        return found.intdigest() >> (64 - DIGEST_BITS)
+        return _digest({**_values(unexchanged), **_table(state)}), _digest(_values(self._window(state)))
 
     def refuse(self, state: State, *, rank: int, world_size: int, step: int) -> None:
         """The digests of `state` differ. All ranks call. Raises RuntimeError, the same on all, that names what differs;
@@ -97,6 +94,13 @@ class Replicas:
         self._said = bool(table.names or values.own)
         if rank == 0:
             print(f"elastic: {told}", file=sys.stderr, flush=True)
+
+
+def _digest(rows: Rows) -> int:
+    found = xxhash.xxh3_64()
+    for name, token in rows.items():
+        found.update(f"{name} {token}\n".encode())
+    return found.intdigest() >> (64 - DIGEST_BITS)
 
 
 def _compared(state: State) -> dict[str, torch.Tensor]:

@@ -91,9 +91,9 @@ def step(job: Job, state: State, model: Any, criterion: Any, how: str) -> None:
     job.commit(state)
 
 
-def train(job: Job, how: str, steps: int) -> State:
+def train(job: Job, how: str, steps: int, backend: NoBackend | None = None) -> State:
     state = build(Sharded if how == "sharded" else torch.optim.AdamW)
-    keeper = CheckpointScheduler(NoBackend(), IntervalRule(every_steps=1), shared=True)
+    keeper = CheckpointScheduler(backend or NoBackend(), IntervalRule(every_steps=1), shared=True)
     keeper.enter(RankPosition(1, job.rank, job.world_size, 0, 1), 0)
     job.enter(rank=job.rank, world_size=job.world_size, generation=1, keeper=keeper, state=state)
     state.watch_optimizers(job.guard())
@@ -206,6 +206,24 @@ def test_what_a_rank_changes_by_itself_is_said_once_though_its_gradients_are_exc
     assert "differs between the ranks after step" in first[2]
     assert "though its gradients are exchanged" in first[2]
     assert others == [["", 9, ""]] * 2
+
+
+def saved(rank: int, world_size: int, port: int, *, how: str) -> list[int]:
+    """The steps that are saved, of three."""
+    group, backend = formed(rank, world_size, port), NoBackend()
+    job = Job(name="j", device=CPU, local_rank=rank, link=NoLink())
+    job.rank, job.world_size = rank, world_size
+    with contextlib.redirect_stderr(io.StringIO()):
+        train(job, how, 3, backend)
+    group.close()
+    return [part.step for part in backend.parts]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["wrapped", "wrapped, noise after the exchange"])
+def test_no_checkpoint_is_left_out_for_what_is_only_said(how: str) -> None:
+    """A generation that ends before its second one would have none."""
+    assert run_ranks(saved, world_size=2, how=how) == [[1, 2, 3]] * 2
 
 
 class Largest(TorchDispatchMode):
