@@ -51,7 +51,8 @@ def with_holders(
     reach. `last_committed`: as for `with_witness`."""
     chosen = with_witness(current, chosen, alive, broken, last_committed)
     chosen = _with_leavers(current, chosen, alive, broken, last_committed)
-    if _all_state_lost(view, current, alive, broken, last_committed):
+    gone_back = current.restore == "snapshot"  # what is older may be the state that it has gone back from
+    if not gone_back and _all_state_lost(view, current, alive, broken, last_committed):
         chosen = _with_older_state(chosen, alive)
     return chosen
 

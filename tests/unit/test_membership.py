@@ -372,6 +372,16 @@ def test_of_the_nodes_without_a_place_the_one_with_the_newest_state_hands_it_ove
         assert nodes(decide(picture, generation(6, [place("c")]), limits=limits)) == chosen
 
 
+def test_state_that_the_job_has_gone_back_from_is_not_asked_for() -> None:
+    """Its loss was NaN in generation 5, say. There is what it went back to in 6."""
+    spare = member("a", 1)
+    held = dataclasses.replace(spare, record=msgspec.structs.replace(spare.record, held_generation=5))
+    picture, limits = view(held, member("c", 3), failed=broken(6, "c", 0)), NodeLimits(1, 1, 5.0)
+    for restore, asked in (("newest", ["c", "a"]), ("snapshot", ["c"])):
+        current = generation(6, [place("c")], restore=restore)
+        assert nodes(decide(picture, current, limits=limits)) == asked
+
+
 def test_node_that_joined_since_the_last_step_is_not_counted_as_state_holder() -> None:
     current, last_committed = generation(5, [place("a"), place("b")]), generation(4, [place("a")])
     picture = view(*ALL[:2], formed=current, failed=broken(5, "b", 0), excluded_nodes=("a",))
