@@ -66,7 +66,7 @@ RULES = (
          cure="nothing to do: the job grew"),
     Rule("drained", Class.PLANNED, "a node was drained", kinds=_PLANNED, says=r"\bleaves\b|drained by|drain",
          cure=NOTHING),
-    Rule("boundary", Class.PLANNED, "a worker died while the job was about to change its nodes", kinds=("boundary",),
+    Rule("boundary", Class.PLANNED, "a failure just before the step at which nodes were to leave", kinds=("boundary",),
          cure="see the other causes; the nodes that leave hand their state over first"),
     Rule("called_off", Class.PLANNED, "a drain was called off", kinds=("undrain",), cure=NOTHING),
     Rule("planned", Class.PLANNED, "the membership changed as planned", kinds=_PLANNED, cure=NOTHING),

@@ -27,7 +27,7 @@ DIGEST_BITS = 48
 """Of a digest: the sum over all ranks fits an int64."""
 
 WINDOW = 1024
-"""Parameters that are compared at one time even though their gradients are exchanged: others the next time."""
+"""So many parameters are compared at one time though their gradients are exchanged; of more, others the next time."""
 
 NAMES = 3
 """Names in one error."""
