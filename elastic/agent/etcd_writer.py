@@ -30,6 +30,7 @@ from ..contract.records import (
     decode,
 )
 from ..etcd.client import Absent, Compare, Delete, Etcd, EtcdError, EtcdUnavailable, ModIs, Op, Put
+from ..etcd.types import EtcdForged
 from ..recovery.effects import (
     AddCauses,
     Effect,
@@ -310,16 +311,30 @@ class EtcdWriter:
         agent already has."""
 
         def order() -> None:
+            if (guard := self._no_other_submission()) is None:
+                log.warning("etcd.not_restored", why="another job has taken the name")
+                return
             if generation is not None:
-                self._restored += self._restore_generation(generation)
+                self._restored += self._restore_generation(generation, guard)
             # The spec last: without it no agent leads.
             for key, record in ((self.keys.state, state), (self.keys.spec, spec or self.spec)):
-                self._restored += self.etcd.txn([Absent(key)], [Put(key, encode(record))]).ok
+                self._restored += self.etcd.txn([Absent(key), guard], [Put(key, encode(record))]).ok
             log.warning("etcd.restored", generation=generation.number if generation else 0)
 
         self._urgent.ask("restore", order, persist=False)
 
-    def _restore_generation(self, generation: GenerationRecord) -> bool:
+    def _no_other_submission(self) -> Compare | None:
+        """Holds as long as no other job has taken this one's name (`elasticctl run --replace`); None: one has."""
+        try:
+            kv = self.etcd.get(self.keys.spec)
+        except EtcdForged:  # signed for another submission
+            return None
+        if kv is None:
+            return Absent(self.keys.spec)
+        same = decode(SpecRecord, kv.value).submission == self.spec.submission
+        return ModIs(self.keys.spec, kv.mod_revision) if same else None
+
+    def _restore_generation(self, generation: GenerationRecord, guard: Compare) -> bool:
         """Guarded by the revision alone, since this agent may not be a member yet. Should etcd be wiped again between
         the two calls, and be back at the same revision with a newer generation, the agents that hold that generation
         find it missing and write it back."""
@@ -328,9 +343,9 @@ class EtcdWriter:
         puts = [Put(key, encode(generation)), Put(self.keys.restored, b"{}")]
         kv, done = self.etcd.get(key), False
         if kv is None:
-            done = self.etcd.txn([Absent(key)], puts).ok
+            done = self.etcd.txn([Absent(key), guard], puts).ok
         elif decode(GenerationRecord, kv.value).number < generation.number:
-            done = self.etcd.txn([ModIs(key, kv.mod_revision)], puts).ok
+            done = self.etcd.txn([ModIs(key, kv.mod_revision), guard], puts).ok
         return done
 
     def put_incident(self, record: IncidentRecord, number: int) -> None:

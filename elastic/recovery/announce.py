@@ -157,6 +157,8 @@ def adopt(turn: Turn) -> None:
             turn.change(last_committed=held)
         turn.change(generation=seen, formed_at_s=turn.now_s, suspicious_since_s=None, publishing=0)
         _carry_over(turn, held, seen)
+    elif turn.agent.etcd.state.phase.over:
+        pass  # its records were removed while this agent leaves, or another job has taken its name
     elif turn.agent.etcd.connected and (spec is None or older):  # etcd was wiped, or restored to an older revision
         if held is None and turn.now_s < turn.agent.etcd.absence_ignored_until_s:
             return  # agents that hold a generation restore first: without the spec no agent forms another one

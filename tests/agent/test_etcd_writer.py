@@ -640,6 +640,16 @@ def test_a_generation_that_was_written_back_is_known_by_its_revision(by: str) ->
     assert not seen().written_back
 
 
+def test_a_generation_is_not_written_back_into_another_submission_of_the_name() -> None:
+    """The job was over, and another has taken its name (`--replace`) before this agent left: that would never form."""
+    office = Office()
+    other = SpecRecord(spec=office.policy.spec, submitted_wall_s=9.0, submitted_by="me", submission="another")
+    office.client.put(KEYS.spec, encode(other))
+    office.registry.restore(generation(1, [place("n", 0)]), JobState(), office.registry.spec)
+    office.queues["urgent"].orders[-1]()
+    assert [key for key in (KEYS.generation, KEYS.restored, KEYS.state) if key in office.client.server.kvs] == []
+
+
 def test_a_planned_generation_is_not_published_over_a_failure_of_the_one_before_whatever_its_number(
     tmp_path: Path,
 ) -> None:

@@ -443,6 +443,15 @@ def test_that_a_generation_is_broken_is_said_again_until_the_view_shows_it() -> 
     assert machine.see(dataclasses.replace(picture, broken=broken(1, "a", 0))) == []
 
 
+def test_a_job_that_is_over_is_not_restored() -> None:
+    """Its records were removed by `elasticctl forget`, or another job has taken its name, while its agents leave."""
+    machine = running()
+    over = JobState(phase=Phase.SUCCEEDED)
+    machine.see(replace(view(A, B, spec=SPEC, formed=FIRST), state=over, state_revision=20, revision=20))
+    gone = replace(view(A, B), spec=None, generation=None, state=JobState(), state_revision=0, revision=22)
+    assert not [e for e in machine.see(gone) + machine.wait(2.0) if isinstance(e, Restore)]
+
+
 def test_records_lost_by_etcd_are_restored_while_workers_train() -> None:
     machine = running()
     effect = only(machine.see(view(revision=1)))
