@@ -184,7 +184,8 @@ def late_causes(
 
 
 def test_a_late_death_of_a_generation_that_had_stepped_is_not_added_to_the_incident_that_ended_in_it() -> None:
-    """b has seen generation 2 step: what followed is incident 3, which this agent has only learnt now."""
+    """Node b has committed steps in generation 2, so its later failure is incident 3. The agent of b learns of
+    incident 3 in the same view."""
     second = generation(2, [place("b", 0), place("a", 0)])
     first = Cause(generation=1, node="b", kind="exit", ranks=(0,), detail="killed")
     over = replace_struct(FAILED, kind="exit", ranks=(0,), causes=(first,))
