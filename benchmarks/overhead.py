@@ -19,7 +19,8 @@
 rounds that a disturbance hits alike. per_tensor_us, per_tensor_sockets_us and their times on a core: the median of the
 rounds with many tensors less that of the rounds with few. batches_over_dataloader_*: the median of the rounds' ratios,
 either side first in every second round; a round is one epoch of 200 batches each, from the making of the iterator to
-its end, and ours includes what it does beyond loading, such as the seeds of three generators for each step.
+its end, and ours includes what it does beyond loading, such as the seeds of three generators for each step and what a
+commit does for the batch.
 api_us_per_step: the median of rounds that are spread over the same time. per_tensor_us, per_tensor_sockets_us and
 snapshots_on_over_off are by the clock on the wall, the last of them from the sums of all spans; the others are by the
 time on a core, the snapshot and its reading the best of several turns.
@@ -238,12 +239,15 @@ class Samples(torch.utils.data.Dataset[Any]):
 def epochs(job: Job, state: State, batch_size: int, batches: int) -> tuple[Callable[[], None], Callable[[], None]]:
     """(an epoch of ours, an epoch of the DataLoader's) over the same dataset."""
     dataset = Samples(batch_size * batches)
-    now = vars(state)  # as `State.committed` counts: the attribute's own check is none of the batches' work
+    # What a commit does for the batches, and no more of it: it counts the step, past the attribute's own check, and the
+    # batch of the step is let go. Otherwise all batches of the epoch stay in memory.
+    now, weight = vars(state), job._gradient_weight
 
     def ours() -> None:
         now["_step"] = 0
         for _ in job.batches(dataset, state, batch_size=batch_size):
             now["_step"] += 1
+            weight.committed()
 
     def theirs() -> None:
         for _ in torch.utils.data.DataLoader(dataset, batch_size=batch_size, shuffle=True):

@@ -191,7 +191,7 @@ def _after_kills(case: Case, record: Record, lives: Sequence[Life], resumes: Seq
         if (
             life.struck is None
             and record.phase == "succeeded"
-            and max(life.entered) < max(r.generation for r in resumes)
+            and max(life.entered, default=0) < max(r.generation for r in resumes)
         ):
             wrong.append(f"a rank that was not killed lost its process, {life.pid}")
     if record.tracebacks:
