@@ -47,7 +47,7 @@ from .evidence import merged
 from .exits import exited, failed
 from .gone import left_out
 from .manner import learn, manage
-from .model import Worker
+from .model import Agent, Worker
 from .restart_budget import STORE
 from .state_holders import all_workers_lost
 from .transitions import IN_GROUP, Stage, Trigger
@@ -225,6 +225,8 @@ def _viewed(turn: Turn, view: JobView, connected: bool) -> None:
     before = turn.agent
     if not connected and view.revision == 0:
         view = before.etcd.view  # a restarted watch that has received nothing yet
+    if _is_of_no_job_of_ours(before, view):
+        view = before.etcd.view
     wiped = view.revision < before.etcd.view.revision or (before.etcd.view.spec is not None and view.spec is None)
     if connected and (wiped or not before.etcd.connected):
         # etcd was wiped or unavailable, or this agent is new. The other agents register again with their next lease
@@ -265,6 +267,15 @@ def _viewed(turn: Turn, view: JobView, connected: bool) -> None:
         elif view.broken.generation == before.formed.broken:  # other nodes have reported more
             held = before.formed.broken_record
             turn.change(broken_record=view.broken if held is None else merged(view.broken, held))
+
+
+def _is_of_no_job_of_ours(agent: Agent, view: JobView) -> bool:
+    """Whether this agent's job is over, and its records are gone: removed (`elasticctl forget`), lost, or those of a
+    job that has taken its name. Its workers may still be ending, and what they have for that depends on how the job
+    ended."""
+    known = agent.etcd.spec
+    other = view.spec is not None and known is not None and view.spec.submission != known.submission
+    return agent.etcd.state.phase.over and (other or not view.state.phase.over)
 
 
 def _start(turn: Turn) -> None:

@@ -14,7 +14,7 @@ from support.jobs import Machine, broken, generation, member, place, policy, vie
 
 from elastic.contract import messages
 from elastic.contract.decoding import Member
-from elastic.contract.records import Failure, GenerationRecord, JobState, Phase, WorkerError
+from elastic.contract.records import Failure, GenerationRecord, JobState, Phase, SpecRecord, WorkerError
 from elastic.contract.spec import Checkpoint, JobSpec
 from elastic.contract.timeouts import Timeouts
 from elastic.recovery.announce import IDLE_S, SUSPICION_S
@@ -722,6 +722,23 @@ def test_worker_that_does_not_exit_in_time_after_success_is_killed() -> None:
     machine.see(ended(Phase.SUCCEEDED))
     assert machine.wait(SPEC.exit_timeout_s - 0.01) == []
     assert kinds(machine.wait(0.01)) == [Kill, Kill]
+
+
+@pytest.mark.parametrize("taken", ["nobody", "another", "another that is over"])
+def test_workers_still_finish_by_themselves_when_the_records_of_the_job_are_removed(taken: str) -> None:
+    """A script that saves its result after `elastic.run` needs that time, however soon after the success of its job
+    somebody forgets it, or submits another under its name."""
+    machine = running()
+    machine.take(WorkerDone(0, 1, 1, 20), WorkerDone(1, 2, 1, 20))
+    machine.see(ended(Phase.SUCCEEDED))
+    gone = JobView(revision=11)
+    if taken != "nobody":
+        other = SpecRecord(spec=SPEC, submitted_wall_s=9.0, submitted_by="me", submission="another")
+        phase = Phase.FAILED if "over" in taken else Phase.PENDING
+        gone = replace(gone, spec=other, state=JobState(phase=phase), state_revision=11)
+    assert machine.see(gone) == []
+    assert machine.take(WorkerExited(0, 1, "exit code 0", 0)) == []
+    assert only(machine.take(WorkerExited(1, 2, "exit code 0", 0))) == Leave("succeeded")
 
 
 def test_a_stopped_job_ends_its_workers_gently_and_charges_nobody() -> None:
