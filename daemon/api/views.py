@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from elastic.contract.agent_files import AgentStatus
 from elastic.contract.rank_records import RanksRecord
 from elastic.contract.records import IncidentRecord, Phase, ProgressRecord
 
@@ -273,8 +274,8 @@ def incidents(snapshot: Snapshot, job: str, now: Now) -> list[Json]:
 
 def newest_progress(snapshot: Snapshot, job: Job) -> ProgressRecord | None:
     """The progress in etcd or that of this node's agent, whichever is newer."""
-    agent = snapshot.agents.get(job.name)
-    local = agent.status.progress if agent and agent.status else None
+    said = _said_here(snapshot, job)
+    local = said.progress if said else None
     known = [p for p in (job.progress, local) if p is not None]
     return max(known, key=lambda p: (p.generation, p.step, p.wall_s), default=None)
 
@@ -305,8 +306,8 @@ def _ranks(snapshot: Snapshot, job: Job) -> dict[tuple[str, int], Json]:
         for worker in node.record.workers:
             if worker.job == job.name and (row := rows.get((name, worker.slot))):
                 row |= {"pid": worker.pid, "incarnation": worker.incarnation}
-    local = snapshot.agents.get(job.name)
-    said = [*(job.progress.ranks if job.progress else ()), *(local.status.ranks if local and local.status else ())]
+    local = _said_here(snapshot, job)
+    said = [*(job.progress.ranks if job.progress else ()), *(local.ranks if local else ())]
     found = rows | {(row.node, row.slot): msgspec.to_builtins(row) for row in said}
     still = goodput.stands_still(newest_progress(snapshot, job))
     times = goodput.of_ranks(job.ranks, _own_ranks(snapshot, job), still=still)
@@ -315,8 +316,18 @@ def _ranks(snapshot: Snapshot, job: Job) -> dict[tuple[str, int], Json]:
 
 def _own_ranks(snapshot: Snapshot, job: Job) -> RanksRecord | None:
     """The account of this node's ranks by the agent that runs here; it is newer than the one in etcd."""
-    local = snapshot.agents.get(job.name)
-    return local.status.rank_times if local and local.status else None
+    local = _said_here(snapshot, job)
+    return local.rank_times if local else None
+
+
+def _said_here(snapshot: Snapshot, job: Job) -> AgentStatus | None:
+    """The status of the job's agent on this node; None also while the agent here is of an earlier job of this name."""
+    agent = snapshot.agents.get(job.name)
+    said = agent.status if agent else None
+    submitted_wall_s = job.spec.submitted_wall_s if job.spec else 0.0
+    if said and said.submitted_wall_s and submitted_wall_s and said.submitted_wall_s != submitted_wall_s:
+        return None
+    return said
 
 
 def _rank_order(row: Json) -> tuple[bool, int, str, int]:

@@ -75,6 +75,21 @@ def test_status_prefers_progress_of_the_local_agent_to_etcd() -> None:
     assert status(job(), agents=old)["jobs"][0]["step"] == 40, "a higher step of an older generation is older"
 
 
+def test_what_the_agent_of_an_earlier_job_of_the_name_says_is_not_told_of_the_new_one() -> None:
+    """It has reached more generations and steps, and still ends its workers when the new job is there already."""
+    said = progress(9000, generation=7)
+    rows = [{"rank": 0, "node": "a", "slot": 0, "pid": 5, "phase": "done", "step": 9000, "incarnation": 1,
+             "rss_mb": 1, "step_s": 0.1}]  # fmt: skip
+    agents = local(submitted_wall_s=600.0, progress=msgspec.to_builtins(said), ranks=rows)
+    record = job().spec
+    assert record is not None
+    new = replace(job(), spec=msgspec.structs.replace(record, submitted_wall_s=900.0), progress=None)
+    seen = views.job_detail(snapshot(new, agents=agents), new, NOW)
+    assert (seen["step"], [row["step"] for row in seen["ranks"] if row["step"]]) == (None, [])
+    same = replace(new, spec=msgspec.structs.replace(record, submitted_wall_s=600.0))
+    assert views.job_detail(snapshot(same, agents=agents), same, NOW)["step"] == 9000
+
+
 def test_status_rank_rows_come_from_the_best_source() -> None:
     agents = local(ranks=[msgspec.to_builtins(r) for r in (row(0, "a", 0, 41), row(-1, "a", 2, 0))])
     ranks = views.job_detail(snapshot(job(), agents=agents), job(), NOW)["ranks"]
