@@ -394,7 +394,8 @@ class DaemonLoop:
         for name in list(self._agents.running):
             job = self._cluster.jobs.get(name)
             ends = job is not None and (job.over or job.state.phase is Phase.STOPPING)
-            if job is None or not (ends or self._of_another_user(job)):
+            earlier = job is not None and reconcile.of_an_earlier_job(job, self._agents.running[name].status)
+            if job is None or not (ends or earlier or self._of_another_user(job)):
                 self._overdue.pop(name, None)
                 continue
             since_s = self._overdue.setdefault(name, now_s)

@@ -158,6 +158,13 @@ def job_state(
     return None
 
 
+def of_an_earlier_job(job: Job, said: AgentStatus | None) -> bool:
+    """Whether the agent here, by its status, is of an earlier job of this name. It may have missed the end of that one,
+    and refuses the records of this one, whose signatures it cannot check: it would train for ever, and this job have no
+    agent here. An agent of a later job is left alone: etcd was restored from a backup."""
+    return said is not None and job.spec is not None and 0.0 < said.submitted_wall_s < job.spec.submitted_wall_s
+
+
 def signal_for(job: Job, overdue_s: float, told: bool) -> signal.Signals | None:
     """The signal for an agent that outlives its job, if it is due."""
     spec = job.spec.spec if job.spec else None

@@ -128,6 +128,7 @@ def _run_with(
         managed=False,
         spec=job,
         timeouts=config.timeouts,
+        submitted_wall_s=spec.submitted_wall_s,
     )
     stores = Stores(config.address, config.address, config.ports)
     registry = EtcdWriter(etcd, keys, policy, stores, lambda event: loop.post(event) if loop else None, spec)

@@ -150,6 +150,8 @@ def report_failure(turn: Turn, kind: str, detail: str, slots: tuple[int, ...], *
 
 def adopt(turn: Turn) -> None:
     """Adopt a newer generation; restore what etcd has lost."""
+    if turn.is_taken():
+        return
     seen, held, spec = turn.agent.etcd.view.generation, turn.agent.formed.generation, turn.agent.etcd.view.spec
     older = held is not None and (seen is None or seen.number < held.number)
     if seen is not None and (held is None or seen.number > held.number):

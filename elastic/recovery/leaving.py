@@ -13,6 +13,8 @@ from .turn import Turn
 TOO_LATE = "did not end in time"
 """Why a worker that was told to end by itself is killed."""
 
+TAKEN = "another job has taken the name"
+
 
 def check_drain(turn: Turn) -> None:
     agent = turn.agent
@@ -81,6 +83,8 @@ def _is_saved(turn: Turn, worker: Worker) -> bool:
 
 
 def check_end(turn: Turn) -> None:
+    if turn.agent.drain.leaving is None and turn.is_taken():
+        turn.change(leaving=TAKEN)
     phase, reason = turn.agent.etcd.view.state.phase, turn.agent.etcd.view.state.reason
     if turn.agent.drain.leaving is None and (phase.over or phase is Phase.STOPPING):
         turn.change(leaving=f"{phase.value}: {reason}" if reason else phase.value)

@@ -67,6 +67,8 @@ class Policy(msgspec.Struct, frozen=True):
     timeouts: Timeouts
     crowd: int = CROWD
     """In a generation of more nodes than this, a large job, not every agent watches all members: see `watch_scope`."""
+    submitted_wall_s: float = 0.0
+    """Of this agent's job: one that was submitted later is another, which has taken the name; 0: not known."""
     leader_candidates: int = LEADER_CANDIDATES
     """How many agents watch them in any case: the leader candidates."""
 

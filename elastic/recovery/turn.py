@@ -86,6 +86,12 @@ class Turn:
         phase = self.agent.etcd.view.state.phase
         return self.agent.drain.leaving is not None or phase.over or phase is Phase.STOPPING
 
+    def is_taken(self) -> bool:
+        """Whether a later job has this one's name: this agent has missed the end of its own, as it did not reach etcd
+        then or was starting. An earlier one comes from a backup of etcd."""
+        spec, submitted_wall_s = self.agent.etcd.spec, self.policy.submitted_wall_s
+        return spec is not None and 0.0 < submitted_wall_s < spec.submitted_wall_s
+
     def my_ranks(self) -> Mapping[int, int]:
         """slot -> rank of our workers in the newest generation; empty if it goes on without this node."""
         generation = self.agent.formed.generation

@@ -11,14 +11,14 @@ import structlog
 from support.accounts import own_user
 from support.fake_etcd import FakeClient, FakeServer
 
-from elastic.contract.agent_files import EtcdAccess
+from elastic.contract.agent_files import AgentConfig, AgentStatus, EtcdAccess
 from elastic.contract.keys import ClusterKeys
 from elastic.contract.node_records import NodeRecord
 from elastic.contract.records import JobState, Phase, SpecRecord, decode, encode
 from elastic.contract.spec import JobSpec
 from elastic.etcd.client import Etcd
 from elasticd import host
-from elasticd.agents import Agents
+from elasticd.agents import Agents, Running
 from elasticd.event_queue import EventQueue
 from elasticd.gpus import Health
 from elasticd.launch import Detached
@@ -154,3 +154,29 @@ def test_records_that_could_not_be_read_are_forgotten_with_their_keys(
     made.client.put(f"{incidents}1", b"no record")
     made.turn()
     assert [about for about in made.loop._said if about.startswith("record ")] == [f"record {incidents}1"]
+
+
+@pytest.mark.parametrize(("submitted_wall_s", "ended"), [(5.0, True), (9.0, False), (11.0, False), (0.0, False)])
+def test_an_agent_of_an_earlier_job_of_the_name_is_ended(
+    daemon: Daemon, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, submitted_wall_s: float, ended: bool
+) -> None:
+    """It was cut off from etcd while its job was stopped, and the new one waits for its place."""
+    job = ClusterKeys("main").job("train")
+    spec = SpecRecord(spec=JobSpec(name="train", script="/t.py", nodes="1:1"), submitted_wall_s=9.0, submitted_by="me")
+    daemon.client.put(job.spec, encode(spec))
+    daemon.client.put(job.state, encode(JobState(phase=Phase.PENDING)))
+    config = AgentConfig(
+        cluster="main", node="a", job="train", address="h", slots=1, etcd=EtcdAccess(endpoints=()),
+        agent_dir=str(tmp_path), logs_dir=str(tmp_path),
+    )  # fmt: skip
+    said = AgentStatus(
+        pid=4, incarnation="i", job="train", node="a", phase="running", reason="", leader=True, generation=3,
+        etcd_ok=True, written_wall_s=0.0, submitted_wall_s=submitted_wall_s,
+    )  # fmt: skip
+    agents = daemon.loop._agents
+    agents.running["train"] = Running(config, 4, time.monotonic(), status=said)
+    signalled: list[str] = []
+    monkeypatch.setattr(agents, "signal", lambda name, number: signalled.append(name))
+    for _ in range(20):
+        daemon.turn()
+    assert set(signalled) == ({"train"} if ended else set())

@@ -59,6 +59,7 @@ from elastic.recovery.events import (
     WorkerUnhealthy,
 )
 from elastic.recovery.leading import PUBLISH_AGAIN_S
+from elastic.recovery.model import Agent
 from elastic.recovery.transitions import Stage
 from elastic.recovery.turn import ASK_AGAIN_S, STALL_S
 from elastic.recovery.view import JobView
@@ -739,6 +740,26 @@ def test_workers_still_finish_by_themselves_when_the_records_of_the_job_are_remo
     assert machine.see(gone) == []
     assert machine.take(WorkerExited(0, 1, "exit code 0", 0)) == []
     assert only(machine.take(WorkerExited(1, 2, "exit code 0", 0))) == Leave("succeeded")
+
+
+@pytest.mark.parametrize("formed", [True, False])
+def test_an_agent_that_has_missed_the_end_of_its_job_does_not_take_part_in_the_next_of_the_name(formed: bool) -> None:
+    """It was cut off from etcd, or still started, when its job was stopped: its workers run another script, and its
+    generation and steps would outrank those of the new job."""
+    machine = Watched()
+    machine.agent = Agent(msgspec.structs.replace(machine.agent.policy, submitted_wall_s=5.0))
+    machine.take(Start(), Joined(), WorkerReady(0, 1), WorkerReady(1, 2))
+    mine = SpecRecord(spec=SPEC, submitted_wall_s=5.0, submitted_by="me", submission="mine")
+    if formed:
+        machine.see(replace(view(A, B, formed=SECOND), spec=mine))
+    backup = msgspec.structs.replace(mine, submitted_wall_s=4.0, submission="earlier")
+    assert not [e for e in machine.see(replace(view(A, B, formed=SECOND), spec=backup)) if isinstance(e, Kill)]
+    other = msgspec.structs.replace(mine, submitted_wall_s=9.0, submission="another")
+    effects = machine.see(JobView(spec=other, members={"a": A}, state_revision=20, revision=20))
+    assert [e.worker_id for e in effects if isinstance(e, Kill)] == [1, 2]
+    assert not [e for e in effects if isinstance(e, Restore | Publish | PutState)]
+    machine.take(WorkerExited(0, 1, "signal SIGTERM"))
+    assert only(machine.take(WorkerExited(1, 2, "signal SIGTERM"))) == Leave("another job has taken the name")
 
 
 def test_a_stopped_job_ends_its_workers_gently_and_charges_nobody() -> None:
