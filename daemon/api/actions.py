@@ -71,10 +71,11 @@ class Actions:
         if why := self._refusal(record):
             raise Refused(403, f"job {spec.name!r} cannot be submitted here: {why}")
         state = JobState(phase=Phase.PENDING, since_wall_s=now_s)
-        puts = [Put(keys.spec, encode(record)), Put(keys.state, encode(state))]
-        if not self._txn([Absent(keys.spec)], puts):
+        # What agents of an earlier job have written since that was forgotten, or have restored in part, goes as well.
+        ops = [*_all_but_spec_and_state(keys), Put(keys.spec, encode(record)), Put(keys.state, encode(state))]
+        if not self._txn([Absent(keys.spec)], ops):
             self._make_room(keys, spec.name, replace, peer)
-            if not self._txn([Absent(keys.spec)], puts):
+            if not self._txn([Absent(keys.spec)], ops):
                 raise Refused(409, f"job {spec.name!r} is being submitted by another request too")
         return spec.name
 
@@ -84,15 +85,13 @@ class Actions:
         state, revision = self._read(JobState, keys.state)
         if state is None or not state.phase.over:
             raise Refused(409, f"job {job!r} is not over: stop it first")
-        gone = [Delete(key) for key in (keys.generation, keys.restored, keys.progress, keys.asked)]
-        gone += [Delete(prefix, prefix=True) for prefix in (keys.members, keys.ranks, keys.broken_all, keys.incidents)]
         record = msgspec.structs.replace(
             spec, submitted_wall_s=time.time(), submitted_by=peer.user, submission=uuid.uuid4().hex
         )
         pending = JobState(phase=Phase.PENDING, since_wall_s=record.submitted_wall_s)
         puts = [Put(keys.spec, encode(record)), Put(keys.state, encode(pending))]
         # In one transaction: a failure on the way loses nothing, and what another request has started anew stays.
-        if not self._txn([same, ModIs(keys.state, revision)], [*gone, *puts]):
+        if not self._txn([same, ModIs(keys.state, revision)], [*_all_but_spec_and_state(keys), *puts]):
             raise _overtaken(job)
 
     def _make_room(self, keys: JobKeys, name: str, replace: bool, peer: Peer) -> None:
@@ -301,6 +300,13 @@ class Actions:
         """Unless another request has changed the job since it was looked at: it may have been started anew."""
         if not self._txn(compares, [Delete(keys.root, prefix=True)]):
             raise _overtaken(name)
+
+
+def _all_but_spec_and_state(keys: JobKeys) -> list[Op]:
+    """Removes a job's other records, in one transaction with new ones of these two."""
+    gone: list[Op] = [Delete(key) for key in (keys.generation, keys.restored, keys.progress, keys.asked)]
+    below = (keys.members, keys.ranks, keys.broken_all, keys.incidents)
+    return gone + [Delete(prefix, prefix=True) for prefix in below]
 
 
 def no_job(job: str, snapshot: Snapshot) -> Refused:

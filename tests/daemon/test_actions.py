@@ -91,6 +91,16 @@ def test_submit_writes_spec_and_state_at_once(writes: WriteQueue) -> None:
     assert spec.create_revision == state.create_revision, "one transaction"
 
 
+def test_a_new_job_gets_no_record_that_an_agent_of_an_earlier_one_has_left(writes: WriteQueue) -> None:
+    """One that still ended when its job was forgotten writes its incidents and its ranks' time; one that missed that
+    its job was over takes etcd for wiped, and writes its generation."""
+    reports = (JOB.broken(3), JOB.incident(4), JOB.ranks_of("a"), JOB.progress)
+    for key in (JOB.generation, JOB.restored, JOB.member("a"), *reports):
+        writes.client.put(key, b"{}")
+    writes.actions.submit(RAW, ADA, ADA)
+    assert sorted(writes.server.kvs) == [JOB.spec, JOB.state]
+
+
 @pytest.mark.parametrize(
     ("raw", "words"),
     [
