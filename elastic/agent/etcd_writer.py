@@ -171,11 +171,13 @@ class EtcdWriter:
             self._member = member
 
         def order() -> None:
+            if (ours := self._no_other_submission(key)) is None:
+                return
             also: list[Op] = []
             if member is not None and self._member is not None and self._key.lease is not None:
                 # The newest one: this may be a retry, and the record may have changed since.
                 also = [Put(self._key.key, self._encoded(self._member), self._key.lease.id)]
-            result = put_report(self.etcd, [Absent(key)], key, record, also, also)
+            result = put_report(self.etcd, [Absent(key), ours], key, record, also, also)
             log.info(
                 "generation.broken",
                 generation=record.generation,
@@ -311,8 +313,7 @@ class EtcdWriter:
         agent already has."""
 
         def order() -> None:
-            if (guard := self._no_other_submission()) is None:
-                log.warning("etcd.not_restored", why="another job has taken the name")
+            if (guard := self._no_other_submission(self.keys.generation)) is None:
                 return
             if generation is not None:
                 self._restored += self._restore_generation(generation, guard)
@@ -323,16 +324,17 @@ class EtcdWriter:
 
         self._urgent.ask("restore", order, persist=False)
 
-    def _no_other_submission(self) -> Compare | None:
-        """Holds as long as no other job has taken this one's name (`elasticctl run --replace`); None: one has."""
+    def _no_other_submission(self, key: str) -> Compare | None:
+        """Holds as long as no other job has taken this one's name; None: one has, and `key` is not to be written."""
         try:
             kv = self.etcd.get(self.keys.spec)
+            same = kv is None or decode(SpecRecord, kv.value).submission == self.spec.submission
         except EtcdForged:  # signed for another submission
+            kv, same = None, False
+        if not same:
+            log.warning("etcd.not_written", key=key, why="another job has taken the name")
             return None
-        if kv is None:
-            return Absent(self.keys.spec)
-        same = decode(SpecRecord, kv.value).submission == self.spec.submission
-        return ModIs(self.keys.spec, kv.mod_revision) if same else None
+        return ModIs(self.keys.spec, kv.mod_revision if kv else 0)
 
     def _restore_generation(self, generation: GenerationRecord, guard: Compare) -> bool:
         """Guarded by the revision alone, since this agent may not be a member yet. Should etcd be wiped again between
@@ -390,11 +392,13 @@ class EtcdWriter:
 
     def _put_incident(self, key: str, record: IncidentRecord, also: Sequence[Op] = ()) -> None:
         def order() -> None:
+            if (ours := self._no_other_submission(key)) is None:
+                return
             kv = self.etcd.get(key)
             if kv is not None and _is_over(kv.value) and record.repeat < KEPT_REPEATS:
                 return  # closed by an earlier try, or by another agent that led while this one was away
             unchanged = ModIs(key, kv.mod_revision) if kv is not None else Absent(key)
-            if not put_report(self.etcd, [unchanged], key, record, also).ok:
+            if not put_report(self.etcd, [unchanged, ours], key, record, also).ok:
                 raise EtcdUnavailable(f"{key} changed meanwhile", maybe_done=False)
 
         self._lazy.ask(key, order, persist=True)
@@ -410,10 +414,13 @@ class EtcdWriter:
 
     def put_ranks(self, record: RanksRecord) -> None:
         key = self.keys.ranks_of(self.policy.node)
-        self._lazy.ask("ranks", lambda: self._put(key, encode(record)), persist=False)
 
-    def _put(self, key: str, value: bytes) -> None:
-        self.etcd.put(key, value)
+        def order() -> None:
+            if (ours := self._no_other_submission(key)) is None:
+                return
+            self.etcd.txn([ours], [Put(key, encode(record))])
+
+        self._lazy.ask("ranks", order, persist=False)
 
     # ── the end ─────────────────────────────────────────────────────────────────────────────────────────────
 

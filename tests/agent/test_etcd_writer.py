@@ -25,6 +25,7 @@ from elastic.checkpoint.names import tmp_name
 from elastic.checkpoint.remote import RemoteError
 from elastic.contract.decoding import Member
 from elastic.contract.keys import ClusterKeys
+from elastic.contract.rank_records import RanksRecord
 from elastic.contract.records import (
     BrokenRecord,
     Cause,
@@ -648,6 +649,36 @@ def test_a_generation_is_not_written_back_into_another_submission_of_the_name() 
     office.registry.restore(generation(1, [place("n", 0)]), JobState(), office.registry.spec)
     office.queues["urgent"].orders[-1]()
     assert [key for key in (KEYS.generation, KEYS.restored, KEYS.state) if key in office.client.server.kvs] == []
+
+
+@pytest.mark.parametrize("what", ["failure", "late exit", "checkpoint", "ranks"])
+def test_no_report_of_an_agent_gets_into_another_submission_of_the_name(what: str) -> None:
+    """Its job was over, and another has taken the name while it still ended its workers: the failure would break the
+    generation of that number, and the incident be taken for one of the new job."""
+    office = Office()
+    other = SpecRecord(spec=office.policy.spec, submitted_wall_s=9.0, submitted_by="me", submission="another")
+    incident = IncidentRecord(generation=2, kind=what, node="n", ranks=(0,), detail="late", wall_s=1.0, step=5)
+
+    def report() -> None:
+        match what:
+            case "failure":
+                office.registry.put_broken(msgspec.structs.replace(BROKEN, generation=1), None)
+            case "late exit":
+                office.registry.put_exit_incident(incident, 7)
+            case "checkpoint":
+                office.registry.put_save_incident(incident)
+            case "ranks":
+                office.registry.put_ranks(RanksRecord(node="n", generation=1, wall_s=1.0))
+        for queue in office.queues.values():
+            for order in queue.orders:
+                order()
+
+    office.client.put(KEYS.spec, encode(other))
+    report()
+    assert list(office.client.server.kvs) == [KEYS.spec]
+    office.client.put(KEYS.spec, encode(office.registry.spec))
+    report()
+    assert len(office.client.server.kvs) == 2
 
 
 def test_a_planned_generation_is_not_published_over_a_failure_of_the_one_before_whatever_its_number(
