@@ -30,7 +30,6 @@ from ..contract.records import (
     decode,
 )
 from ..etcd.client import Absent, Compare, Delete, Etcd, EtcdError, EtcdUnavailable, ModIs, Op, Put
-from ..etcd.types import EtcdForged
 from ..recovery.effects import (
     AddCauses,
     Effect,
@@ -50,7 +49,7 @@ from ..recovery.model import Policy
 from ..recovery.view import JobView
 from . import generation_numbers
 from .member_writes import MemberKey, OpensStores, next_record
-from .record_writes import encode, put_report
+from .record_writes import encode, no_other_submission, put_report
 from .write_queue import Write, WriteQueue
 
 log = structlog.get_logger()
@@ -324,17 +323,14 @@ class EtcdWriter:
 
         self._urgent.ask("restore", order, persist=False)
 
-    def _no_other_submission(self, key: str) -> Compare | None:
-        """Holds as long as no other job has taken this one's name; None: one has, and `key` is not to be written."""
-        try:
-            kv = self.etcd.get(self.keys.spec)
-            same = kv is None or decode(SpecRecord, kv.value).submission == self.spec.submission
-        except EtcdForged:  # signed for another submission
-            kv, same = None, False
-        if not same:
-            log.warning("etcd.not_written", key=key, why="another job has taken the name")
-            return None
-        return ModIs(self.keys.spec, kv.mod_revision if kv else 0)
+    def _no_other_submission(self, key: str) -> ModIs | None:
+        return no_other_submission(self.etcd, self.keys.spec, self.spec, key)
+
+    def _spec_is_ours(self, key: str) -> ModIs | None:
+        """The same. Raises EtcdUnavailable while there is no spec: the job was forgotten, or is yet to be restored."""
+        if (ours := self._no_other_submission(key)) is not None and not ours.revision:
+            raise EtcdUnavailable(f"{self.keys.spec} is not there", maybe_done=False)
+        return ours
 
     def _restore_generation(self, generation: GenerationRecord, guard: Compare) -> bool:
         """Guarded by the revision alone, since this agent may not be a member yet. Should etcd be wiped again between
@@ -392,7 +388,7 @@ class EtcdWriter:
 
     def _put_incident(self, key: str, record: IncidentRecord, also: Sequence[Op] = ()) -> None:
         def order() -> None:
-            if (ours := self._no_other_submission(key)) is None:
+            if (ours := self._spec_is_ours(key)) is None:
                 return
             kv = self.etcd.get(key)
             if kv is not None and _is_over(kv.value) and record.repeat < KEPT_REPEATS:
@@ -416,7 +412,7 @@ class EtcdWriter:
         key = self.keys.ranks_of(self.policy.node)
 
         def order() -> None:
-            if (ours := self._no_other_submission(key)) is None:
+            if (ours := self._spec_is_ours(key)) is None:
                 return
             self.etcd.txn([ours], [Put(key, encode(record))])
 

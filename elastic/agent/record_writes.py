@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 import structlog
 
-from ..contract.records import BrokenRecord, IncidentRecord, Record, WorkerError
+from ..contract.records import BrokenRecord, IncidentRecord, Record, SpecRecord, WorkerError, decode
 from ..contract.records import encode as _strictly
-from ..etcd.client import Compare, Etcd, Op, Put, TxnResult
-from ..etcd.types import EtcdRefused
+from ..etcd.client import Compare, Etcd, ModIs, Op, Put, TxnResult
+from ..etcd.types import EtcdForged, EtcdRefused
 
 SHORT_TEXT = 1000
 """Characters of a text in a record that etcd has refused."""
@@ -55,6 +55,20 @@ def put_report(
     except EtcdRefused as error:
         log.error("etcd.record_shortened", key=key, error=str(error))
         return etcd.txn(compares, [Put(key, encode(shortened(record))), *also], otherwise)
+
+
+def no_other_submission(etcd: Etcd, spec_key: str, ours: SpecRecord, key: str) -> ModIs | None:
+    """Holds as long as no other job has taken the name of `ours`, whose spec may be gone (revision 0); None: one has,
+    and `key` is not to be written."""
+    try:
+        kv = etcd.get(spec_key)
+        same = kv is None or decode(SpecRecord, kv.value).submission == ours.submission
+    except EtcdForged:  # signed for another submission
+        kv, same = None, False
+    if not same:
+        log.warning("etcd.not_written", key=key, why="another job has taken the name")
+        return None
+    return ModIs(spec_key, kv.mod_revision if kv else 0)
 
 
 def shortened(record: BrokenRecord | IncidentRecord) -> BrokenRecord | IncidentRecord:

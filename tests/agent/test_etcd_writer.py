@@ -88,6 +88,7 @@ class Office:
             queue=self._queue,
             wall=lambda: self.now_s,
         )
+        self.client.put(KEYS.spec, encode(self.registry.spec))
 
     def _queue(self, name: str) -> AtOnce:
         return self.queues.setdefault(name, AtOnce(name))
@@ -679,6 +680,23 @@ def test_no_report_of_an_agent_gets_into_another_submission_of_the_name(what: st
     office.client.put(KEYS.spec, encode(office.registry.spec))
     report()
     assert len(office.client.server.kvs) == 2
+
+
+def test_an_agent_that_still_ends_writes_nothing_of_a_job_that_is_forgotten() -> None:
+    """`status` would show the job for ever as one that waits for its agents, and `forget` not find it."""
+    office = Office()
+    late = IncidentRecord(generation=2, kind="late exit", node="n", ranks=(0,), detail="late", wall_s=1.0)
+    office.registry.put_exit_incident(late, 7)
+    office.registry.put_ranks(RanksRecord(node="n", generation=1, wall_s=1.0))
+    office.client.server.kvs.clear()
+    for order in office.queues["lazy"].orders:
+        with contextlib.suppress(EtcdUnavailable):  # to be written once the spec is there again
+            order()
+    assert not office.client.server.kvs
+    office.client.put(KEYS.spec, encode(office.registry.spec))
+    for order in office.queues["lazy"].orders:
+        order()
+    assert sorted(office.client.server.kvs) == [KEYS.spec, KEYS.exit_incident(2, "n", 7), KEYS.ranks_of("n")]
 
 
 def test_a_planned_generation_is_not_published_over_a_failure_of_the_one_before_whatever_its_number(
