@@ -36,11 +36,16 @@ def wait(client: Client, job: str, timeout_s: float | None, as_json: bool) -> No
 
 
 def until_over(client: Client, job: str, timeout_s: float | None) -> Json:
-    """The job once it is over, or as it is at the timeout."""
+    """The job once it is over, or as it is at the timeout. Raises Failed if another job takes the name meanwhile: how
+    that one ends is not the result of this one."""
     end_s = time.monotonic() + timeout_s if timeout_s is not None else None
+    submitted_wall_s = client.get(f"/v1/jobs/{name(job)}").get("submitted_wall_s")
     while True:
         left_s = LONGEST_ANSWER_S if end_s is None else min(LONGEST_ANSWER_S, max(0.0, end_s - time.monotonic()))
         data = client.get(f"/v1/jobs/{name(job)}", {"wait_over_s": left_s}, timeout_s=left_s + 10)
+        found_wall_s = data.get("submitted_wall_s")
+        if submitted_wall_s and found_wall_s and found_wall_s != submitted_wall_s:
+            raise Failed(409, f"another job has taken the name {job}: how the one before has ended is not on record")
         if data["phase"] in OVER or (end_s is not None and time.monotonic() >= end_s):
             return data
 

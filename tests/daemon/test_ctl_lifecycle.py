@@ -60,6 +60,18 @@ def test_wait_ends_with_the_result(phase: str, code: int, monkeypatch: pytest.Mo
     assert "at step 7" in done.output
 
 
+def test_wait_does_not_take_the_end_of_another_job_for_that_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That one was stopped, and another submitted under its name, while this command waited for an answer."""
+    daemon = Daemon(row("train", "running") | {"submitted_wall_s": 1.0})
+    later = row("train", "succeeded") | {"submitted_wall_s": 9.0}
+    answers = [daemon.jobs["train"], later]
+    monkeypatch.setattr(daemon, "get", lambda *_, **more: answers.pop(0) if len(answers) > 1 else answers[0])
+    done = call(daemon, "wait", "train", monkeypatch=monkeypatch)
+    assert "has succeeded" not in done.output
+    assert done.exit_code == 1
+    assert "another job has taken the name train" in done.output
+
+
 def test_wait_gives_up_at_its_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     done = call(Daemon(row("train", "running")), "wait", "train", "--timeout", "0", monkeypatch=monkeypatch)
     assert (done.exit_code, done.output) == (1, "train is still running after 0 s\n")
