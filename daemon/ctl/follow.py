@@ -16,7 +16,7 @@ from typing import NoReturn, TextIO
 import click
 
 from .. import safe_text
-from .client import Client, Json, Unreachable, name
+from .client import Client, Failed, Json, Unreachable, name
 from .exit_codes import INTERRUPTED, OF_PHASE, TERMINATED
 
 RECONNECT_S = 30.0
@@ -24,6 +24,8 @@ RECONNECT_S = 30.0
 
 AGAIN = threading.Event()
 """Never set, used to sleep: there is no event for the return of a daemon."""
+
+TAKEN = "another job has taken the name {}: how the one before has ended is not on record"
 
 _CLEAR = "\r\x1b[2K"
 
@@ -133,11 +135,14 @@ def until_over(
     client: Client, job: str, as_json: bool, slots: Container[int] | None = None, began_s: float | None = None
 ) -> int:
     """Follow `job` to its end; returns its result as an exit code. Ctrl-C prompts. `slots` as for `show`. `began_s`:
-    instant (monotonic) before its submission: logs of an earlier job of that name are not shown."""
-    tail, gone_s = 1000, None
+    instant (monotonic) before its submission: logs of an earlier job of that name are not shown. Raises Failed once
+    another job has taken the name: how that one ends is not the result of this one."""
+    tail, gone_s, submitted_wall_s = 1000, None, None
     with _terminated_in_words(job):
         while True:
             try:
+                if submitted_wall_s is None:
+                    submitted_wall_s = client.get(f"/v1/jobs/{name(job)}").get("submitted_wall_s")
                 chosen = {} if began_s is None else {"since_s": time.monotonic() - began_s}
                 end = show(
                     client, job, follow=True, rank=None, tail=tail, as_json=as_json, notes=True, slots=slots,
@@ -145,6 +150,8 @@ def until_over(
                 )  # fmt: skip
                 data = client.get(f"/v1/jobs/{name(job)}", {"wait_over_s": 30}, timeout_s=40)
                 gone_s, tail = None, 0
+                if taken(data, submitted_wall_s):
+                    raise Failed(409, TAKEN.format(job))
                 if end and data["phase"] in OF_PHASE:
                     return _result(data, as_json)
             except Unreachable:
@@ -158,6 +165,12 @@ def until_over(
                 if (code := _ask(client, job)) is not None:
                     return code
                 tail = 0
+
+
+def taken(data: Json, submitted_wall_s: float | None) -> bool:
+    """Whether `data` is of another job than that of `submitted_wall_s`; no, as long as one of the two is not known."""
+    found_wall_s = data.get("submitted_wall_s")
+    return bool(found_wall_s and submitted_wall_s and found_wall_s != submitted_wall_s)
 
 
 @contextmanager

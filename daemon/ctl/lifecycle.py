@@ -8,6 +8,7 @@ import time
 import click
 
 from . import complete as ctl_complete
+from . import follow
 from .client import Client, Failed, name
 from .complete import JOB
 from .exit_codes import ERROR, OF_PHASE
@@ -43,9 +44,8 @@ def until_over(client: Client, job: str, timeout_s: float | None) -> Json:
     while True:
         left_s = LONGEST_ANSWER_S if end_s is None else min(LONGEST_ANSWER_S, max(0.0, end_s - time.monotonic()))
         data = client.get(f"/v1/jobs/{name(job)}", {"wait_over_s": left_s}, timeout_s=left_s + 10)
-        found_wall_s = data.get("submitted_wall_s")
-        if submitted_wall_s and found_wall_s and found_wall_s != submitted_wall_s:
-            raise Failed(409, f"another job has taken the name {job}: how the one before has ended is not on record")
+        if follow.taken(data, submitted_wall_s):
+            raise Failed(409, follow.TAKEN.format(job))
         if data["phase"] in OVER or (end_s is not None and time.monotonic() >= end_s):
             return data
 

@@ -14,6 +14,7 @@ from elasticd.api import views
 from elasticd.api.log_routes import PROGRESS_S, ProgressReports, _told
 from elasticd.api.views import Now
 from elasticd.ctl import follow as follow_job
+from elasticd.ctl.client import Client, Failed
 from elasticd.ctl.follow import ProgressLine
 
 
@@ -85,6 +86,16 @@ def test_progress_line_fits_one_terminal_line_and_can_be_cleared(monkeypatch: py
     assert out.getvalue() == "\r\x1b[2K" + "x" * 19 + "\r\x1b[2K"
     foot.again()
     assert out.getvalue().endswith("x" * 19)
+
+
+def test_the_end_of_another_job_that_has_taken_the_name_is_not_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`elasticctl run` of the earlier one gave exit code 0, though its job had been stopped."""
+    row = {"job": "train", "phase": "running", "submitted_wall_s": 1.0, "reason": "", "step": 5, "loss": None}
+    answers = [row, row | {"phase": "succeeded", "submitted_wall_s": 9.0}]
+    monkeypatch.setattr(follow_job, "show", lambda *_, **more: True)
+    monkeypatch.setattr(Client, "get", lambda *_, **more: answers.pop(0) if len(answers) > 1 else answers[0])
+    with pytest.raises(Failed, match="another job has taken the name train"):
+        follow_job.until_over(Client(""), "train", as_json=False)
 
 
 def test_where_there_is_no_terminal_there_is_no_line() -> None:
