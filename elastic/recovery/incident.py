@@ -37,6 +37,8 @@ class Sync(msgspec.Struct, frozen=True):
     """The newest step that was committed before, as far as is known."""
     origin: Origin
     source: str
+    older: bool = False
+    """Live state of a generation before that of the newest commit that is known: of a node that has come back."""
 
 
 class Incident(msgspec.Struct, frozen=True):
@@ -186,11 +188,15 @@ def informed(incident: Incident) -> tuple[Sync, ...]:
 
 def standing(syncs: Iterable[Sync]) -> tuple[Sync, ...]:
     """The syncs that later ones have not made up for, by generation. A recovery may resume from setup, fail again, and
-    resume from a checkpoint of before that was still being written: what setup had cost is not lost then."""
+    resume from a checkpoint of before that was still being written, or from the state of a node that has come back:
+    what setup had cost is not lost then, but for the steps beyond that."""
     kept: list[Sync] = []
     for sync in sorted(syncs, key=lambda sync: sync.generation):
-        if sync.origin is not Origin.LIVE:  # live state has what the generations before it committed
+        if sync.origin is not Origin.LIVE or sync.older:  # other live state has what was committed before
+            outdone = [earlier for earlier in kept if earlier.resumed < sync.resumed]
             kept = [earlier for earlier in kept if earlier.resumed >= sync.resumed]
+            reached = max(sync.reached, *(earlier.reached for earlier in outdone), 0)
+            sync = msgspec.structs.replace(sync, reached=reached)
         kept.append(sync)
     return tuple(kept)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from ..contract.origin import Origin
 from ..contract.records import IncidentRecord, Phase
 from .effects import AddCauses
 from .ended_incidents import conclude, put, supplement, supplement_ended, sweep
@@ -296,7 +297,8 @@ def _with_sync(turn: Turn, incident: Incident, event: WorkerSynced) -> Incident:
     reached = event.reached
     if not incident.syncs:
         reached = max(reached, incident.reached if causes(incident) or not incident.planned else 0)
-    sync = Sync(event.generation, event.step, max(reached, 0), event.origin, event.source)
+    older = event.origin is Origin.LIVE and event.step > event.reached
+    sync = Sync(event.generation, event.step, max(reached, 0), event.origin, event.source, older)
     return replace(incident, syncs=(*incident.syncs, sync))
 
 

@@ -188,6 +188,31 @@ def test_a_checkpoint_that_is_complete_only_after_a_first_try_from_setup_loses_n
     assert "all state was lost" not in incident.detail
 
 
+def test_a_node_that_comes_back_with_older_state_after_a_first_try_from_setup_loses_only_what_came_after_that() -> None:
+    """n0 is away while n1 goes on alone and loses its worker. The first try begins from setup, since n0 has just come
+    back only, and dies before its first step; the second resumes from the state of n0."""
+    cluster = Cluster(Setting(calm=True, nodes=2, slots=1, most=2, least=1, step_s=1.0))
+    cluster.run(STRUCK_S)
+    cluster.cut(0)
+    cluster.isolate(0)
+    cluster.run(20.0)
+    at = cluster.judge.top[1]
+    cluster.kill_worker(1, 0)
+    cluster.run(20.4)
+    cluster.heal_etcd_links()
+    cluster.heal_network()
+    cluster.run(20.8)
+    cluster.kill_worker(1, 0)
+    cluster.run(60.0)
+    incident = incidents(cluster)[-1]
+    assert (incident.kind, incident.step, incident.origin) == ("exit", at, Origin.LIVE)
+    assert [cause.generation for cause in incident.causes] == [2, 3]
+    assert 0 < cluster.judge.redone() < at
+    assert incident.steps_lost == cluster.judge.redone()
+    assert incident.steps_lost_at_most == at, "the try from setup may have committed steps anew"
+    assert "all state was lost" not in incident.detail
+
+
 def test_incident_is_open_while_the_outage_lasts() -> None:
     cluster = played(TWO, lambda c: c.power_off(1), until_s=20.0)
     (incident,) = incidents(cluster)

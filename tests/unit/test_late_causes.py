@@ -88,6 +88,20 @@ def test_late_report_adds_repeated_steps_to_the_lost_steps() -> None:
     assert over(LIVE).with_report(beside).record().steps_lost == 2
 
 
+@pytest.mark.parametrize(("resumed", "lost"), [(15, 5), (20, 0), (23, 0)])
+@pytest.mark.parametrize(("origin", "older"), [(Origin.CHECKPOINT, False), (Origin.LIVE, True)])
+def test_steps_beyond_the_state_that_a_second_try_finds_are_lost_though_a_first_one_began_anew(
+    origin: Origin, older: bool, resumed: int, lost: int
+) -> None:
+    """The ranks of the second try know of no newer step than that of setup, in the generation of the first."""
+    anew = Sync(generation=2, resumed=0, reached=20, origin=Origin.SETUP, source="setup")
+    found = Sync(generation=3, resumed=resumed, reached=0, origin=origin, source="", older=older)
+    told = over(anew, found).record()
+    assert (told.steps_lost, told.steps_lost_at_most) == (lost, 20)
+    assert told.origin is origin
+    assert over(anew, replace_struct(found, origin=Origin.LIVE, older=False)).record().steps_lost == 20
+
+
 @pytest.mark.parametrize(("step_in", "lost"), [(0, 3), (6, 3), (5, 3), (4, 0)])
 def test_a_step_of_a_generation_before_the_one_that_failed_is_not_lost_again(step_in: int, lost: int) -> None:
     """It was given up, and counted, in an earlier incident. 0: an agent of an earlier version does not say."""
