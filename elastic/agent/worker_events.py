@@ -29,10 +29,11 @@ def to_event(slot: int, worker_id: int, message: messages.FromWorker) -> Event |
             return WorkerSynced(slot, worker_id, generation, at, origin, source, reached)
         case messages.Stepping(generation=generation, step=at):
             return WorkerStepping(slot, worker_id, generation, at)
-        case messages.GroupClosed(generation=generation, step=at, between=between):
-            return WorkerGroupClosed(slot, worker_id, generation, at, between=between)
-        case messages.CollectiveFailed(generation=generation, step=at, error=error, altered=altered):
-            return WorkerGroupClosed(slot, worker_id, generation, at, error or "a collective failed", altered)
+        case messages.GroupClosed(generation=generation, step=at, between=between, clean=clean):
+            return WorkerGroupClosed(slot, worker_id, generation, at, between=between, clean=clean)
+        case messages.CollectiveFailed(generation=generation, step=at, error=said, altered=altered, clean=clean):
+            error = said or "a collective failed"
+            return WorkerGroupClosed(slot, worker_id, generation, at, error, altered, clean=clean)
         case messages.Done(generation=generation, step=at):
             return WorkerDone(slot, worker_id, generation, at)
         case messages.BadNumbers(generation=generation, step=at, kind=kind, detail=detail, ranks=ranks):

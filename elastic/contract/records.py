@@ -134,6 +134,7 @@ class MemberRecord(Record, frozen=True, kw_only=True):
     managed: bool = False  # this agent has learnt that the job's workers call `elastic.run`
     saved_generation: Int = 0  # the newest in this node's checkpoint folder, if no other node sees it; 0 = none
     held_generation: Int = 0  # whose state local workers have, though the node has no place now; 0 = none
+    held_consistent: Int = 0  # the same, of workers whose state is consistent
 
 
 class GenerationNode(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

@@ -36,6 +36,7 @@ def member_record(turn: Turn) -> MemberRecord:
     else:
         ready = tuple(range(policy.slots)) if before or len(standing) == policy.slots else ()
     number = agent.formed.generation.number if agent.formed.generation else 0
+    held = _held(turn)
     return MemberRecord(
         node=policy.node,
         incarnation=policy.incarnation,
@@ -48,17 +49,19 @@ def member_record(turn: Turn) -> MemberRecord:
         unreachable=tuple(sorted({node for node, _ in agent.peers.unreachable})),
         standings=agent.local.standings,
         managed=policy.managed,
-        held_generation=_held_generation(turn),
+        held_generation=max((w.synced for w in held), default=0),
+        held_consistent=max((w.synced for w in held if w.consistent), default=0),
     )
 
 
-def _held_generation(turn: Turn) -> int:
+def _held(turn: Turn) -> list[Worker]:
+    """The workers that may hand older state over: of a node without a place."""
     generation = turn.agent.formed.generation
     if generation is None or turn.agent.drain.draining is not None:
-        return 0
+        return []
     if generation.node_of(turn.policy.node, turn.policy.incarnation) is not None:
-        return 0
-    return max((w.synced for w in turn.agent.local.workers.values() if w.stage is Stage.READY), default=0)
+        return []
+    return [w for w in turn.agent.local.workers.values() if w.stage is Stage.READY]
 
 
 def _stands(turn: Turn, worker: Worker) -> bool:

@@ -109,6 +109,8 @@ class WorkerGroupClosed:
     """See messages.CollectiveFailed."""
     between: bool = False
     """See messages.GroupClosed."""
+    clean: bool = True
+    """Its state is consistent."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -308,7 +308,7 @@ def _released(turn: Turn, worker: Worker, event: WorkerGroupClosed) -> None:
         return
     untold = worker.stage in (Stage.FORMING, Stage.RUNNING, Stage.DONE)
     left = event.generation if event.between else worker.left
-    turn.move(worker, Trigger.GROUP_CLOSED, step=event.step, left=left)
+    turn.move(worker, Trigger.GROUP_CLOSED, step=event.step, left=left, consistent=event.clean)
     turn.reaches(worker.synced, event.step)
     current = turn.agent.formed.generation
     if current is None or current.number != event.generation:

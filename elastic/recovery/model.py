@@ -39,6 +39,8 @@ class Worker(msgspec.Struct, frozen=True):
     """It was told to end by SIGTERM, not killed at once."""
     synced: int = 0
     """The newest generation in which its process has held the job's state."""
+    consistent: bool = True
+    """Its state was consistent when it left the newest group."""
     started: bool = False
     """Its process runs. A worker is ordered before, and its zygote may have to import first."""
     left: int = 0

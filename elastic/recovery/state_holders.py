@@ -83,12 +83,24 @@ def _all_state_lost(
 
 def _with_older_state(chosen: list[Member], alive: Mapping[str, Member]) -> list[Member]:
     """`chosen`, and if another node without a place has workers with newer state, of an earlier generation: that with
-    the newest. It is older than a snapshot mostly is, but newer than the beginning."""
+    the newest. It is older than a snapshot mostly is, but newer than the beginning. If that state is not consistent,
+    its agent may have a snapshot of it, or not: the node with the newest consistent one is added, too."""
     if not chosen:
         return chosen
-    newest = max(m.record.held_generation for m in chosen)
-    others = [m for m in alive.values() if m.record.held_generation > newest and m.record.ready]
-    return [*chosen, *sorted(others, key=lambda m: (-m.record.held_generation, m.create_revision))[:1]]
+    asked = list(chosen)
+    for held in (_held, _held_consistent):
+        newest = max(map(held, asked))
+        others = [m for m in alive.values() if held(m) > newest and m.record.ready]
+        asked += sorted(others, key=lambda m: (-held(m), m.create_revision))[:1]
+    return asked
+
+
+def _held(member: Member) -> int:
+    return member.record.held_generation
+
+
+def _held_consistent(member: Member) -> int:
+    return member.record.held_consistent
 
 
 def _with_leavers(

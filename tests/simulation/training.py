@@ -434,7 +434,8 @@ class Group:
         if error is not None:
             worker.doing = "idle"
             at = self.generation, worker.version[1]
-            worker.say(WorkerGroupClosed(worker.slot, worker.worker_id, *at, error, between=between and not error))
+            said = {"between": between and not error, "clean": worker.whole}
+            worker.say(WorkerGroupClosed(worker.slot, worker.worker_id, *at, error, **said))
             cluster.clock.after(0.001, worker.look)
 
     def leave_late(self, worker: Worker) -> None:

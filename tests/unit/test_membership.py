@@ -372,6 +372,23 @@ def test_of_the_nodes_without_a_place_the_one_with_the_newest_state_hands_it_ove
         assert nodes(decide(picture, generation(6, [place("c")]), limits=limits)) == chosen
 
 
+@pytest.mark.parametrize(
+    ("consistent", "chosen"), [((3, 5), ["c", "b"]), ((3, 0), ["c", "b", "a"]), ((0, 0), ["c", "b"])]
+)
+def test_a_node_with_consistent_state_is_asked_if_the_newest_is_not(
+    consistent: tuple[int, int], chosen: list[str]
+) -> None:
+    """The workers of b were left out while they received the state, or in the middle of a step."""
+    held = [
+        dataclasses.replace(
+            spare, record=msgspec.structs.replace(spare.record, held_generation=number, held_consistent=whole)
+        )
+        for spare, number, whole in zip([member("a", 1), member("b", 2)], (3, 5), consistent, strict=True)
+    ]
+    picture = view(*held, member("c", 3), failed=broken(6, "c", 0))
+    assert nodes(decide(picture, generation(6, [place("c")]), limits=NodeLimits(1, 1, 5.0))) == chosen
+
+
 def test_state_that_the_job_has_gone_back_from_is_not_asked_for() -> None:
     """Its loss was NaN in generation 5, say. There is what it went back to in 6."""
     spare = member("a", 1)

@@ -791,6 +791,19 @@ def test_leader_writes_succeeded_when_all_present_nodes_are_done() -> None:
     assert (end.state.phase, end.state.reason, end.expect_revision) == (Phase.SUCCEEDED, "", 2)
 
 
+@pytest.mark.parametrize(("clean", "consistent"), [((True, True), 1), ((False, True), 1), ((False, False), 0)])
+def test_a_node_that_is_left_out_tells_whether_the_state_of_its_workers_is_consistent(
+    clean: tuple[bool, bool], consistent: int
+) -> None:
+    machine = running()
+    machine.see(view(A, B, spec=SPEC, formed=generation(2, [place("b", 0, 1)])))
+    for slot, whole in enumerate(clean):
+        machine.take(WorkerGroupClosed(slot, slot + 1, 1, 8, clean=whole))
+    told = machine.agent.etcd.published
+    assert told is not None
+    assert (told.held_generation, told.held_consistent) == (1, consistent)
+
+
 # ── drains ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
