@@ -41,11 +41,15 @@ def supplement(turn: Turn) -> None:
         turn.do(AddCauses(over.incident.key, over.record()))
 
 
-def supplement_ended(turn: Turn, incident: Incident) -> None:
+def supplement_ended(turn: Turn) -> None:
     """The incident that this agent tracked has ended while the agent could not reach etcd, and another one has begun:
-    add the failures of this node's workers to its record. No other agent has seen them."""
-    over, node = turn.agent.etcd.view.ended.get(incident.key), turn.policy.node
-    if over is None or over.repeat != incident.repeat:
+    once its record is closed, add the failures of this node's workers to it. No other agent has seen them."""
+    incident, node = turn.agent.incidents.followed, turn.policy.node
+    over = turn.agent.etcd.view.ended.get(incident.key) if incident is not None else None
+    if incident is None or over is None:
+        return
+    turn.change(followed=None)
+    if over.repeat != incident.repeat:
         return
     known = {(cause.generation, cause.node) for cause in over.causes if weight(cause.kind) > 0}
     own = (cause for cause in causes(incident) if cause.node == node and weight(cause.kind) > 0)

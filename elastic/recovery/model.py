@@ -219,6 +219,8 @@ class IncidentState(msgspec.Struct, frozen=True):
     """That incident, if this agent has followed it."""
     unwritten: PutIncident | None = None
     """Its record, if no agent led when it ended: etcd had lost all members. The next leader writes it."""
+    followed: Incident | None = None
+    """One that ended unseen here, and that another one has followed, while its record is not closed yet."""
     left_wall_s: float = 0.0
     """When the previous agent of this node was last known to be alive, by its own clock."""
 

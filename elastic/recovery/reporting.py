@@ -33,7 +33,8 @@ def report(turn: Turn, before: Agent, event: Event) -> None:
     known = turn.agent.incidents.incident
     incident = _numbered(turn, _renewed(turn, before, known)) if known else _opened(turn, before)
     if known and incident and incident.key > known.key:
-        supplement_ended(turn, known)
+        turn.change(followed=known)
+    supplement_ended(turn)
     if incident is None:
         sweep(turn)
         return

@@ -184,6 +184,29 @@ def test_a_newer_incident_keeps_the_hand_over_that_was_seen_before_its_record() 
     assert causes(kept) == (cause,), "and none of the failure before it"
 
 
+def test_a_death_is_added_to_an_incident_that_is_closed_only_after_the_agent_has_learnt_of_the_next_one() -> None:
+    """The leader of the first recovery was lost before it had closed the record; its successor closes it late."""
+    one, two, three = (generation(n, [place("b", 0), place("a", 0)]) for n in (1, 2, 3))
+    members = [member(node, create_revision, ready=(0,)) for create_revision, node in enumerate(("b", "a"), 1)]
+    death = replace_struct(DEATH, node="a")
+    incident = Incident(key=2, generations=(one, two), began_s=90.0, reports=(death,))
+    agent = changed(Agent(POLICY), generation=two, incident=incident, broken=1)
+    cause = Cause(generation=2, node="b", kind="exit", ranks=(0,), detail="exit code 1")
+    opened = IncidentRecord(
+        generation=3, kind="exit", node="b", ranks=(0,), detail="exit code 1", wall_s=5.0, open=True, causes=(cause,)
+    )
+    seen = replace(view(*members, spec=SPEC, formed=three), incident=(3, opened))
+    agent, effects = step(agent, Viewed(seen, True), 100.0)
+    assert not [e for e in effects if isinstance(e, AddCauses)], "the record is still open"
+    closed = replace_struct(over(LIVE).record(), wall_s=1.0, ended_wall_s=2.0)
+    agent, effects = step(agent, Viewed(replace(seen, ended={2: closed}), True), 101.0)
+    (added,) = (e for e in effects if isinstance(e, AddCauses))
+    assert added.key == 2
+    assert [(c.generation, c.node, c.kind) for c in added.record.causes] == [(1, "a", "exit"), (1, "a", "comm")]
+    agent, effects = step(agent, Viewed(replace(seen, ended={2: closed}), True), 102.0)
+    assert not [e for e in effects if isinstance(e, AddCauses)], "once"
+
+
 @pytest.mark.parametrize("leader", ["a", "b"])
 def test_late_report_is_written_by_the_leader(leader: str) -> None:
     first, second = ("a", "b") if leader == "a" else ("b", "a")
