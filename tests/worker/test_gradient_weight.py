@@ -183,6 +183,34 @@ def test_each_model_has_one_backward_in_the_last_part(case: str, told: str) -> N
         assert bool(told) == bool(said), said
 
 
+def refused_together(rank: int, world_size: int, port: int, case: str) -> str:
+    """What a rank is told of a batch of 5 in micro-batches of 2, of which rank 0 has two and rank 1 one."""
+    group = formed(rank, world_size, port)
+    job, state, model, _ = alone(rank, world_size)
+    batch, said = next(job.batches(Pairs(), state, batch_size=5, micro_batch=2)), ""
+    try:
+        if case == "held":
+            loss(model, batch).backward()
+        for part in batch.parts():
+            loss(model, part).backward()
+            if case == "two" and part.indices[-1] == batch.indices[-1]:
+                loss(model, part).backward()
+        state.opt.step()
+    except RuntimeError as error:
+        said = str(error)
+    group.close()
+    return said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "told"), [("two", "a second backward"), ("held", "an earlier backward"), ("", "")])
+def test_what_is_refused_of_a_loop_over_parts_is_refused_on_ranks_that_have_one_part_only(case: str, told: str) -> None:
+    """That rank applied and committed the step, and its state was the newest when the job went on."""
+    for said in run_ranks(refused_together, world_size=2, case=case):
+        assert told in said
+        assert bool(told) == bool(said), said
+
+
 def skipped_gan(rank: int, world_size: int, port: int, none: bool) -> Any:
     """What a GAN is told whose critic's step a GradScaler skips, and whose critic's gradients are dropped then; and the
     generator's gradient."""

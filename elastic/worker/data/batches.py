@@ -22,7 +22,7 @@ from .collate import collated
 from .columns import cut
 from .containers import moved
 from .draws import draws
-from .sharding import BatchPlan, SampleOrder, derive, micro_sizes, rank_range
+from .sharding import BatchPlan, SampleOrder, derive, micro_sizes, most_of, rank_range
 
 _BLOCK = 16384
 """Sample indices of a rank that are computed at once, with arrays: less than a tenth of a microsecond each instead of
@@ -62,6 +62,8 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     """Number of samples of this step over all ranks."""
 
     micro_batch: int | None = None
+    cut_somewhere: bool = False
+    """Some rank has several micro-batches in this step: what is refused there is refused on all ranks."""
     gradient_weight: GradientWeight | None = None
     own_collate: bool = False
     """`data` was made by a `collate` of the script's own."""
@@ -110,7 +112,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
         sizes, weight = micro_sizes(self.size, self.micro_batch), self.gradient_weight
         if weight is not None:
             weight.refuse_used(self)
-        if weight is None or len(sizes) == 1:
+        if weight is None or (len(sizes) == 1 and not self.cut_somewhere):
             yield from self._cut(sizes)
             return
         parts = weight.enter_parts(self.weight)
@@ -193,6 +195,7 @@ def batches(
                 epoch=all_ranks.epoch,
                 global_size=all_ranks.size,
                 micro_batch=micro_batch,
+                cut_somewhere=len(micro_sizes(most_of(all_ranks.size, world_size), micro_batch)) > 1,
                 gradient_weight=gradient_weight,
                 own_collate=load.own_collate,
             )

@@ -83,6 +83,11 @@ def rank_range(start: int, stop: int, rank: int, world_size: int) -> tuple[int, 
     return first, first + each + (rank < over)
 
 
+def most_of(count: int, world_size: int) -> int:
+    """How many of `count` the rank with the most has, by `rank_range`."""
+    return -(-count // world_size)
+
+
 def micro_sizes(size: int, most: int | None) -> tuple[int, ...]:
     """Split `size` samples into the fewest micro-batches of at most `most`; their sizes differ by at most one.
 
