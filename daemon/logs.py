@@ -1,6 +1,7 @@
 """Reading the workers' logs on this node: the last lines, then new ones.
 
-A file belongs to one worker id: slot<slot>.<agent's incarnation>.<worker id>.log (a standby's: standby.….log).
+A file belongs to one worker id: slot<slot>.<agent's incarnation>.<worker id>.<submission>.log (a standby's:
+standby.….log). An agent of an earlier version leaves the submission out.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from .folders import Folder, open_file, regular_files
 
 NAME = re.compile(r"(?:slot(?P<slot>[0-9]+)|standby)\..+\.log", re.DOTALL)
+OF = re.compile(r".+\.[0-9]{4,}\.(?P<submission>[^.]{1,8})\.log", re.DOTALL)
 GAP = b"\n[... the middle of this log is gone: log_limit_mb ...]\n"
 CHUNK_BYTES = 256 * 1024
 """Maximum bytes read from one file at once."""
@@ -45,14 +47,17 @@ class Tail:
         previous: bool = False,
         since_wall_s: float = 0.0,
         owner: int | None = None,
+        submission: str = "",
     ) -> None:
         """`previous`: only the workers before the present ones. `since_wall_s`: only workers that have written since;
         lines carry no time of their own. `owner`: user id of the only user whose folder is read, as another user's job
-        may have taken the name since the reader was checked; None: anyone's."""
+        may have taken the name since the reader was checked; None: anyone's. `submission`: of the only job whose
+        workers are read; empty: also of earlier ones of the name."""
         self._folder = folder
         self._owner = owner
         self._slot = slot
         self._previous = previous
+        self._submission = submission[:8]
         self._since_ns = int(since_wall_s * 1e9)
         self._offsets: dict[str, int] = {}
         self._partial: dict[str, bytes] = {}
@@ -124,6 +129,9 @@ class Tail:
 
     def _wanted(self, name: str) -> bool:
         match = NAME.fullmatch(name)
+        of = OF.fullmatch(name) if self._submission else None
+        if of is not None and of["submission"] != self._submission:
+            return False
         return match is not None and (self._slot is None or match["slot"] == str(self._slot))
 
     def _read(self, name: str, descriptor: int, most: int = 0) -> Iterator[Line]:

@@ -341,6 +341,7 @@ class DaemonLoop:
                 timeouts=self._settings.timeouts,
                 agent_dir=str(self._agents.dir(job)),
                 logs_dir=str(self._agents.logs_dir(job)),
+                submission=spec.submission,
             )
             if spec.spec.limits != Limits() and not self._run_as.switches:
                 self._say(f"limits of {job}", "they do not hold on this node: elasticd is no service of systemd here")

@@ -22,7 +22,8 @@ YOUNG_S = 3_600.0
 ASIDE = re.compile(rf"~{NAME.pattern}~[0-9]{{1,10}}~[0-9]{{1,12}}")
 """A folder that was moved aside: see `job_folders`."""
 LOG = re.compile(
-    r"(?P<stem>(?P<place>slot[0-9]{1,6}|standby|zygote)\.(?P<agent>[0-9A-Za-z-]{1,16})(?:\.(?P<worker>[0-9]{1,12}))?)"
+    r"(?P<stem>(?P<place>slot[0-9]{1,6}|standby|zygote)\.(?P<agent>[0-9A-Za-z-]{1,16})(?:\.(?P<worker>[0-9]{1,12}))?"
+    r"(?:\.[0-9A-Za-z]{1,8})?)"
     r"\.(?:log|error\.json)"
 )
 """A file in a job's `logs`: see `elastic.agent.worker_env.files`."""

@@ -59,7 +59,8 @@ def get_logs(h: Request, query: Query, job: str) -> None:
     since_s = query_values.seconds(query, "since_s")
     tail = Tail(folder, slot, previous=query_values.flag(query, "previous"),
                 since_wall_s=time.time() - since_s if since_s else 0.0,
-                owner=None if authority.is_admin(peer) else peer.uid)  # fmt: skip
+                owner=None if authority.is_admin(peer) else peer.uid,
+                submission="" if query_values.flag(query, "earlier") else submission or "")  # fmt: skip
     last = tail.more_from(_offsets(query)) if "offsets" in query else tail.last(query_values.count(query, "tail", 100))
     if not last and job not in board.now.cluster.jobs:
         raise no_job(job, board.now)
@@ -137,7 +138,7 @@ def _other_nodes_lines(h: Request, query: Query, job: str, elsewhere: Mapping[st
 
 def _asked(query: Query) -> dict[str, object]:
     """What another node is asked for first; also a last line that has not ended, if nothing follows."""
-    asked: dict[str, object] = {key: query[key] for key in ("tail", "since_s", "previous") if key in query}
+    asked: dict[str, object] = {key: query[key] for key in ("tail", "since_s", "previous", "earlier") if key in query}
     return asked if query_values.flag(query, "follow") else asked | {"rest": 1}
 
 

@@ -18,12 +18,13 @@ from .output import as_json, length
 @click.option("--since", "since_s", type=length, metavar="TIME",
               help="Only workers that have written within this time, e.g. 10m.")  # fmt: skip
 @click.option("-p", "--previous", is_flag=True, help="The worker before the present one, in each slot.")
+@click.option("--earlier", is_flag=True, help="Also of earlier jobs of this name.")
 @click.option("-t", "--timestamps", is_flag=True, help="With -f: put before each line the time at which it arrived.")
 @as_json
 @click.pass_obj
 def logs(
     client: Client, job: str, follow: bool, rank: int | None, tail: int, since_s: float | None, previous: bool,
-    timestamps: bool, as_json: bool,
+    earlier: bool, timestamps: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """The output of JOB's workers, each line with its rank.
 
@@ -32,6 +33,8 @@ def logs(
     if previous and follow:
         raise click.UsageError("--previous has ended: it cannot be followed")
     chosen: dict[str, object] = {"previous": 1} if previous else {}
+    if earlier:
+        chosen["earlier"] = 1
     if since_s:
         chosen["since_s"] = since_s
     follow_job.show(

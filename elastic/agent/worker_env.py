@@ -33,9 +33,10 @@ resolver's default time-out, one lost answer delays the forming of a process gro
 
 
 def files(config: AgentConfig, slot: int, worker_id: int, incarnation: str) -> WorkerFiles:
-    """Names that no later worker reuses: from the slot, the agent's incarnation and the worker id."""
+    """Names that no later worker reuses: from the slot, the agent's incarnation, the worker id and the submission."""
     who = f"slot{slot}" if slot >= 0 else "standby"
-    stem = Path(config.logs_dir) / f"{who}.{incarnation[:8]}.{worker_id:04d}"
+    of = f".{config.submission[:8]}" if config.submission else ""
+    stem = Path(config.logs_dir) / f"{who}.{incarnation[:8]}.{worker_id:04d}{of}"
     return WorkerFiles(log_file=f"{stem}.log", error_file=f"{stem}.error.json")
 
 

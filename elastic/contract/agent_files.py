@@ -85,6 +85,8 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True):
     timeouts: Timeouts = Timeouts()
     agent_dir: str
     logs_dir: str
+    submission: str = ""
+    """Of the job, as in its spec: it is part of its logs' names."""
     protocol: int = PROTOCOL
 
 

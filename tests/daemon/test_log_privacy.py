@@ -13,6 +13,8 @@ import msgspec
 import pytest
 from support.pictures import job, snapshot
 
+from elastic.agent import worker_env
+from elastic.contract.agent_files import AgentConfig, EtcdAccess
 from elastic.contract.records import IncidentRecord, JobState, Phase, WorkerError
 from elasticd import log_privacy
 from elasticd.api import log_routes, views
@@ -23,6 +25,7 @@ from elasticd.folders import Folder
 from elasticd.logs import Tail
 from elasticd.masking import MASK
 from elasticd.published_state import PublishedState, Snapshot
+from elasticd.retention import LOG
 
 LINE = "Epoch 3: the customers' names are Ada and Grace"
 NOW = views.Now(100.0, 1000.0)
@@ -93,6 +96,30 @@ class Slow(Captured):
     def still_there(self) -> bool:
         self.rounds += 1
         return self.rounds < 4
+
+
+def lines_of(h: Captured, **query: str) -> list[str]:
+    log_routes.get_logs(h, query, "train")  # type: ignore[arg-type]
+    return [m["line"] for m in h.content["lines"] if "line" in m]
+
+
+def test_lines_of_an_earlier_job_of_the_name_are_shown_on_request_only(tmp_path: Path) -> None:
+    """Also where this node's clock is behind that of the node at which the job was submitted."""
+    board, numbers = PublishedState(), ("5be1c0de" * 4, "0123abcd" * 4)
+    board.publish(submitted(numbers[1]))
+    for number, said in zip(numbers, ("earlier", "present"), strict=True):
+        config = AgentConfig(cluster="c", node="a", job="train", address="", slots=1, etcd=EtcdAccess(endpoints=()),
+                             agent_dir="", logs_dir=str(tmp_path), submission=number)  # fmt: skip
+        written = Path(worker_env.files(config, 0, 1, f"{said:x<32}").log_file)
+        written.write_text(f"{said}\n")
+        assert LOG.fullmatch(written.name), "it can be removed"
+    (tmp_path / "slot0.i.0001.log").write_text("of an agent of an earlier version\n")
+
+    def asked(**query: str) -> list[str]:
+        return sorted(lines_of(Slow(board, tmp_path, None, Authority(daemon_uid=ADA.uid + 1)), **query))
+
+    assert asked() == ["of an agent of an earlier version", "present"]
+    assert asked(earlier="1") == ["earlier", "of an agent of an earlier version", "present"]
 
 
 def test_a_followed_log_does_not_go_on_into_a_later_job_of_the_name(tmp_path: Path) -> None:
