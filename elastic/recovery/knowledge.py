@@ -240,6 +240,10 @@ def _viewed(turn: Turn, view: JobView, connected: bool) -> None:
                 turn.change(closed=None)  # its record is lost, and its number among those of its key is free again
     if view.progress is None and before.etcd.view.progress is not None:  # until a step is on record again
         view = dataclasses.replace(view, progress=before.etcd.view.progress)
+    last, shown = before.etcd.view.progress, view.progress
+    newer = last and shown and (shown.stepped_in, shown.step) > (last.stepped_in, last.step)
+    if newer and view.incident is None:
+        turn.change(shown_at_s=turn.now_s)
     turn.change(view=view, connected=connected)
     learn(turn)
     if before.peers.dead:  # forget those that no member key and no place names any more

@@ -171,6 +171,8 @@ class ProgressState(msgspec.Struct, frozen=True):
     """The generation in which `step` was committed."""
     step_s: float = 0.0
     stepped_at_s: float = float("-inf")
+    shown_at_s: float = float("-inf")
+    """When a newer step was last seen on record, with no incident open: for an agent whose node has no rank."""
     settled: int = 0
     """The newest generation in which a local worker has committed a step."""
     reached: tuple[int, int] = (0, 0)

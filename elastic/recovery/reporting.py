@@ -140,7 +140,7 @@ def _opened(turn: Turn, before: Agent) -> Incident | None:
         planned=(replaced and generation.at_step is not None) or (halted and not broke and _drains(turn)),
         why=generation.why if replaced else agent.local.suspicion if cut_short else agent.lead.reason,
         reached=_reached(turn),
-        stepped_s=min(turn.now_s, before.progress.stepped_at_s),
+        stepped_s=min(turn.now_s, max(before.progress.stepped_at_s, before.progress.shown_at_s)),
     )
     return _continued(turn, incident)
 

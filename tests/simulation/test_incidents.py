@@ -260,6 +260,24 @@ def test_an_incident_that_another_clock_began_lasts_as_long_as_it_did(off_s: flo
     assert incident.wall_s == pytest.approx(begun.wall_s)
 
 
+def test_an_incident_that_a_spare_takes_over_lasts_as_long_as_it_did() -> None:
+    """Their clocks are 1 h apart. The spare has made no step itself, and has seen those of the job on record."""
+    cluster = Cluster(Setting(calm=True, nodes=2, slots=1, most=1, least=1))
+    cluster.nodes[0].wall_off_s, cluster.nodes[1].wall_off_s = -3600.0, 0.0
+    cluster.run(STRUCK_S)
+    formed = cluster.record()
+    assert formed is not None
+    assert [place.node for place in formed.nodes] == ["n0"]
+    cluster.kill_worker(0, 0)
+    cluster.run(STRUCK_S + 0.1)
+    assert [incident.open for incident in incidents(cluster)] == [True]
+    cluster.kill_agent(0)
+    cluster.run(30.0)
+    (incident,) = failures(cluster)
+    assert not incident.open
+    assert 0.0 < max(incident.timeline_s.values()) < 20.0
+
+
 @pytest.mark.parametrize("rank", [0, 2])
 @pytest.mark.parametrize("late_s", [0.0, 0.1, 0.3])
 @pytest.mark.parametrize("stop_after_s", [0.02, 0.05, 0.1])
