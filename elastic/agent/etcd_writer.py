@@ -185,21 +185,21 @@ class EtcdWriter:
                 first=result.ok,
             )
             if not result.ok:
-                self._add_to_broken(key, record)
+                self._add_to_broken(key, record, ours)
 
         # By failure: of two ranks with bad numbers neither report may displace the other.
         failure = f"{record.generation} {record.node} {record.kind} {record.slots} {record.ranks}"
         self._urgent.ask(f"broken {failure}", order, persist=True)
 
-    def _add_to_broken(self, key: str, record: BrokenRecord) -> None:
+    def _add_to_broken(self, key: str, record: BrokenRecord, ours: Compare) -> None:
         for _ in range(TRIES):
             kv = self.etcd.get(key)
             if kv is None:
-                return  # etcd was wiped meanwhile: the report is made again when the view shows that
+                raise EtcdUnavailable(f"{self.keys.spec} has changed meanwhile, or etcd was wiped", maybe_done=False)
             first = decode(BrokenRecord, kv.value)
             if (more := merged(first, record)) == first:
                 return
-            if put_report(self.etcd, [ModIs(key, kv.mod_revision)], key, more).ok:
+            if put_report(self.etcd, [ModIs(key, kv.mod_revision), ours], key, more).ok:
                 return
         raise EtcdUnavailable(f"{key} changed under {TRIES} tries in a row", maybe_done=False)
 

@@ -682,6 +682,36 @@ def test_no_report_of_an_agent_gets_into_another_submission_of_the_name(what: st
     assert len(office.client.server.kvs) == 2
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_a_failure_is_reported_although_the_description_changes_meanwhile(
+    first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`elasticctl scale` writes it at the moment of the failure: the report is not of another job for that."""
+    office = Office()
+    spec, ours = office.registry.spec, msgspec.structs.replace(BROKEN, generation=1, slots=(0,))
+    office.client.put(KEYS.spec, encode(spec))
+    key = KEYS.broken(1)
+    if not first:
+        office.client.put(key, encode(msgspec.structs.replace(ours, node="m")))
+    read, changes = office.client.get, [KEYS.spec]
+
+    def get(asked: str) -> object:
+        found = read(asked)
+        if asked in changes:
+            changes.remove(asked)
+            office.client.put(KEYS.spec, encode(spec))
+        return found
+
+    monkeypatch.setattr(office.client, "get", get)
+    office.registry.put_broken(ours, None)
+    for _ in range(2):  # as the queue does
+        with contextlib.suppress(EtcdUnavailable):
+            office.queues["urgent"].orders[-1]()
+            break
+    told = decode(BrokenRecord, office.client.server.kvs[key].value)
+    assert {told.node, *(loss.node for loss in told.also)} == {BROKEN.node, *(() if first else ("m",))}
+
+
 def test_an_agent_that_still_ends_writes_nothing_of_a_job_that_is_forgotten() -> None:
     """`status` would show the job for ever as one that waits for its agents, and `forget` not find it."""
     office = Office()

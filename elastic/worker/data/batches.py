@@ -195,7 +195,7 @@ def batches(
                 epoch=all_ranks.epoch,
                 global_size=all_ranks.size,
                 micro_batch=micro_batch,
-                cut_somewhere=len(micro_sizes(most_of(all_ranks.size, world_size), micro_batch)) > 1,
+                cut_somewhere=micro_batch is not None and most_of(all_ranks.size, world_size) > micro_batch,
                 gradient_weight=gradient_weight,
                 own_collate=load.own_collate,
             )

@@ -29,7 +29,7 @@ from ..boot.inherited_sockets import leave_parents_sockets
 from ..comm.ddp import GradientWeight
 from .batches import Batch, as_is, elsewhere, move, refuse_uncommitted, seed_everything
 from .columns import joined
-from .sharding import micro_sizes, most_of, rank_range
+from .sharding import most_of, rank_range
 
 Make = Callable[[int, int], Iterable[Any]]
 """(stream, count) -> the samples of that stream, in order. An iterable with ``state_dict``/``load_state_dict`` is
@@ -93,7 +93,7 @@ def streams(
                 epoch=0,
                 global_size=batch_size,
                 micro_batch=micro_batch,
-                cut_somewhere=len(micro_sizes(each * most_of(count, world_size), micro_batch)) > 1,
+                cut_somewhere=micro_batch is not None and each * most_of(count, world_size) > micro_batch,
                 gradient_weight=gradient_weight,
                 own_collate=collate not in (None, default_collate),
             )
