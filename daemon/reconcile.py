@@ -159,9 +159,9 @@ def job_state(
 
 
 def of_an_earlier_job(job: Job, said: AgentStatus | None) -> bool:
-    """Whether the agent here, by its status, is of an earlier job of this name. It may have missed the end of that one,
-    and refuses the records of this one, whose signatures it cannot check: it would train for ever, and this job have no
-    agent here. An agent of a later job is left alone: etcd was restored from a backup."""
+    """Whether the agent here, by its status, is of an earlier job of this name. Such an agent may have missed the end
+    of its job, and cannot check the signatures of this job's records: its workers would train for ever, and this job
+    would have no agent on this node. An agent of a later job is left alone: etcd was restored from a backup."""
     return said is not None and job.spec is not None and 0.0 < said.submitted_wall_s < job.spec.submitted_wall_s
 
 

@@ -725,15 +725,15 @@ def test_worker_that_does_not_exit_in_time_after_success_is_killed() -> None:
     assert kinds(machine.wait(0.01)) == [Kill, Kill]
 
 
-@pytest.mark.parametrize("taken", ["nobody", "another", "another that is over"])
+@pytest.mark.parametrize("taken", ["removed", "another job", "another job that is over"])
 def test_workers_still_finish_by_themselves_when_the_records_of_the_job_are_removed(taken: str) -> None:
     """A script that saves its result after `elastic.run` needs that time, however soon after the success of its job
-    somebody forgets it, or submits another under its name."""
+    its records are removed (`elasticctl forget`), or replaced by those of another job of its name."""
     machine = running()
     machine.take(WorkerDone(0, 1, 1, 20), WorkerDone(1, 2, 1, 20))
     machine.see(ended(Phase.SUCCEEDED))
     gone = JobView(revision=11)
-    if taken != "nobody":
+    if taken != "removed":
         other = SpecRecord(spec=SPEC, submitted_wall_s=9.0, submitted_by="me", submission="another")
         phase = Phase.FAILED if "over" in taken else Phase.PENDING
         gone = replace(gone, spec=other, state=JobState(phase=phase), state_revision=11)
