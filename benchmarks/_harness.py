@@ -63,12 +63,19 @@ class Processes:
         self._tag = f"{os.getpid()}-{time.monotonic_ns()}"
 
     def start(self, name: str, argv: Sequence[str | os.PathLike[str]], env: Mapping[str, str] | None = None) -> str:
-        """Start in the background; output goes to NAME.log in the folder. Returns the tag for `end`."""
+        """Start in the background; output goes to NAME.log in the folder, which is removed with all that torchrun and
+        torch leave in TMPDIR. Returns the tag for `end`."""
         tag = f"{self._tag}.{name}"
         with (self._folder / f"{name}.log").open("ab") as log:
             subprocess.Popen(
                 [os.fspath(a) for a in argv],
-                env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {}), "ELASTIC_BENCH_TAG": tag},
+                env={
+                    **os.environ,
+                    "OMP_NUM_THREADS": "1",
+                    "TMPDIR": str(self._folder),
+                    **(env or {}),
+                    "ELASTIC_BENCH_TAG": tag,
+                },
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
