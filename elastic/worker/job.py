@@ -371,8 +371,7 @@ class Job(JobCalls):
                     last = batch
                     yield batch
         finally:
-            # What comes after the loop is no part of its last batch, also if it was left by `break`. The script may
-            # still have to train on that one: next(job.batches(…)).
+            # The last batch ends with its loop, but the script may still have to train on next(job.batches(…)).
             if last is not None:
                 self._gradient_weight.release(last, committed=state.step > last.step)
 
@@ -381,10 +380,11 @@ class Job(JobCalls):
         if said and self.rank == 0:
             print(f"elastic: {said}", file=sys.stderr, flush=True)
 
-    def _turned(self, state: State) -> None:
-        """The loop asks for its next batch. Also ends the generation in a script that catches every error of its
-        step."""
+    def _turned(self, state: State, refuse_uncommitted: Callable[[], None]) -> None:
+        """The loop asks for its next batch. Ends the generation where the script has caught the error of its step."""
+        self._refuse_failed_sums()
         self._link.check(state.step)
+        refuse_uncommitted()
         state.turned()
 
     def _looked(self, step: int) -> None:

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 
 from elastic.worker.comm.ddp import GradientWeight
+from elastic.worker.comm.errors import GroupAborted
 from elastic.worker.data.batches import Batch, batches, take_many
 from elastic.worker.data.sharding import SampleOrder
 from elastic.worker.job import Job
@@ -226,6 +227,17 @@ def test_a_script_that_catches_every_error_of_its_step_is_told_at_the_next_batch
         job.commit(state)
     with pytest.raises(GenerationEnded):
         next(parts)
+
+
+def test_a_script_that_skips_a_step_whose_collective_has_failed_is_not_blamed_for_it() -> None:
+    """`except RuntimeError: continue` leaves the step without a commit."""
+    for link, error in ((Over(), GenerationEnded), (NoLink(), GroupAborted)):
+        job = Job(name="job", device=torch.device("cpu"), local_rank=0, link=link)
+        parts = job.batches(torch.utils.data.TensorDataset(torch.zeros(40, 1)), State(count=0), batch_size=4, epochs=1)
+        next(parts)
+        job._gradient_weight.failed = error is GroupAborted
+        with pytest.raises(error):
+            next(parts)
 
 
 @pytest.mark.parametrize(
