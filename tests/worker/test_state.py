@@ -16,6 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn.utils import prune
 
 from elastic.contract.tensor_table import TensorInfo
 from elastic.worker.state.json_codec import CannotEncodeError, decode, encode
@@ -61,6 +62,24 @@ def same(a: State, b: State) -> bool:
 
 
 # ── parts ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_state_comes_in_the_order_that_pruning_has_left_in_its_module() -> None:
+    """`prune.remove` puts the weight back behind the bias: a replacement, whose `setup` has not pruned, ended with
+    "another order", and so did the job."""
+    source, target = trained(steps=1), trained(steps=1)
+    prune.l1_unstructured(source.model[0], "weight", 0.5)
+    prune.remove(source.model[0], "weight")
+    copy(source, target)
+    assert same(source, target)
+    assert [*dict(target.model.named_parameters())] == [*dict(source.model.named_parameters())]
+    assert [id(p) for p in target.optimizer.param_groups[0]["params"][:2]] == [
+        id(target.model[0].weight),
+        id(target.model[0].bias),
+    ]
+    train(source)
+    train(target)
+    assert same(source, target)
 
 
 def test_parts_and_plain_values_are_attributes() -> None:

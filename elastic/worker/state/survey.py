@@ -10,9 +10,22 @@ import torch
 
 from ...checkpoint.plain import tensors_named
 from ...contract.tensor_table import TensorInfo
+from .parts import Part
 
 Survey = tuple[list[tuple[TensorInfo, torch.Tensor]], dict[str, Any]]
 """The tensors of the parts that are modules, and what else they hold as JSON, by part."""
+
+
+def in_order(survey: Survey, infos: Mapping[str, Mapping[str, TensorInfo]], parts: Mapping[str, Part]) -> Survey | None:
+    """`survey`, or None once modules that hold the tensors of `infos` in another order hold them in that: a parameter
+    that is taken out of its module and put back, as pruning does, comes last there. DDP and checkpoints go by it."""
+    mine, came = [info.name for info, _ in survey[0]], [name for part in survey[1] for name in infos[part]]
+    if mine == came or set(mine) != set(came):
+        return survey
+    slots = {slot.name: slot for part in survey[1] for slot in parts[part].slots()}
+    for slot in (slots[name] for name in came if name in slots):
+        slot.holder[slot.key] = slot.holder.pop(slot.key)
+    return None
 
 
 def own_tensors(
