@@ -145,6 +145,16 @@ def buffers(rank: int, world_size: int, folder: str, *, sync: bool) -> Any:
     return net[0].running_mean.tolist()
 
 
+def buffers_of_rare_types(rank: int, world_size: int, folder: str) -> Any:
+    """The buffers, which each rank has with its own number, after a forward."""
+    join(folder, "store", rank, world_size)
+    net = nn.Linear(1, 1)
+    for number, dtype in enumerate((torch.int16, torch.uint16, torch.float8_e4m3fn, torch.bool, torch.complex64)):
+        net.register_buffer(f"b{number}", torch.tensor([float(rank), 0.0]).to(dtype))
+    wrap(net, weight=GradientWeight(), on_contributed=lambda: None)(torch.ones(1, 1)).sum().backward()
+    return [buffer.to(torch.complex64).abs().sum().item() for buffer in net.buffers()]
+
+
 def buffers_shared(rank: int, world_size: int, folder: str) -> Any:
     """As `buffers`, and exchanged before each step is applied: (running mean, exchanges in all)."""
     join(folder, "store", rank, world_size)
@@ -305,6 +315,7 @@ SCENARIOS: dict[str, tuple[int, Callable[..., Any], dict[str, Any]]] = {
     "disturbed": (3, same_bits, {"reform_at": (2, 3)}),
     "buffers synced": (2, buffers, {"sync": True}),
     "buffers apart": (2, buffers, {"sync": False}),
+    "buffers of rare types": (2, buffers_of_rare_types, {}),
     "buffers shared": (2, buffers_shared, {}),
     "buffers of a part": (2, buffers_of_a_part, {"grad": True}),
     "buffers without gradients": (2, buffers_of_a_part, {"grad": False}),

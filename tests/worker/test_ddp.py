@@ -51,6 +51,11 @@ def test_buffers_follow_rank_0_or_are_left_alone(played: dict[str, list[Any]]) -
     assert (first, second) == (pytest.approx(0.19), pytest.approx(0.38))
 
 
+def test_buffers_of_types_that_gloo_does_not_take_follow_rank_0(played: dict[str, list[Any]]) -> None:
+    """Of int16 or float8 (a quantized scale): gloo has raised "Invalid scalar type", without a name."""
+    assert played["buffers of rare types"] == [[0.0] * 5] * 2
+
+
 def test_rank_0s_buffers_are_everywhere_before_a_step_is_applied(played: dict[str, list[Any]]) -> None:
     """Once a step, as in stock DDP, and once more at the first forward of a group."""
     assert played["buffers shared"] == [[pytest.approx(0.271), 4]] * 2

@@ -25,7 +25,8 @@ def broadcast_coalesced(
     started = []
     for bucket in _buckets(tensors, bucket_bytes):
         flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-        work = dist.broadcast(flat, group=group, group_src=source, async_op=True)
+        # As bytes: gloo takes no int16, no float8.
+        work = dist.broadcast(flat.view(torch.uint8), group=group, group_src=source, async_op=True)
         assert work is not None  # only for ranks outside the group
         started.append((bucket, flat, IN_FLIGHT.follow(work.get_future(), _done, lambda: None)))
     for bucket, flat, future in started:
