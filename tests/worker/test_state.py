@@ -842,6 +842,19 @@ def test_what_a_replacement_could_not_receive_is_refused_before_there_is_one(
         state.refuse_growth(table, extra)
 
 
+def test_a_parameter_group_that_is_added_late_is_refused_at_once() -> None:
+    """As layers are unfrozen after some steps. A failure before the next snapshot ended the job in a crash loop."""
+    model = nn.Sequential(nn.Linear(4, 1), nn.Linear(1, 1))
+    state = State(model=model, optimizer=torch.optim.SGD(model[1].parameters(), lr=0.1))
+    state.begin()
+    for _ in range(4):
+        train(state)
+    _grow_group(state)
+    with pytest.raises(TypeError, match=r"state\.optimizer was groups of \[2\] parameters when training began"):
+        state.committed(1)
+    assert state.step == 4
+
+
 class Margin(nn.Module):
     def __init__(self) -> None:
         super().__init__()

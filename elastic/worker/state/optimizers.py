@@ -40,6 +40,7 @@ class Optimizers:
         self._waits: torch.optim.Optimizer | None = None
         self._early: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Early] = weakref.WeakKeyDictionary()
         self._strangers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        self._counts: dict[int, list[int]] = {}
         self.refuses = False
         """Set in training: an optimizer that is not part of the state is rejected. Before, it only marks the state
         as changing."""
@@ -60,6 +61,12 @@ class Optimizers:
         told = self._unkept.look({n: value for n, value in held.items() if isinstance(value, torch.optim.Optimizer)})
         if told:
             print(f"elastic: {told}", file=sys.stderr, flush=True)
+
+    def regrouped(self) -> bool:
+        """Whether parameters were added to an optimizer of the state, or taken from it, since the last call."""
+        before, known = self._counts, self._known
+        self._counts = {id(each): [len(group["params"]) for group in each.param_groups] for each in known}
+        return bool(before) and before != self._counts
 
     def own(self, optimizer: torch.optim.Optimizer) -> None:
         """`optimizer` is part of the state."""

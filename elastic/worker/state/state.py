@@ -154,7 +154,7 @@ class State:
         """
         if not self._whole:
             raise RuntimeError("commit of a state that was only half received")
-        if self._proven < PROVEN_COMMITS:
+        if self._optimizers.regrouped() or self._proven < PROVEN_COMMITS:
             self._prove()
         self._point.take()
         now = self.__dict__  # at each step: `__setattr__` costs a microsecond
