@@ -395,12 +395,13 @@ class DaemonLoop:
         for name in list(self._agents.running):
             job = self._cluster.jobs.get(name)
             ends = job is not None and (job.over or job.state.phase is Phase.STOPPING)
-            earlier = job is not None and reconcile.of_an_earlier_job(job, self._agents.running[name].status)
+            said = self._agents.running[name].status
+            earlier = job is not None and reconcile.of_an_earlier_job(job, said)
             if job is None or not (ends or earlier or self._of_another_user(job)):
                 self._overdue.pop(name, None)
                 continue
             since_s = self._overdue.setdefault(name, now_s)
-            number = reconcile.signal_for(job, now_s - since_s, self._agents.running[name].ending_s is not None)
+            number = reconcile.signal_for(job, now_s - since_s, self._agents.running[name].ending_s is not None, said)
             if number is not None:
                 self._agents.signal(name, number)
                 self._agents.running[name].ending_s = now_s

@@ -165,10 +165,13 @@ def of_an_earlier_job(job: Job, said: AgentStatus | None) -> bool:
     return said is not None and job.spec is not None and 0.0 < said.submitted_wall_s < job.spec.submitted_wall_s
 
 
-def signal_for(job: Job, overdue_s: float, told: bool) -> signal.Signals | None:
-    """The signal for an agent that outlives its job, if it is due."""
+def signal_for(job: Job, overdue_s: float, told: bool, said: AgentStatus | None = None) -> signal.Signals | None:
+    """The signal for an agent that outlives its job, if it is due. `said`: its status. An agent of an earlier job that
+    already ends its workers may do so because that job has succeeded: they have the time of one that has."""
     spec = job.spec.spec if job.spec else None
-    ends_s = max(spec.stop_grace_s, spec.exit_timeout_s if job.state.phase is Phase.SUCCEEDED else 0.0) if spec else 0.0
+    ends = said is not None and said.phase == "finishing" and of_an_earlier_job(job, said)
+    exits = ends or job.state.phase is Phase.SUCCEEDED
+    ends_s = max(spec.stop_grace_s, spec.exit_timeout_s if exits else 0.0) if spec else 0.0
     grace_s = ends_s + END_AFTER_S
     if overdue_s > 2 * grace_s:
         return signal.SIGKILL

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pathlib
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import pytest
 
+from elastic.contract.agent_files import AgentStatus
 from elastic.contract.decoding import Member
 from elastic.contract.keys import ClusterKeys
 from elastic.contract.node_records import CordonRecord, DrainRecord, NodeRecord
@@ -209,6 +210,23 @@ def test_an_agent_that_outlives_its_job_is_told_once_and_then_killed(phase: Phas
     assert reconcile.signal_for(over, grace_s + 1, False) is signal.SIGTERM
     assert reconcile.signal_for(over, grace_s + 1, True) is None
     assert reconcile.signal_for(over, 2 * grace_s + 1, True) is signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("phase", "own_s"), [("running", SPEC.spec.stop_grace_s), ("finishing", SPEC.spec.exit_timeout_s)]
+)
+def test_the_agent_of_an_earlier_job_that_has_succeeded_has_its_time_to_end(phase: str, own_s: float) -> None:
+    """The name was taken while the scripts of the earlier job were still at their end, as after `run --replace`."""
+    said = AgentStatus(
+        pid=4, incarnation="i", job="train", node="a", phase=phase, reason="", leader=True, generation=3,
+        etcd_ok=True, written_wall_s=0.0, submitted_wall_s=0.5,
+    )  # fmt: skip
+    later = msgspec.structs.replace(SPEC, submitted_wall_s=1.0)
+    taken_over = replace(job(Phase.PENDING), spec=later)
+    grace_s = own_s + reconcile.END_AFTER_S
+    assert reconcile.signal_for(taken_over, grace_s - 1, False, said) is None
+    assert reconcile.signal_for(taken_over, grace_s + 1, False, said) is signal.SIGTERM
+    assert reconcile.signal_for(taken_over, 2 * grace_s + 1, True, said) is signal.SIGKILL
 
 
 @pytest.mark.parametrize(
