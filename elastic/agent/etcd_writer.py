@@ -355,14 +355,14 @@ class EtcdWriter:
         key = self.keys.incident(number, record.repeat)
 
         def order() -> None:
-            if (kv := self.etcd.get(key)) is None:
+            if (ours := self._no_other_submission(key)) is None or (kv := self.etcd.get(key)) is None:
                 return
             known = decode(IncidentRecord, kv.value)
             if known.open:
                 raise EtcdUnavailable(f"{key} is not closed yet", maybe_done=False)
             if (fuller := supplemented(known, record)) is known:
                 return
-            if not put_report(self.etcd, [ModIs(key, kv.mod_revision)], key, fuller).ok:
+            if not put_report(self.etcd, [ModIs(key, kv.mod_revision), ours], key, fuller).ok:
                 raise EtcdUnavailable(f"{key} changed meanwhile", maybe_done=False)
 
         self._lazy.ask(f"{key} causes", order, persist=True)

@@ -20,7 +20,7 @@ def count_failures(turn: Turn) -> None:
     agent, state = turn.agent, turn.agent.etcd.view.state
     if not agent.etcd.uncounted or not (agent.etcd.joined and agent.etcd.connected) or agent.etcd.view.spec is None:
         return
-    if state.phase.over:
+    if state.phase.over or turn.is_taken():
         turn.change(uncounted=())
         return
     left = tuple(u for u in agent.etcd.uncounted if u.written is None or not _shown(u.written, state.failures))

@@ -373,6 +373,22 @@ def test_causes_that_are_reported_late_are_added_to_a_record_that_is_over() -> N
     assert record().kind == "exit", "what names fewer causes changes nothing"
 
 
+def test_late_causes_are_not_added_to_a_record_of_another_submission_of_the_name() -> None:
+    """They were kept while etcd was away, and another job took the name meanwhile: its incident has the same key."""
+    office = Office()
+    planned = IncidentRecord(generation=2, kind="planned", node="", ranks=(), detail="", wall_s=9.0, ended_wall_s=10.0)
+    other = SpecRecord(spec=office.policy.spec, submitted_wall_s=9.0, submitted_by="me", submission="another")
+    office.client.put(KEYS.incident(2), encode(planned))
+    late = msgspec.structs.replace(planned, causes=(Cause(generation=1, node="b", kind="exit"),))
+    for spec, causes in ((other, ()), (office.registry.spec, late.causes)):
+        office.client.put(KEYS.spec, encode(spec))
+        office.registry.add_causes(late, 2)
+        office.queues["lazy"].orders[-1]()
+        kv = office.client.get(KEYS.incident(2))
+        assert kv is not None
+        assert decode(IncidentRecord, kv.value).causes == causes
+
+
 def test_late_exits_write_one_incident_each_with_no_steps_lost() -> None:
     office = Office()
     agent = Agent(office.policy)

@@ -9,9 +9,10 @@ import pytest
 from support.jobs import member, view
 from unit.test_recovery import SPEC, Watched
 
-from elastic.contract.records import BrokenRecord, JobState, Phase, WorkerError
+from elastic.contract.records import BrokenRecord, JobState, Phase, SpecRecord, WorkerError
 from elastic.recovery.effects import PutState
 from elastic.recovery.events import Joined, Start, Viewed, WorkerExited, WorkerReady
+from elastic.recovery.model import Agent
 from elastic.recovery.restart_budget import charge
 from elastic.recovery.view import JobView
 
@@ -112,6 +113,16 @@ def test_late_failure_does_not_change_how_the_job_ended(phase: Phase) -> None:
     fail(machine)
     assert not states(machine, shown(JobState(phase=phase), 3))
     assert machine.agent.etcd.uncounted == ()
+
+
+def test_a_failure_is_not_counted_against_another_job_that_has_taken_the_name() -> None:
+    """The agent was cut off from etcd from the failure on, while its job was forgotten."""
+    machine = Watched()
+    machine.agent = Agent(msgspec.structs.replace(machine.agent.policy, submitted_wall_s=5.0))
+    machine.take(Start(), Joined(), Viewed(EMPTY, False))
+    assert not fail(machine)
+    other = SpecRecord(spec=SPEC, submitted_wall_s=9.0, submitted_by="me", submission="another")
+    assert not states(machine, replace(EMPTY, spec=other, revision=20))
 
 
 def test_job_whose_workers_never_start_is_stopped_as_a_crash_loop() -> None:
