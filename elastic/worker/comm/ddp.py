@@ -256,7 +256,7 @@ class GradientWeight:
     def before_step(self, *, applies: bool = True) -> None:
         """An optimizer is about to apply the gradients, or (`applies` False) the script may have done so without one.
         Raises RuntimeError if they are of several batches with one weight, or if a loop over `batch.parts()` has not
-        come to its end, and they lack their exchange or the weight of their last part."""
+        come to its end, and they lack their exchange or the weight of their last part; or as `Told.refuse_frozen`."""
         if self._mixed:
             raise RuntimeError(two_loops(self._mixed))
         if self._parts is not None:
@@ -273,6 +273,7 @@ class GradientWeight:
         if applies:
             for model in self._models:
                 if isinstance(model, Told) and model.own.held:
+                    model.refuse_frozen()
                     model.own.applied = True
             self._used = True
             self._left.clear()

@@ -15,6 +15,12 @@ from .. import torch_private
 from .buffers import broadcast_coalesced
 from .own_gradients import OwnGradients
 
+FROZEN = (
+    "were frozen (requires_grad_(False)) after job.ddp had wrapped it: the exchange waits for their gradients, and "
+    "each rank has its own of the others. Parameters that train freezes at some step: freeze them before job.ddp, "
+    "on each entry of train (if state.step > N), or call job.ddp(model, find_unused_parameters=True)"
+)
+
 
 class Told(DistributedDataParallel):
     """DDP that reports when it waits for rank 0's buffers, and broadcasts them before a step is applied.
@@ -45,6 +51,15 @@ class Told(DistributedDataParallel):
         self.exchanged = set(map(id, parameters))
         return parameters, expect_sparse
 
+    def refuse_frozen(self) -> None:
+        """Raises RuntimeError if the gradients were not exchanged because parameters that were frozen meanwhile have
+        none. Stock DDP raises at its next forward, after this rank's own gradients were applied."""
+        named = self.module.named_parameters()
+        frozen = [name for name, param in named if id(param) in self.exchanged and not param.requires_grad]
+        if self.own.waits and frozen:
+            more = f" and {len(frozen) - 3} more" if len(frozen) > 3 else ""
+            raise RuntimeError(f"{', '.join(frozen[:3])}{more} of a model {FROZEN}")
+
     def share_buffers(self, *, last: bool) -> None:
         """Broadcast rank 0's buffers unless they are already equal; with `last` once a step at least. All ranks call it
         at the same point of a step."""
@@ -62,8 +77,10 @@ class Told(DistributedDataParallel):
         due = not self._alike and super()._check_sync_bufs_pre_fwd()  # type: ignore[no-untyped-call]
         trains = torch.is_grad_enabled()
         self.own.trained |= trains
-        if trains and self.own.begins is not None:
-            self.own.begins(self)
+        if trains:
+            self.own.waits = self.require_backward_grad_sync
+            if self.own.begins is not None:
+                self.own.begins(self)
         if trains and any(module.training for module in self._writers):
             self._alike = False
         elif due:

@@ -16,6 +16,8 @@ class OwnGradients:
     """The wrapper has had a forward with gradients in the newest loop over parts."""
     begins: Callable[[nn.Module], None] | None = None
     """Called at a forward with gradients of the wrapper."""
+    waits = False
+    """An exchange was begun, by such a forward outside `no_sync`, and its backward has not filled all buckets."""
     applied = False
     """An optimizer has stepped meanwhile. The ranks' parameters are then alike only if the script has seen to it."""
 
@@ -23,7 +25,7 @@ class OwnGradients:
         """To be called when all gradients of a backward are in buckets; calls `then`."""
 
         def contributed() -> None:
-            self.held = False
+            self.held = self.waits = False
             then()
 
         return contributed
