@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import sys
 import time
@@ -234,7 +233,7 @@ class Job(JobCalls):
             world_size=self.world_size,
             device=self.device,
             gradient_weight=self._gradient_weight,
-            on_turn=functools.partial(self._turned, state),
+            on_turn=self._turned,
             **options,
         )
         return at_one_place(self._timed(loaded, state))
@@ -256,7 +255,7 @@ class Job(JobCalls):
             world_size=self.world_size,
             device=self.device,
             gradient_weight=self._gradient_weight,
-            on_turn=functools.partial(self._turned, state),
+            on_turn=self._turned,
             **options,
         )
         return at_one_place(self._timed(loaded, state))
@@ -380,11 +379,11 @@ class Job(JobCalls):
         if said and self.rank == 0:
             print(f"elastic: {said}", file=sys.stderr, flush=True)
 
-    def _turned(self, state: State, refuse_uncommitted: Callable[[], None]) -> None:
-        """The loop asks for its next batch. Ends the generation where the script has caught the error of its step."""
+    def _turned(self, state: State, step: int) -> None:
+        """The turn of `step` is over. Ends the generation where the script has caught the error of its step."""
         self._refuse_failed_sums()
         self._link.check(state.step)
-        refuse_uncommitted()
+        data.refuse_uncommitted(state, step)
         state.turned()
 
     def _looked(self, step: int) -> None:

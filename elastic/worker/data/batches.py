@@ -145,6 +145,17 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+def refuse_uncommitted(state: HasStep, step: int) -> None:
+    """The turn of `step` has ended. Raises RuntimeError if it was not committed, or more than once."""
+    if state.step != step + 1:
+        taken = " A loop of which a batch is taken in some steps only is made anew there: next(job.batches(…))"
+        raise RuntimeError(
+            f"step {step} ended with state.step = {state.step}: call job.commit(state) once, "
+            "at the end of each turn, after the optimizer's step; to accumulate gradients: micro_batch=…."
+            f"{taken if state.step > step + 1 else ''}"
+        )
+
+
 def batches(
     dataset: MapDataset,
     state: HasStep,
@@ -162,14 +173,14 @@ def batches(
     device: torch.device | str | None = None,
     pin_memory: bool = False,
     gradient_weight: GradientWeight | None = None,
-    on_turn: Callable[[Callable[[], None]], None] = lambda refuse_uncommitted: refuse_uncommitted(),
+    on_turn: Callable[[Any, int], None] = refuse_uncommitted,
 ) -> Iterator[Batch]:
     """Yield this rank's part of each step from `state.step` on; `state.step` must grow by one per turn (`job.commit`).
 
     `batch_size` is the number of samples over all ranks and does not change with the world size. `epochs` and `steps`
     are totals from the start of training, and the smaller one counts; neither: one epoch. `micro_batch`: see
     `Batch.parts`. `num_workers` processes load ahead; they end with the iterator, and with this process. `on_turn` is
-    called when a turn has ended, before the next batch is loaded, with what raises if the step was not committed.
+    called with the state and the step when a turn has ended, before the next batch is loaded.
 
     Random numbers drawn in `dataset[i]` depend only on (seed, epoch, position of the sample in the epoch), so they are
     the same for any world size; those drawn in the training loop (dropout) depend on (seed, step, rank). This holds for
@@ -202,18 +213,7 @@ def batches(
             if gradient_weight is not None:
                 gradient_weight.take(batch.weight, batch)
             yield batch
-            on_turn(functools.partial(refuse_uncommitted, state, step))
-
-
-def refuse_uncommitted(state: HasStep, step: int) -> None:
-    """The turn of `step` has ended. Raises RuntimeError if it was not committed, or more than once."""
-    if state.step != step + 1:
-        taken = " A loop of which a batch is taken in some steps only is made anew there: next(job.batches(…))"
-        raise RuntimeError(
-            f"step {step} ended with state.step = {state.step}: call job.commit(state) once, "
-            "at the end of each turn, after the optimizer's step; to accumulate gradients: micro_batch=…."
-            f"{taken if state.step > step + 1 else ''}"
-        )
+            on_turn(state, step)
 
 
 def seed_everything(seed: int, *path: int) -> None:

@@ -62,7 +62,7 @@ def streams(
     collate: Callable[[list[Any]], Any] | None = None,
     device: torch.device | str | None = None,
     gradient_weight: GradientWeight | None = None,
-    on_turn: Callable[[Callable[[], None]], None] = lambda refuse_uncommitted: refuse_uncommitted(),
+    on_turn: Callable[[Any, int], None] = refuse_uncommitted,
 ) -> Iterator[Batch]:
     """Yield this rank's part of each step from `state.step` to `steps`; a stream that ends is started again.
 
@@ -101,7 +101,7 @@ def streams(
             if gradient_weight is not None:
                 gradient_weight.take(batch.weight, batch)
             yield batch
-            on_turn(functools.partial(refuse_uncommitted, state, step))
+            on_turn(state, step)
     finally:
         for stream in mine.values():
             stream.close()
