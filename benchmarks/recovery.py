@@ -3,7 +3,8 @@
 2 nodes × 2 workers on this machine, gloo, a model of about 10 MB; SIGKILL of a random rank at a random step. Beside it,
 in the same run, stock torchrun (two agents, c10d) resuming from a checkpoint taken every 20 steps: with
 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, which is what makes it recover reliably, and as it comes. And the step time
-without any failure, runs of both in turn.
+without any failure, runs of both in turn: `steady_ratio` is the median of the rounds' ratios. How fast a run is lasts
+as long as its processes, and a shared machine drifts by more within minutes, so the rounds are many and short.
 
     python benchmarks/recovery.py [--quick] [--seed N]
 """
@@ -53,7 +54,7 @@ class Plan:
     steady_steps: int
 
 
-FULL = Plan(kills=30, torchrun_kills=6, default_tries=2, default_limit_s=60.0, rounds=5, steady_steps=400)
+FULL = Plan(kills=30, torchrun_kills=6, default_tries=2, default_limit_s=60.0, rounds=13, steady_steps=160)
 QUICK = Plan(kills=6, torchrun_kills=1, default_tries=1, default_limit_s=10.0, rounds=2, steady_steps=60)
 
 
@@ -165,8 +166,8 @@ def torchrun_as_it_comes(
     return found
 
 
-def steady(cluster: Cluster, folder: pathlib.Path, processes: Processes, plan: Plan) -> tuple[list[float], list[float]]:
-    """All step times in seconds, of all rounds: ours, torchrun's."""
+def steady(cluster: Cluster, folder: pathlib.Path, processes: Processes, plan: Plan) -> list[tuple[float, float]]:
+    """The median step time in seconds of each round: ours, torchrun's."""
     mine: list[float] = []
     theirs: list[float] = []
     skip = plan.steady_steps // 4
@@ -184,10 +185,10 @@ def steady(cluster: Cluster, folder: pathlib.Path, processes: Processes, plan: P
                 cluster.stop(f"steady{number}")
             for tag in tags:
                 processes.end(tag)
-            times_s = record.step_times_s(skip)
-            (mine if who == "ours" else theirs).extend(times_s)
-            say(f"  {who}: {statistics.median(times_s) * 1e3:.2f} ms a step")
-    return mine, theirs
+            step_s = statistics.median(record.step_times_s(skip))
+            (mine if who == "ours" else theirs).append(step_s)
+            say(f"  {who}: {step_s * 1e3:.2f} ms a step")
+    return list(zip(mine, theirs, strict=True))
 
 
 @contextlib.contextmanager
@@ -228,10 +229,11 @@ def main() -> None:
         if args.only in (None, "steady"):
             say("steady state, in turn:")
             with explained(cluster):
-                a, b = steady(cluster, folder, processes, plan)
-            middle_ms = [statistics.median(times) * 1e3 for times in (a, b)]
-            print(f"median step: elasticd {middle_ms[0]:.2f} ms, torchrun {middle_ms[1]:.2f} ms, of {len(a)} each")
-            result["steady_ratio"] = round(statistics.median(a) / statistics.median(b), 4)
+                rounds = steady(cluster, folder, processes, plan)
+            middle_ms = [statistics.median(steps) * 1e3 for steps in zip(*rounds, strict=True)]
+            print(f"median step: elasticd {middle_ms[0]:.2f} ms, torchrun {middle_ms[1]:.2f} ms; "
+                  f"ratio {spread([a / b for a, b in rounds])}")  # fmt: skip
+            result["steady_ratio"] = round(statistics.median(a / b for a, b in rounds), 4)
         if args.only in (None, "torchrun"):
             say("torchrun, shared store off:")
             stock = torchrun(folder, processes, plan.torchrun_kills, rng, SHARE_OFF, "off", 90.0)
