@@ -160,8 +160,8 @@ def job_state(
 
 def of_an_earlier_job(job: Job, said: AgentStatus | None) -> bool:
     """Whether the agent here, by its status, is of an earlier job of this name. Such an agent may have missed the end
-    of its job, and cannot check the signatures of this job's records: its workers would train for ever, and this job
-    would have no agent on this node. An agent of a later job is left alone: etcd was restored from a backup."""
+    of its job, and the signatures of the new job's records are unknown to it: its workers would train for ever, and the
+    new job would have no agent on this node. An agent of a later job is left alone: etcd was restored from a backup."""
     return said is not None and job.spec is not None and 0.0 < said.submitted_wall_s < job.spec.submitted_wall_s
 
 
@@ -169,8 +169,8 @@ def signal_for(job: Job, overdue_s: float, told: bool, said: AgentStatus | None 
     """The signal for an agent that outlives its job, if it is due. `said`: its status. An agent of an earlier job that
     already ends its workers may do so because that job has succeeded: they have the time of one that has."""
     spec = job.spec.spec if job.spec else None
-    ends = said is not None and said.phase == "finishing" and of_an_earlier_job(job, said)
-    exits = ends or job.state.phase is Phase.SUCCEEDED
+    finishing = said is not None and said.phase == "finishing" and of_an_earlier_job(job, said)
+    exits = finishing or job.state.phase is Phase.SUCCEEDED
     ends_s = max(spec.stop_grace_s, spec.exit_timeout_s if exits else 0.0) if spec else 0.0
     grace_s = ends_s + END_AFTER_S
     if overdue_s > 2 * grace_s:

@@ -54,9 +54,10 @@ class Told(DistributedDataParallel):
     def refuse_frozen(self) -> None:
         """Raises RuntimeError if the gradients were not exchanged because parameters that were frozen meanwhile have
         none. Stock DDP raises at its next forward, after this rank's own gradients were applied."""
+        if not self.own.waits:
+            return
         named = self.module.named_parameters()
-        frozen = [name for name, param in named if id(param) in self.exchanged and not param.requires_grad]
-        if self.own.waits and frozen:
+        if frozen := [name for name, param in named if id(param) in self.exchanged and not param.requires_grad]:
             more = f" and {len(frozen) - 3} more" if len(frozen) > 3 else ""
             raise RuntimeError(f"{', '.join(frozen[:3])}{more} of a model {FROZEN}")
 

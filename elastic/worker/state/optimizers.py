@@ -40,9 +40,9 @@ class Optimizers:
         self._waits: torch.optim.Optimizer | None = None
         self._early: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Early] = weakref.WeakKeyDictionary()
         self._strangers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
-        self._own: list[weakref.ref[torch.optim.Optimizer]] = []
-        """Those of the state, of which a WeakSet is slower to go through: at each commit."""
-        self._counts: list[int] = []
+        self._own_refs: list[weakref.ref[torch.optim.Optimizer]] = []
+        """As `_known`: a WeakSet is slow to go through, and each commit does."""
+        self._group_counts: list[int] = []
         self.refuses = False
         """Set in training: an optimizer that is not part of the state is rejected. Before, it only marks the state
         as changing."""
@@ -66,15 +66,15 @@ class Optimizers:
 
     def regrouped(self) -> bool:
         """Whether an optimizer of the state has another number of parameter groups than at the last call."""
-        before = self._counts
-        self._counts = [len(each.param_groups) for ref in self._own if (each := ref()) is not None]
-        return before != self._counts and bool(before)
+        before = self._group_counts
+        self._group_counts = [len(each.param_groups) for ref in self._own_refs if (each := ref()) is not None]
+        return before != self._group_counts and bool(before)
 
     def own(self, optimizer: torch.optim.Optimizer) -> None:
         """`optimizer` is part of the state."""
         if optimizer not in self._known:
             self._known.add(optimizer)
-            self._own.append(weakref.ref(optimizer))
+            self._own_refs.append(weakref.ref(optimizer))
             # torch calls hooks in the order of registration: those that the script has registered by now run first.
             optimizer.register_step_pre_hook(self._before)
             optimizer.register_step_post_hook(self._after)
