@@ -272,9 +272,9 @@ class GradientWeight:
                 self._whole_again()
         if applies:
             for model in self._models:
-                if isinstance(model, Told) and model.own.held:
+                if isinstance(model, Told):
                     model.refuse_frozen()
-                    model.own.applied = True
+                    model.own.applied |= model.own.held
             self._used = True
             self._left.clear()
             self._held = self._kept = False

@@ -48,18 +48,23 @@ class Told(DistributedDataParallel):
 
     def _build_params_for_reducer(self) -> Any:
         parameters, expect_sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
+        self._exchanged_parameters = list(parameters)
         self.exchanged = set(map(id, parameters))
         return parameters, expect_sparse
 
     def refuse_frozen(self) -> None:
-        """Raises RuntimeError if the gradients were not exchanged because parameters that were frozen meanwhile have
-        none. Stock DDP raises at its next forward, after this rank's own gradients were applied."""
+        """Raises RuntimeError if gradients were not exchanged, or cannot be, because parameters that were frozen
+        meanwhile have none. Stock DDP raises at its next forward, after this rank's own gradients were applied."""
         if not self.own.waits:
             return
+        wants = [param.requires_grad for param in self._exchanged_parameters]
+        # A backward may still come. It fills all buckets if the unused are looked for, and none if all are frozen.
+        if all(wants) or not (self.own.held or (any(wants) and not self.find_unused_parameters)):
+            return
         named = self.module.named_parameters()
-        if frozen := [name for name, param in named if id(param) in self.exchanged and not param.requires_grad]:
-            more = f" and {len(frozen) - 3} more" if len(frozen) > 3 else ""
-            raise RuntimeError(f"{', '.join(frozen[:3])}{more} of a model {FROZEN}")
+        frozen = [name for name, param in named if id(param) in self.exchanged and not param.requires_grad]
+        more = f" and {len(frozen) - 3} more" if len(frozen) > 3 else ""
+        raise RuntimeError(f"{', '.join(frozen[:3])}{more} of a model {FROZEN}")
 
     def share_buffers(self, *, last: bool) -> None:
         """Broadcast rank 0's buffers unless they are already equal; with `last` once a step at least. All ranks call it

@@ -22,7 +22,7 @@ from .optimizers import Optimizers, is_sharded, sharded
 from .parts import ModulePart, OptimizerPart, Part
 from .refused import listed, refuse_lazy, refuse_sharded
 from .state_source import Version
-from .survey import Survey, in_order, mismatch, own_tensors
+from .survey import Survey, mismatch, own_tensors, reorder
 from .wrapped import optimizer_part
 
 FORMAT = 1
@@ -388,7 +388,8 @@ class State:
             if (held := by_part.get(name.partition(".")[0])) is None:
                 raise ValueError(f"{name} belongs to no part of this state: {listed(self._parts)}")
             held[name] = info
-        survey = in_order(survey or self.survey(), by_part, self._parts) or self.survey()
+        if reorder(survey := survey or self.survey(), by_part, self._parts):
+            survey = self.survey()
         places = own_tensors(survey, by_part, theirs)
         self._whole = False
         self._point.drop()

@@ -16,16 +16,17 @@ Survey = tuple[list[tuple[TensorInfo, torch.Tensor]], dict[str, Any]]
 """The tensors of the parts that are modules, and what else they hold as JSON, by part."""
 
 
-def in_order(survey: Survey, infos: Mapping[str, Mapping[str, TensorInfo]], parts: Mapping[str, Part]) -> Survey | None:
-    """`survey`, or None once modules that hold the tensors of `infos` in another order hold them in that: a parameter
-    that is taken out of its module and put back, as pruning does, comes last there. DDP and checkpoints go by it."""
+def reorder(survey: Survey, infos: Mapping[str, Mapping[str, TensorInfo]], parts: Mapping[str, Part]) -> bool:
+    """Put the tensors of modules into the order of `infos`: a parameter that is taken out of its module and put back,
+    as pruning does, comes last there, and DDP and checkpoints go by the order. Returns whether any was in another
+    place; `survey` is then outdated. Modules that hold other tensors than those of `infos` are left alone."""
     mine, came = [info.name for info, _ in survey[0]], [name for part in survey[1] for name in infos[part]]
     if mine == came or set(mine) != set(came):
-        return survey
+        return False
     slots = {slot.name: slot for part in survey[1] for slot in parts[part].slots()}
     for slot in (slots[name] for name in came if name in slots):
         slot.holder[slot.key] = slot.holder.pop(slot.key)
-    return None
+    return True
 
 
 def own_tensors(
