@@ -55,9 +55,9 @@ def member_record(turn: Turn) -> MemberRecord:
 
 
 def _held(turn: Turn) -> list[Worker]:
-    """The workers that may hand older state over: of a node without a place."""
+    """The workers that may hand older state over: of a node without a place, also if it drains and has not left yet."""
     generation = turn.agent.formed.generation
-    if generation is None or turn.agent.drain.draining is not None:
+    if generation is None or turn.agent.drain.leaving is not None:
         return []
     if generation.node_of(turn.policy.node, turn.policy.incarnation) is not None:
         return []

@@ -64,12 +64,11 @@ def _all_state_lost(
     broken: BrokenRecord | None,
     last_committed: GenerationRecord | None,
 ) -> bool:
-    """Whether no worker of `current` is left that has the job's state, nor, if that has not stepped, one of
-    `last_committed`. A slot of that one may have been lost in any generation since."""
-    if _holders(current, alive, broken):
-        return False
+    """Whether no worker of `current` is left that has the job's state; if that has not stepped, none of
+    `last_committed`: what has joined since may not have received it. A slot of that one may have been lost in any
+    generation since."""
     if last_committed is None:
-        return True
+        return not _holders(current, alive, broken)
     lost = {
         (node, slot)
         for report in (*view.broken_before, *((broken,) if broken else ()))

@@ -792,6 +792,22 @@ def test_a_node_that_is_back_before_the_generation_without_it_is_seen_was_lost_a
     assert play(History(setting, faults)).failure == ""
 
 
+def test_a_node_that_drains_hands_its_state_over_when_only_a_newcomer_is_left() -> None:
+    """n2 steps once without n0, which does not know it yet; n1 joins, and n2's worker dies at its next step."""
+    setting = replace(
+        DRAWN, seed=816676169, nodes=3, slots=1, least=1, most=2, step_s=0.6, setup_s=1.0, standby=0, managed=False
+    )
+    faults = (
+        Fault(3.845, "kill_agent_after", (2, 5)),
+        Fault(3.863, "pause_agent", (2, 3)),
+        Fault(16.038, "power_off", (1,)),
+        Fault(22.558, "lose_answers", (2,)),
+        Fault(22.680, "drain", (0, 1e6)),
+        Fault(57.342, "plant_bug", (1,)),
+    )
+    assert play(History(setting, faults)).failure == ""
+
+
 def left_out_and_set_back() -> Cluster:
     """n2 reaches step 57 in generation 1 and is cut off; the two others go on, lose all workers, and begin again from
     setup, in generation 3: that is one incident, and its steps are counted there. Then n2 is taken back."""

@@ -389,6 +389,18 @@ def test_a_node_with_consistent_state_is_asked_if_the_newest_is_not(
     assert nodes(decide(picture, generation(6, [place("c")]), limits=NodeLimits(1, 1, 5.0))) == chosen
 
 
+@pytest.mark.parametrize("draining", [None, "maintenance"])
+def test_older_state_is_asked_for_where_only_a_newcomer_is_left(draining: str | None) -> None:
+    """All workers that have stepped died before d, which joined in generation 6, had received the state from c."""
+    spare = member("a", 1, draining=draining)
+    held = dataclasses.replace(spare, record=msgspec.structs.replace(spare.record, held_generation=3))
+    picture, limits = view(held, member("c", 3), member("d", 4), failed=broken(6, "c", 0)), NodeLimits(1, 2, 5.0)
+    current, last_committed = generation(6, [place("c"), place("d")]), generation(5, [place("c")])
+    found = decide(picture, current, limits=limits, settled=False, last_committed=last_committed)
+    assert sorted(nodes(found)) == ["a", "c", "d"]
+    assert sorted(nodes(decide(picture, current, limits=limits, settled=True))) == ["c", "d"]
+
+
 def test_state_that_the_job_has_gone_back_from_is_not_asked_for() -> None:
     """Its loss was NaN in generation 5, say. There is what it went back to in 6."""
     spare = member("a", 1)

@@ -804,6 +804,18 @@ def test_a_node_that_is_left_out_tells_whether_the_state_of_its_workers_is_consi
     assert (told.held_generation, told.held_consistent) == (1, consistent)
 
 
+def test_a_node_that_drains_tells_of_its_older_state_until_it_leaves() -> None:
+    """It waits until the next generation has stepped, and is to be asked if that one fails before."""
+    machine = running()
+    machine.take(Drain("maintenance", math.inf))
+    machine.see(view(A, B, spec=SPEC, formed=generation(2, [place("b", 0, 1)], at_step=8)))
+    for slot in (0, 1):
+        machine.take(WorkerGroupClosed(slot, slot + 1, 1, 8, clean=True))
+    told = machine.agent.etcd.published
+    assert told is not None
+    assert (told.draining, told.held_generation, told.held_consistent) == ("maintenance", 1, 1)
+
+
 # ── drains ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
