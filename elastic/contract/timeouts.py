@@ -9,7 +9,7 @@ QUIET_S = 3600.0
 
 
 class Timeouts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    beat_s: float = 0.1
+    beat_s: float = 0.2
     """Interval at which an agent reads its workers' beat pages."""
 
     abort_s: float = 2.0

@@ -174,7 +174,7 @@ def test_a_reader_that_has_seen_enough_is_no_failure(node: Node, view: list[str]
 def test_config_show(node: Node) -> None:
     text = node.ctl("config", "show", "--explain").stdout
     assert re.search(r"timeouts.lease_ttl_s +3.0 +flag", text)
-    assert "2 × timeouts.beat_s (0.1 s) < timeouts.abort_s (2 s)" in text
+    assert "2 × timeouts.beat_s (0.2 s) < timeouts.abort_s (2 s)" in text
     assert "how long etcd keeps a node's" in text.lower()
 
 

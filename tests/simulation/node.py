@@ -36,7 +36,7 @@ from .training import Worker
 if TYPE_CHECKING:
     from .cluster import Cluster
 
-BEAT_S = 0.1
+BEAT_S = Timeouts().beat_s
 PROGRESS_S = 2.0
 AT_REST = ("", "as it should be")
 Order = Callable[[], None]
