@@ -78,6 +78,9 @@ class LedgerKeeper:
         self._seen = theirs
         if theirs.by != agent.policy.incarnation:
             self._ledger = self._from_start(theirs, now) if theirs.until_ms < self._started_ms else theirs
+            if self._before is not None:  # it has those steps already: they are not made again
+                known = max(self._before.step, min(theirs.step, now.step))
+                self._before = msgspec.structs.replace(self._before, step=known)
 
 
 def began_wall_s() -> float:

@@ -18,7 +18,10 @@ def seen(agent: Agent, *, syncing: bool) -> Seen:
     generation, policy, progress = agent.formed.generation, agent.policy, agent.etcd.view.progress
     ranks = generation.world_size if generation else policy.slots * policy.limits.min_nodes
     holds = generation is not None and bool(generation.ranks(policy.node))
-    step = agent.progress.step if holds or progress is None else max(agent.progress.step, progress.step)
+    step = agent.progress.step
+    # The leader may have seen a step sooner than this agent, which its ledger has then.
+    if progress is not None and not (holds and generation and progress.stepped_in < generation.number):
+        step = max(step, progress.step)
     step = max([step, *(w.step for w in agent.local.workers.values() if w.stage is Stage.DONE)])
     broken = generation is not None and agent.formed.broken >= generation.number
     mine = set(generation.ranks(policy.node)) if generation else set()

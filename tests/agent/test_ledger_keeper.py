@@ -99,9 +99,11 @@ def begun_now(submitted_ago_s: float = 0.0, started_ago_s: float = 0.0) -> tuple
     return LedgerKeeper(wall_s - submitted_ago_s, wall_s - started_ago_s), now_s
 
 
-def with_ledger(known: Agent, ledger: Ledger) -> Agent:
+def with_ledger(known: Agent, ledger: Ledger, stepped_in: int = 0) -> Agent:
     picture = view(member("a"), member("b"), formed=known.formed.generation)
-    progress = ProgressRecord(generation=2, world_size=4, step=9, steps_per_s=1.0, loss=None, wall_s=1.0, ledger=ledger)
+    progress = ProgressRecord(
+        generation=2, world_size=4, step=9, steps_per_s=1.0, loss=None, wall_s=1.0, ledger=ledger, stepped_in=stepped_in
+    )
     object.__setattr__(picture, "progress", progress)
     return changed(known, view=picture)
 
@@ -126,6 +128,17 @@ def test_a_keeper_continues_the_ledger_of_the_leader_and_not_its_own_as_etcd_sho
     old = msgspec.structs.replace(theirs, ranks_ms={}, by="a.1")
     keeper.turned(Tick(), with_ledger(runs, old), now_s + 3)
     assert keeper.published(runs).ranks_ms["stepping"] >= ours.ranks_ms["stepping"]
+
+
+def test_steps_that_the_leader_has_seen_sooner_are_no_repetition() -> None:
+    """Its record, with step 9, comes before this agent has looked at its own workers again."""
+    keeper, now_s = begun_now()
+    runs = agent(Stage.RUNNING, step=7, settled=2)
+    theirs = Ledger(until_ms=int(time.time() * 1000), step=9, by="b.1")
+    for at_s, step in ((0.0, 7), (0.1, 8), (0.2, 10)):
+        known = with_ledger(changed(runs, step=step), theirs, stepped_in=2)
+        keeper.turned(Tick(), known if at_s else runs, now_s + 1 + at_s)
+    assert "redo" not in keeper.published(runs).ranks_ms
 
 
 def test_the_time_in_which_no_agent_ran_was_spent_waiting() -> None:
