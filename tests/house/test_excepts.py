@@ -21,7 +21,6 @@ MAX_BROAD = 4
 PASSED_ON = {
     "elasticd.faults:our_faults": "a request's error that is a bug of the daemon's: logged, and answered as one",
     "elastic.checkpoint.remote:_said": "each file system of fsspec raises the exceptions of its own library",
-    "elastic.worker.comm.comm_hooks:_failing": "an exchange of gradients by torch, or by a hook of the script's",
     "elastic.worker.comm.group:Group.form": "torch reports a group that was cut while forming as errors of many kinds",
 }
 """module:function -> why it may catch everything, although it always raises it again or another in its place."""

@@ -52,7 +52,7 @@ def test_a_backward_is_freed(alone: None, monkeypatch: pytest.MonkeyPatch) -> No
     flight, failed, found = InFlight(), list[str](), list[bool]()
     monkeypatch.setattr(comm_hooks, "IN_FLIGHT", flight)  # what another test has left in flight would be failed instead
     thread = threading.Thread(target=lambda: found.append(flight.fail("rank 1 died")))
-    monkeypatch.setattr(dist, "all_reduce", lambda *args, **options: Stuck(followed=thread.start))
+    monkeypatch.setattr(dist.ProcessGroup, "allreduce", lambda *args: Stuck(followed=thread.start))
     with pytest.raises(RuntimeError, match="rank 1 died") as caught:
         backward(nn.Linear(4, 4), failed)
     thread.join()

@@ -7,8 +7,8 @@ and keeps gradients from being applied if an exchange has failed. DDP takes one 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from types import TracebackType
 from typing import Any, Protocol
 
 import torch
@@ -141,6 +141,7 @@ class GradientHook:
         self._sampler = sampler
         self._exchange, self._group, self._weight = exchange, group, weight
         self._contributed, self._received, self._failed = on_contributed, on_received, on_failed
+        self._failures = _Failures(on_failed)
         self._last = on_last
 
     def __call__(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
@@ -149,7 +150,7 @@ class GradientHook:
         blocks = isinstance(self._exchange, Blocking)
         if blocks:
             self._contributed()
-        with _failing(self._failed):
+        with self._failures:
             future, result = self._exchange(bucket, self._weight(), self._group)
         if blocks:
             self._received()
@@ -163,16 +164,16 @@ class GradientHook:
                 # host waits for them where it next reads a value (loss.item(), GradScaler), or in the guard.
                 torch_private.at_end_of_backward(lambda: torch_private.at_end_of_backward(self._received))
 
-        failed = self._failed
+        failures = self._failures
 
         # Holds no reference to the group, as `self` does: it runs, and is dropped, in a thread of gloo. If that were
         # the last reference, the group would be destroyed there, join that very thread, and end the process.
         def received(done: Future) -> torch.Tensor:
-            with _failing(failed):
+            with failures:
                 return result(done)
 
         if on_cpu:
-            return IN_FLIGHT.follow(future, received, failed)
+            return IN_FLIGHT.follow(future, received, self._failed)
         return future.then(received)
 
 
@@ -192,6 +193,8 @@ def scaled(gradient: torch.Tensor, weight: float) -> torch.Tensor:
 
 
 def _summed(tensor: torch.Tensor, group: dist.ProcessGroup) -> Future:
+    if tensor.is_cpu and not tensor.is_complex():  # without the checks of the function below, for each bucket
+        return group.allreduce([tensor], dist.AllreduceOptions()).get_future()
     work = dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group, async_op=True)
     assert work is not None  # only for ranks outside the group
     future: Future = work.get_future()
@@ -209,11 +212,18 @@ def _value(future: Future) -> torch.Tensor:
     return tensor
 
 
-@contextmanager
-def _failing(failed: Callable[[], None]) -> Iterator[None]:
-    """Calls `failed` for an exception in the block, which goes on."""
-    try:
-        yield
-    except Exception:  # torch's, or of the hook that the script gave
-        failed()
-        raise
+class _Failures:
+    """Calls `failed` for an exception in its block, which goes on. One object for all blocks, which may run in several
+    threads: this is entered twice for each bucket, and `contextlib` costs more there than the exchange's own calls."""
+
+    def __init__(self, failed: Callable[[], None]) -> None:
+        self._failed = failed
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, Exception):  # torch's, or of the hook that the script gave
+            self._failed()

@@ -56,6 +56,8 @@ class GradientWeight:
 
     def __init__(self) -> None:
         self._models: list[nn.Module] = []
+        self._wrapped: list[Told] = []
+        """Those of them that `wrap` has wrapped. A list of its own: `isinstance` asks torch's ABC each time."""
         self._hooks: list[Any] = []
         self._weight: float | None = None
         self._batch: object = None
@@ -128,6 +130,8 @@ class GradientWeight:
         if any(model is known for known in self._models):
             return
         self._models.append(model)
+        if isinstance(model, Told):
+            self._wrapped.append(model)
         own = model.own if isinstance(model, Told) else OwnGradients()
         wanted = [param for param in model.parameters() if param.requires_grad]
         for param in {id(each): each for each in (*wanted[:1], *wanted[-1:])}.values():
@@ -146,6 +150,7 @@ class GradientWeight:
             hook.remove()
         self._hooks.clear()
         self._models.clear()
+        self._wrapped.clear()
         self._weight = self._batch = self._parts = None
         self._sums, self._held, self._kept = 0, False, False
         self._step_over()
@@ -159,21 +164,19 @@ class GradientWeight:
     @property
     def exchanged(self) -> set[int]:
         """Identities of the parameters whose gradients are exchanged by the models, and were whenever applied."""
-        models = [model for model in self._models if isinstance(model, Told) and not model.own.applied]
-        return {key for model in models for key in model.exchanged}
+        return {key for model in self._wrapped if not model.own.applied for key in model.exchanged}
 
     @property
     def own_buffers(self) -> set[int]:
         """Identities of the buffers of which each rank has its own, as `wrap` was told."""
-        apart = (model for model in self._models if isinstance(model, Told) and not model.broadcast_buffers)
+        apart = (model for model in self._wrapped if not model.broadcast_buffers)
         return {id(buffer) for model in apart for buffer in model.buffers()}
 
     def share_buffers(self, *, last: bool = True) -> None:
         """Broadcast rank 0's buffers before a step is applied, or (`last` False) sooner. All ranks call it at the same
         point."""
-        for model in self._models:
-            if isinstance(model, Told):
-                model.share_buffers(last=last)
+        for model in self._wrapped:
+            model.share_buffers(last=last)
 
     def fail(self) -> None:
         """Gradients may be sums over some ranks only: they must not be applied in this group any more."""
@@ -271,10 +274,9 @@ class GradientWeight:
             if not self._parts.open:
                 self._whole_again()
         if applies:
-            for model in self._models:
-                if isinstance(model, Told):
-                    model.refuse_frozen()
-                    model.own.applied |= model.own.held
+            for model in self._wrapped:
+                model.refuse_frozen()
+                model.own.applied |= model.own.held
             self._used = True
             self._left.clear()
             self._held = self._kept = False
@@ -286,9 +288,8 @@ class GradientWeight:
         if self._ends:
             self._weight = None
         self._step_over()
-        for model in self._models:
-            if isinstance(model, Told):
-                model.shared = False
+        for model in self._wrapped:
+            model.shared = False
 
     def _step_over(self) -> None:
         """No batch of this step counts any more."""
@@ -311,9 +312,9 @@ class GradientWeight:
             found = [any(bool(grad.any()) for grad in gradients([model])) for model in self._models]
             if all(found) if self._kept else any(found):
                 raise RuntimeError(HELD)
-        for model in self._wrapped():
+        for model in self._wrapped:
             model.own.trained = False
-        self._parts = PartsLoop(batch, {id(model) for model in self._wrapped() if gradients([model])})
+        self._parts = PartsLoop(batch, {id(model) for model in self._wrapped if gradients([model])})
         return self._parts
 
     def rescale(self, factor: float) -> None:
@@ -343,7 +344,7 @@ class GradientWeight:
 
     def _refuse_twice(self, parts: PartsLoop) -> None:
         """Raises RuntimeError for a second backward's, unless dropped, or not finite: a GradScaler skips them."""
-        for model in self._wrapped() if parts.twice else ():
+        for model in self._wrapped if parts.twice else ():
             sums = [p.grad for p in model.parameters() if id(p) in model.exchanged and p.grad is not None]
             sums = [grad._values() if grad.is_sparse else grad for grad in sums]
             if id(model) in parts.twice and any(bool(g.any()) for g in sums) and all(g.isfinite().all() for g in sums):
@@ -361,20 +362,17 @@ class GradientWeight:
         if not parts.last or (parts.exchanged and not every):
             return False
         if not parts.exchanged:
-            return bool(gradients(self._wrapped()))
+            return bool(gradients(self._wrapped))
         # Others have gradients from elsewhere: a GAN's critic that was called without its wrapper, or parameters that a
         # newer wrapper has.
         known = parts.exchanged | parts.had
-        return bool(gradients([model for model in self._wrapped() if model.own.trained and id(model) not in known]))
+        return bool(gradients([model for model in self._wrapped if model.own.trained and id(model) not in known]))
 
     def _whole_again(self) -> None:
         """The next backward is of the whole batch, and exchanges its gradients."""
         parts, self._parts = self._parts, None
         if parts is not None:
             self.begin(parts.batch)
-
-    def _wrapped(self) -> list[Told]:
-        return [model for model in self._models if isinstance(model, Told)]
 
     def _unwrapped(self) -> list[nn.Module]:
         return [model for model in self._models if not isinstance(model, DistributedDataParallel)]

@@ -69,7 +69,7 @@ class Told(DistributedDataParallel):
     def share_buffers(self, *, last: bool) -> None:
         """Broadcast rank 0's buffers unless they are already equal; with `last` once a step at least. All ranks call it
         at the same point of a step."""
-        if self._alike and (self.shared or not last):
+        if not self.modules_buffers or (self._alike and (self.shared or not last)):
             return
         # DDP's check says no after a forward without gradients, which leaves this flag unset.
         kept, self.require_forward_param_sync = self.require_forward_param_sync, True
