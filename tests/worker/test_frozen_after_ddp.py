@@ -59,3 +59,34 @@ def test_gradients_that_were_not_exchanged_because_others_were_frozen_are_not_ap
 def test_parameters_that_are_frozen_where_the_exchange_knows_it_are_no_error(how: str) -> None:
     (said, step, mine), (_, _, other) = run_ranks(frozen, world_size=2, how=how)
     assert (said, step, mine) == ("", 3, other)
+
+
+def two_models(rank: int, world_size: int, port: int) -> tuple[str, int]:
+    """(what was refused, the step reached) of a generator with a frozen layer, whose forward comes before the critic's
+    step."""
+    group = formed(rank, world_size, port)
+    job, state, _, _ = alone(rank, world_size)
+    layers = nn.Sequential(*(nn.Linear(4, size, dtype=torch.float64) for size in (4, 4)))
+    generator, critic = job.ddp(layers, find_unused_parameters=True), job.ddp(nn.Linear(4, 1, dtype=torch.float64))
+    layers[0].requires_grad_(False)
+    steps = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (critic, generator)]
+    for optimizer in steps:
+        optimizer.register_step_pre_hook(lambda *_: job.guard()())
+    said = ""
+    try:
+        for batch in job.batches(Pairs(), state, batch_size=8, steps=2):
+            made = generator(batch.x)
+            for optimizer, made_here in zip(steps, (made.detach(), made), strict=True):
+                optimizer.zero_grad()
+                critic(made_here).mean().backward()
+                optimizer.step()
+            job.commit(state)
+    except RuntimeError as error:
+        said = str(error)
+    group.close()
+    return said, state.step
+
+
+@pytest.mark.slow
+def test_a_step_between_the_forward_and_the_backward_of_a_model_that_looks_for_unused_parameters_is_no_error() -> None:
+    assert run_ranks(two_models, world_size=2) == [["", 2], ["", 2]]
