@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import pathlib
+import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import psutil
@@ -13,6 +15,9 @@ from _harness import HERE, Node, Processes, wait_for, workplace
 
 SCRIPT = HERE / "_overhead_train.py"
 START_S = 120.0
+AFTER_S = 0.2
+"""A snapshot makes the steps slower for so long at most: its copy, and then the agents' work on its report."""
+
 IDLE_S = 10.0
 """After its first step a job's agent, zygote and daemon are left alone for so long."""
 
@@ -28,31 +33,52 @@ def job(*args: str) -> Iterator[tuple[Node, Processes, pathlib.Path]]:
         yield node, processes, folder
 
 
-def snapshots_on_over_off(pairs: int, span_s: float) -> dict[str, float]:
-    """Time of a step with snapshots as they come by default, over that without: spans of `span_s` of one run, in turn.
-    The sums of all are compared: a snapshot is dear and seldom."""
+def snapshots_on_over_off(span_s: float) -> dict[str, float]:
+    """Time of a step with snapshots as they come by default, over that without, in `span_s` seconds of one run."""
     with workplace() as (folder, processes):
-        out = folder / "spans"
+        out = folder / "trace"
         node = Node(folder, processes, "n", slots=2)
         node.start()
-        node.ctl("run", "--detach", "--name", "job", "--workers", "2", "--", SCRIPT, "turns", str(out), str(span_s))
+        node.ctl("run", "--detach", "--name", "job", "--workers", "2", "--", SCRIPT, "trace", str(out), str(span_s))
+        wait_for(out.exists, START_S + 2 * span_s, "the durations of all steps", every_s=0.5)
+        found = json.loads(out.read_text())
+    seconds, kept = [row[0] for row in found["rows"]], [row[1] for row in found["rows"]]
+    total_s, excess_s, counted = excess(seconds, kept)
+    return {
+        "snapshots_on_over_off": total_s / (total_s - excess_s),
+        "snapshot_step_ms": 1e3 * (total_s - excess_s) / len(seconds),
+        "snapshot_every_s": sum(seconds) / max(1, sum(kept)),
+        "snapshot_excess_ms": 1e3 * excess_s / max(1, counted),
+        "snapshot_cost_ms": 1e3 * found["cost_s"],
+    }
 
-        def done() -> list[dict[str, float]] | None:
-            rows = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
-            return rows[2 : 2 + 2 * pairs] if len(rows) >= 2 + 2 * pairs else None  # the first two: caches and pages
 
-        rows = wait_for(done, START_S + (2 * pairs + 2) * (span_s + 5.0), "all spans", every_s=0.5)
-        step_s = {}
-        for on in (True, False):
-            of = [row for row in rows if row["on"] is on]
-            step_s[on] = sum(row["seconds"] for row in of) / sum(row["steps"] for row in of)
-        taken = [row for row in rows if row["on"]]
-        return {
-            "snapshots_on_over_off": step_s[True] / step_s[False],
-            "snapshot_step_ms": 1e3 * step_s[False],
-            "snapshot_every_s": sum(row["seconds"] for row in taken) / max(1, sum(row["taken"] for row in taken)),
-            "snapshot_cost_ms": 1e3 * taken[-1]["cost_s"],
-        }
+def excess(seconds: Sequence[float], kept: Sequence[bool]) -> tuple[float, float, int]:
+    """Of steps that took `seconds`, with a snapshot begun at the end of those in `kept`: their time, how much of it is
+    due to the snapshots, and how many those are.
+
+    A step is a snapshot's from the one before (the ranks agree on the snapshot there) until AFTER_S after its copy was
+    begun. The steps between the snapshots on both sides of it say how long it would have taken otherwise: a machine's
+    speed differs more from minute to minute than by a snapshot.
+    """
+    total_s = excess_s = 0.0
+    counted = 0
+    starts = [i for i, at in enumerate(kept) if at]
+    for before, start, after in zip(starts, starts[1:], starts[2:], strict=False):
+        ends = _after(seconds, start)
+        own = seconds[start - 1 : ends]
+        sides = seconds[_after(seconds, before) : start - 1], seconds[ends : after - 1]
+        if all(sides):
+            total_s += sum(seconds[start:after])
+            excess_s += sum(own) - len(own) * statistics.mean(map(statistics.mean, sides))
+            counted += 1
+    return total_s, excess_s, counted
+
+
+def _after(seconds: Sequence[float], start: int) -> int:
+    """The first step that is not part of the snapshot begun at the end of step `start`."""
+    spent_s = itertools.accumulate(seconds[start + 1 :])
+    return start + 1 + next((i for i, since_s in enumerate(spent_s, 1) if since_s >= AFTER_S), 0)
 
 
 def idle_pss_mb() -> dict[str, float]:

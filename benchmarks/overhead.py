@@ -10,20 +10,20 @@
     api_us_per_step             `job.commit` and the hooks of one optimizer's step, with an agent's beat page and a
                                 keeper that has nothing to do; its rounds lie between those of the batches
     snapshots_on_over_off       time of a step with snapshots as they come by default, over that without: two ranks
-                                under elasticd, a state of 75 MB, spans of one run in turn. Also: how often one was
-                                taken, and what the job itself believes that it costs
+                                under elasticd, a state of 75 MB; the steps beside each snapshot are those without.
+                                Also: how often one was taken, what it cost, and what the job itself has measured
     idle_pss_mb                 memory (proportional set size) of elasticd, agent and zygote for one idle job of two
                                 workers; and of each. Other processes of the same installation make it less
 
-`--quick` takes less than five minutes on a quiet machine. The last line is JSON. What is compared takes turns, in
+`--quick` takes less than two minutes on a quiet machine. The last line is JSON. What is compared takes turns, in
 rounds that a disturbance hits alike. per_tensor_us, per_tensor_sockets_us and their times on a core: the median of the
 rounds with many tensors less that of the rounds with few. batches_over_dataloader_*: the median of the rounds' ratios,
 either side first in every second round; a round is one epoch of 200 batches each, from the making of the iterator to
 its end, and ours includes what it does beyond loading, such as the seeds of three generators for each step and what a
 commit does for the batch.
 api_us_per_step: the median of rounds that are spread over the same time. per_tensor_us, per_tensor_sockets_us and
-snapshots_on_over_off are by the clock on the wall, the last of them from the sums of all spans; the others are by the
-time on a core, the snapshot and its reading the best of several turns.
+snapshots_on_over_off are by the clock on the wall; the others are by the time on a core, the snapshot and its reading
+the best of several turns.
 """
 
 from __future__ import annotations
@@ -303,9 +303,10 @@ def main() -> None:
     figures |= per_tensor(10_000, 7 if args.quick else 15)
     for name, value in figures.items():
         print(f"{name:28s} {value:.3f}", flush=True)
-    figures |= snapshots_on_over_off(pairs=4 if args.quick else 20, span_s=8.0)
+    printed = len(figures)
+    figures |= snapshots_on_over_off(span_s=45.0 if args.quick else 300.0)
     figures |= idle_pss_mb()
-    for name in list(figures)[-8:]:
+    for name in list(figures)[printed:]:
         print(f"{name:28s} {figures[name]:.3f}", flush=True)
     print(json.dumps({name: round(value, 3) for name, value in figures.items()}))
 

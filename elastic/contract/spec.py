@@ -199,8 +199,8 @@ class JobSpec(SpecTable, frozen=True, kw_only=True):
     files."""
 
     snapshots: Literal["auto", "off"] = "auto"
-    """'auto': each node keeps the newest state in its agent's memory, in two buffers, as often as costs 1 % of the
-    training time, with or without checkpoints. 'off': only what is being written to a checkpoint."""
+    """'auto': each node keeps the newest state in its agent's memory, in two buffers, as often as costs less than
+    1 % of the training time, with or without checkpoints. 'off': only what is being written to a checkpoint."""
 
     checkpoint: Checkpoint = Checkpoint()
     restarts: Restarts = Restarts()

@@ -5,7 +5,8 @@ ranks of a node together keep the complete state there, so any surviving node ha
 
 Ranks must take a snapshot at the same step without communicating at every step. About once a second, and at each
 snapshot, they exchange a few numbers: rank 0's plan (the next steps at which to save, to keep in memory and to
-exchange) and whether any rank lacks a free buffer.
+exchange), whether any rank lacks a free buffer, and what a snapshot costs the rank whose copy takes longest: all ranks
+wait for that one.
 
 A large copy overlaps the next forward and backward. The optimizer's guard calls `settle` before each step, which
 completes the copy before the copied tensors change; only then does it count as a snapshot.
@@ -30,6 +31,7 @@ from ..checkpoint.shard_plan import assign_shards, beside_shards
 from ..contract.tensor_table import ALONE, Beside, Table
 from . import gc_pause
 from .session import GenerationEnded
+from .snapshot_cost import SnapshotCost
 from .state.restore import extra_of
 from .state.state import State
 
@@ -141,6 +143,8 @@ class Agreed(NamedTuple):
     """Rank 0 asks to stop."""
     differ: tuple[bool, bool]
     """Whether the ranks' digests, of two kinds, are not all the same."""
+    cost_us: int
+    """Largest cost of a snapshot of all ranks; 0: measured on none."""
 
 
 class CheckpointScheduler:
@@ -169,9 +173,7 @@ class CheckpointScheduler:
         self._marked = (0, 0.0)
         self._step_s = 0.0
         self._began_s = self._saved_s = self._kept_s = time.monotonic()
-        self._cost_s: float | None = None
-        self._copies = 0
-        """Number of copies whose cost was measured."""
+        self._cost = SnapshotCost()
         self._stall_s = 0.0
         self._unsettled = False
         self._prepared = False
@@ -193,6 +195,7 @@ class CheckpointScheduler:
         """Begin a generation at `step`."""
         self._cut_for = ((), 0, 0)  # a standby's state may have moved to a GPU since
         self._place = place
+        self._cost.enter()
         self._generations += 1
         self._saved_step = self._lost_step = -1  # the same on all ranks, new workers among them
         self._late = False
@@ -210,7 +213,7 @@ class CheckpointScheduler:
 
     def after(self, state: State, *, keep: bool = True, digest: tuple[int, int] = (0, 0)) -> bool:
         """Called after each commit, on every rank at the same step. Returns whether one of the ranks' `digest` (two,
-        of 48 bits) differs, on all of them alike.
+        of 63 bits) differs, on all of them alike.
 
         With `keep` False on any rank, because its state is bad, or where the first digest differs, no rank takes a
         snapshot at this step. Raises GenerationEnded after a checkpoint at which training is to stop.
@@ -234,7 +237,8 @@ class CheckpointScheduler:
         plan = self._next_plan(step, now_s, save) if self._place.rank == 0 else checkpoint_interval.IntervalPlan()
         stop = self._place.rank == 0 and self._sink.stops()
         lacks = take and not (keep and self._sink.free())
-        self._plan, busy, stop, (differ, drift) = self._exchange(plan, lacks, stop, digest)
+        self._plan, busy, stop, (differ, drift), cost_us = self._exchange(plan, lacks, stop, digest)
+        self._cost.exchanged(cost_us)
         if not take:
             self._prepare(state)
             return differ or drift
@@ -293,7 +297,7 @@ class CheckpointScheduler:
         began_s = time.monotonic()
         self._sink.settle()
         # Overlapped steps are slower by at most `beside_s`: not visible as a stall, but part of the cost of a snapshot.
-        self._stalled(self._stall_s + time.monotonic() - began_s + self._sink.beside_s)
+        self._cost.add(self._stall_s + time.monotonic() - began_s + self._sink.beside_s)
 
     def leave(self) -> None:
         """The generation is over, and the next one may bring another state. Called after the process group was aborted.
@@ -311,6 +315,9 @@ class CheckpointScheduler:
         return (
             checkpoint_interval.describe(self._rule, self._measured(time.monotonic())) if self._rule is not None else ""
         )
+
+    def _describe_snapshots(self) -> str:
+        return checkpoint_interval.describe_snapshots(self._cost.seconds, warm=self._cost.warm)
 
     def _prepare(self, state: State) -> None:
         """Once per process, after two steps: by then an optimizer has all its state."""
@@ -330,19 +337,12 @@ class CheckpointScheduler:
         if self._sink.copying:
             self._unsettled = True
         else:
-            self._stalled(self._stall_s)
+            self._cost.add(self._stall_s)
         return True
-
-    def _stalled(self, stall_s: float) -> None:
-        """Update the average cost. The first copy also pays for fresh memory: its cost counts only until there is a
-        second."""
-        known_s = self._cost_s if self._copies > 1 else None
-        self._cost_s = stall_s if known_s is None else 0.7 * known_s + 0.3 * stall_s
-        self._copies += 1
 
     def _measured(self, now_s: float) -> checkpoint_interval.Measured:
         return checkpoint_interval.Measured(
-            cost_s=self._cost_s,
+            cost_s=self._cost.seconds,
             durable_s=self._sink.durable_s,
             failures=max(0, self._generations - 1),
             running_s=now_s - self._began_s,
@@ -355,7 +355,7 @@ class CheckpointScheduler:
         if not self._snapshots:
             return plan
         keep_at = checkpoint_interval.snapshot_at(
-            checkpoint_interval.snapshot_interval_s(self._cost_s, warm=self._copies > 1),
+            checkpoint_interval.snapshot_interval_s(self._cost.seconds, warm=self._cost.warm),
             step=step,
             step_s=self._step_s,
             since_s=now_s - self._kept_s,
@@ -383,17 +383,18 @@ class CheckpointScheduler:
         self, plan: checkpoint_interval.IntervalPlan, busy: bool, stop: bool = False, digest: tuple[int, int] = (0, 0)
     ) -> Agreed:
         if self._place.world_size == 1:
-            return Agreed(plan, busy, stop, (False, False))
-        mine = [plan.save_at, plan.keep_at, plan.agree_at, int(busy), int(stop), *digest]
-        numbers = torch.tensor([*mine, *(digest if self._place.rank == 0 else (0, 0))], dtype=torch.int64)
-        dist.all_reduce(numbers)
-        save_at, keep_at, agree_at, busy_ranks, stopping, *digests = numbers.tolist()
-        own, drift, first_own, first_drift = digests
+            return Agreed(plan, busy, stop, (False, False), 0)
+        mine = [plan.save_at, plan.keep_at, plan.agree_at, int(busy), int(stop), self._cost.own_us]
+        # Of each digest the largest and, negated, the smallest.
+        numbers = torch.tensor([*mine, *digest, *(-each for each in digest)], dtype=torch.int64)
+        dist.all_reduce(numbers, dist.ReduceOp.MAX)
+        save_at, keep_at, agree_at, any_busy, any_stop, cost_us, most, most_drift, least, least_drift = numbers.tolist()
         return Agreed(
             checkpoint_interval.IntervalPlan(save_at=save_at, keep_at=keep_at, agree_at=agree_at),
-            busy_ranks > 0,
-            stopping > 0,
-            (own != first_own * self._place.world_size, drift != first_drift * self._place.world_size),
+            any_busy > 0,
+            any_stop > 0,
+            (most != -least, most_drift != -least_drift),
+            cost_us,
         )
 
     def _part(self, state: State, *, save: bool) -> SnapshotPart:
@@ -431,7 +432,7 @@ class CheckpointScheduler:
             part=place.local_index if self._snapshots else None,
             parts=place.local_world_size if self._snapshots else None,
             save=save,
-            kept=checkpoint_interval.describe_snapshots(self._cost_s, warm=self._copies > 1) if self._snapshots else "",
+            kept=self._describe_snapshots() if self._snapshots else "",
             skipped=self.skipped,
             volatile=self._volatile,
         )

@@ -23,8 +23,8 @@ from .state.state import State
 ELEMENTS = 1 << 16
 """Elements that are looked at, over all parameters that are compared; at least one of each."""
 
-DIGEST_BITS = 48
-"""Of a digest: the sum over all ranks fits an int64."""
+DIGEST_BITS = 63
+"""Of a digest: it fits an int64, and so does its negative."""
 
 WINDOW = 1024
 """So many parameters are compared at one time though their gradients are exchanged; of more, others the next time."""

@@ -50,5 +50,5 @@ def test_a_copy_beside_the_steps_has_its_price_too() -> None:
     state.committed(1)
     keeper.after(state)
     keeper.settle()
-    assert keeper._cost_s is not None
-    assert keeper._cost_s >= 100.0
+    assert keeper._cost.seconds is not None
+    assert keeper._cost.seconds >= 100.0

@@ -1,0 +1,82 @@
+"""What a snapshot costs the job: all ranks wait for the one whose copy takes longest."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import pytest
+import torch
+from support.arenas import NoBackend
+from support.forming import formed
+from support.ranks import ranks, run_ranks  # noqa: F401 - a fixture
+
+from elastic.worker import checkpoint_scheduler
+from elastic.worker.checkpoint_scheduler import CheckpointScheduler, RankPosition, SnapshotPart
+from elastic.worker.snapshot_cost import SnapshotCost
+from elastic.worker.state.state import State
+
+STEP_S = 0.5
+LITTLE_S, MUCH_S = 0.001, 0.1
+
+
+class Copies(NoBackend):
+    def __init__(self, cost_s: float) -> None:
+        self.copying, self.beside_s = True, cost_s
+        self.kept: list[SnapshotPart] = []
+
+    def put(self, part: SnapshotPart) -> bool:
+        self.kept.append(part)
+        return True
+
+
+def kept_by(rank: int, world_size: int, port: int, *, costs_s: list[float], cold_until: int = 0) -> list[Any]:
+    """[seconds between the last two snapshots, what status says of them], by a clock of the test's own."""
+    group = formed(rank, world_size, port)
+    now = [0.0]
+    checkpoint_scheduler.time = types.SimpleNamespace(monotonic=lambda: now[0])  # type: ignore[attr-defined]
+    backend = Copies(costs_s[rank])
+    keeper = CheckpointScheduler(backend, None, shared=True, snapshots=True)
+    state = State(model=torch.nn.Linear(2, 2))
+    keeper.enter(RankPosition(1, rank, world_size, 0, 1), 0)
+    for step in range(200):
+        now[0] += STEP_S
+        backend.beside_s = costs_s[rank] * (100 if step < cold_until and rank else 1)
+        state.committed(1)
+        keeper.after(state)
+    group.close()
+    before, last = (part.step for part in backend.kept[-2:])
+    return [STEP_S * (last - before), backend.kept[-1].kept]
+
+
+@pytest.mark.parametrize("costs_s", [[LITTLE_S, MUCH_S], [MUCH_S, LITTLE_S]], ids=["rank 1", "rank 0"])
+def test_the_rank_that_measures_most_decides_how_often(costs_s: list[float]) -> None:
+    for apart_s, told in run_ranks(kept_by, world_size=2, costs_s=costs_s):
+        assert apart_s == 20.0
+        assert told == "20 s (cost 0.100 s)"
+
+
+def test_a_copy_that_costs_little_is_made_each_second() -> None:
+    for apart_s, told in run_ranks(kept_by, world_size=2, costs_s=[LITTLE_S, LITTLE_S]):
+        assert apart_s == 1.0
+        assert told == "1 s (cost 0.001 s)"
+
+
+def test_a_copy_into_fresh_memory_on_another_rank_does_not_count() -> None:
+    for apart_s, _ in run_ranks(kept_by, world_size=2, costs_s=[LITTLE_S, LITTLE_S], cold_until=2):
+        assert apart_s == 1.0
+
+
+def test_a_new_rank_0_goes_by_what_the_others_have_measured() -> None:
+    cost = SnapshotCost()
+    assert (cost.seconds, cost.warm, cost.own_us) == (None, False, 0)
+    cost.add(2.0)
+    assert (cost.seconds, cost.warm, cost.own_us) == (2.0, False, 0)
+    cost.exchanged(100_000)
+    assert (cost.seconds, cost.warm) == (pytest.approx(0.1), True)
+    cost.add(0.2)
+    assert (cost.seconds, cost.own_us) == (pytest.approx(0.2), 200_000)
+    cost.exchanged(300_000)
+    assert cost.seconds == pytest.approx(0.3)
+    cost.enter()
+    assert cost.seconds == pytest.approx(0.2), "that rank may have left"
