@@ -21,6 +21,9 @@ FARTHEST_AGREEMENT_STEPS = 100
 """An agreement costs at most as much as the exchange of gradients in each step, so that this is below 1 % of the time.
 More would put off checkpoints and requests for long if steps become much slower."""
 
+LATER_AGREEMENT = 8
+"""An agreement is put off by up to this part of the steps until it, if a snapshot is due by then."""
+
 PRIOR_MTBF_S = 4 * 3600.0
 """Prior for the mean time between failures: a job that has not failed yet counts as failing once after this long."""
 
@@ -122,10 +125,18 @@ def snapshot_interval_s(cost_s: float | None, *, warm: bool = True) -> float:
     return interval if warm else min(interval, SNAPSHOT_UNMEASURED_MOST_S)
 
 
-def snapshot_at(interval_s: float, *, step: int, step_s: float, since_s: float, agree_at: int) -> int:
-    """The step after which the next snapshot is due, `since_s` after the last one; 0: none up to `agree_at`."""
-    due_steps = max(1, math.ceil((interval_s - since_s) / max(step_s, 1e-6)))
-    return step + due_steps if step + due_steps <= agree_at else 0
+def with_snapshot(plan: IntervalPlan, interval_s: float, *, step: int, step_s: float, since_s: float) -> IntervalPlan:
+    """Rank 0's `plan`, decided after `step`, with the next in-memory snapshot: `interval_s` after the last one, which
+    was `since_s` ago.
+
+    A snapshot is an exchange as well. One that is due shortly after the next exchange replaces it, so that the ranks
+    wait for each other once and not twice. Only where steps are short: elsewhere that would put off requests.
+    """
+    due_at = step + max(1, math.ceil((interval_s - since_s) / max(step_s, 1e-6)))
+    latest = plan.agree_at + (plan.agree_at - step) // LATER_AGREEMENT
+    if due_at > latest:
+        return plan
+    return msgspec.structs.replace(plan, keep_at=due_at, agree_at=max(plan.agree_at, due_at))
 
 
 def next_plan(

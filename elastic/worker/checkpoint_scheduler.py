@@ -354,14 +354,13 @@ class CheckpointScheduler:
             plan = msgspec.structs.replace(plan, agree_at=step + 1)
         if not self._snapshots:
             return plan
-        keep_at = checkpoint_interval.snapshot_at(
+        return checkpoint_interval.with_snapshot(
+            plan,
             checkpoint_interval.snapshot_interval_s(self._cost.seconds, warm=self._cost.warm),
             step=step,
             step_s=self._step_s,
             since_s=now_s - self._kept_s,
-            agree_at=plan.agree_at,
         )
-        return checkpoint_interval.IntervalPlan(save_at=plan.save_at, keep_at=keep_at, agree_at=plan.agree_at)
 
     def _next_save(self, step: int, now_s: float, saving: bool) -> checkpoint_interval.IntervalPlan:
         ahead = max(1, round(checkpoint_interval.AGREE_EVERY_S / max(self._step_s, 1e-6)))

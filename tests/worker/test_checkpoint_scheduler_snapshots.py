@@ -13,7 +13,7 @@ from support.arenas import Agent
 from elastic.agent.memory import available_nbytes, plenty
 from elastic.agent.saver import Saver
 from elastic.checkpoint import interval as checkpoint_interval
-from elastic.checkpoint.interval import IntervalRule
+from elastic.checkpoint.interval import IntervalPlan, IntervalRule
 from elastic.checkpoint.shard_plan import beside_shards
 from elastic.contract import messages
 from elastic.contract.spec import Checkpoint
@@ -128,9 +128,21 @@ def test_memory_snapshots_take_less_than_a_hundredth_of_the_time() -> None:
     assert checkpoint_interval.snapshot_interval_s(0.1) == pytest.approx(20.0)
     assert checkpoint_interval.snapshot_interval_s(2.0, warm=False) == 30.0, "the first copy paid for fresh memory"
     assert checkpoint_interval.snapshot_interval_s(1.0) == pytest.approx(200.0)
-    assert checkpoint_interval.snapshot_at(15.0, step=100, step_s=0.1, since_s=14.65, agree_at=110) == 104
-    assert checkpoint_interval.snapshot_at(15.0, step=100, step_s=0.1, since_s=10.0, agree_at=110) == 0
-    assert checkpoint_interval.snapshot_at(1.0, step=100, step_s=5.0, since_s=9.0, agree_at=101) == 101
+
+
+def test_the_plan_names_the_step_at_which_a_snapshot_is_due() -> None:
+    plan = IntervalPlan(save_at=105, agree_at=110)
+
+    def keep_at(interval_s: float, since_s: float) -> tuple[int, int]:
+        found = checkpoint_interval.with_snapshot(plan, interval_s, step=100, step_s=0.1, since_s=since_s)
+        assert found.save_at == 105
+        return found.keep_at, found.agree_at
+
+    assert keep_at(15.0, 14.65) == (104, 110)
+    assert keep_at(15.0, 14.0) == (110, 110)
+    assert keep_at(15.0, 13.95) == (111, 111), "in place of the exchange one step before"
+    assert keep_at(15.0, 13.85) == (0, 110)
+    assert keep_at(1.0, 9.0) == (101, 110), "overdue"
 
 
 def test_snapshot_due_while_all_buffers_are_busy_is_taken_once_one_is_free(
@@ -230,3 +242,30 @@ def test_the_limit_of_a_cgroup_counts(tmp_path: Any) -> None:
     assert available_nbytes(**asked) == 120_000
     (inner.parent / "memory.max").write_text("max\n")
     assert available_nbytes(**asked) == 1_024_000
+
+
+@pytest.mark.parametrize("step_s", [0.017, 0.028, 0.061, 0.11])
+def test_a_snapshot_each_second_needs_one_exchange_each_second(
+    agents: list[Agent], monkeypatch: pytest.MonkeyPatch, step_s: float
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(
+        "elastic.worker.checkpoint_scheduler.time", types.SimpleNamespace(monotonic=lambda: round(now[0], 6))
+    )
+    state = build()
+    (keeper,) = keepers(agents, None, (1,))
+    exchanges = 0
+    while now[0] < 20.0:
+        now[0] += step_s
+        state.committed(1)
+        exchanges += now[0] > 5.0 and keeper.exchanges_at(state.step)
+        keeper.after(state)
+    assert len(agents[0].filled) in range(18, 23)
+    assert exchanges in range(13, 18)
+
+
+def test_a_long_step_does_not_put_off_an_exchange() -> None:
+    plan = checkpoint_interval.with_snapshot(IntervalPlan(agree_at=101), 1.0, step=100, step_s=5.0, since_s=0.0)
+    assert plan == IntervalPlan(keep_at=101, agree_at=101)
+    plan = checkpoint_interval.with_snapshot(IntervalPlan(agree_at=101), 9.0, step=100, step_s=5.0, since_s=0.0)
+    assert plan == IntervalPlan(agree_at=101)
