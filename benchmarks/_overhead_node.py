@@ -43,26 +43,28 @@ def snapshots_on_over_off(span_s: float) -> dict[str, float]:
         wait_for(out.exists, START_S + 2 * span_s, "the durations of all steps", every_s=0.5)
         found = json.loads(out.read_text())
     seconds, kept = [row[0] for row in found["rows"]], [row[1] for row in found["rows"]]
-    total_s, excess_s, counted = excess(seconds, kept)
+    total_s, excess_s, counted, steps = excess(seconds, kept)
+    if not counted:
+        raise RuntimeError(f"{sum(kept)} snapshots in {sum(seconds):.0f} s: too few to tell what they cost")
     return {
         "snapshots_on_over_off": total_s / (total_s - excess_s),
-        "snapshot_step_ms": 1e3 * (total_s - excess_s) / len(seconds),
-        "snapshot_every_s": sum(seconds) / max(1, sum(kept)),
-        "snapshot_excess_ms": 1e3 * excess_s / max(1, counted),
+        "snapshot_step_ms": 1e3 * (total_s - excess_s) / steps,
+        "snapshot_every_s": total_s / counted,
+        "snapshot_excess_ms": 1e3 * excess_s / counted,
         "snapshot_cost_ms": 1e3 * found["cost_s"],
     }
 
 
-def excess(seconds: Sequence[float], kept: Sequence[bool]) -> tuple[float, float, int]:
+def excess(seconds: Sequence[float], kept: Sequence[bool]) -> tuple[float, float, int, int]:
     """Of steps that took `seconds`, with a snapshot begun at the end of those in `kept`: their time, how much of it is
-    due to the snapshots, and how many those are.
+    due to the snapshots, and how many snapshots and steps that is.
 
     A step is a snapshot's from the one before (the ranks agree on the snapshot there) until AFTER_S after its copy was
     begun. The steps between the snapshots on both sides of it say how long it would have taken otherwise: a machine's
     speed differs more from minute to minute than by a snapshot.
     """
     total_s = excess_s = 0.0
-    counted = 0
+    counted = steps = 0
     starts = [i for i, at in enumerate(kept) if at]
     for before, start, after in zip(starts, starts[1:], starts[2:], strict=False):
         ends = _after(seconds, start)
@@ -72,7 +74,8 @@ def excess(seconds: Sequence[float], kept: Sequence[bool]) -> tuple[float, float
             total_s += sum(seconds[start:after])
             excess_s += sum(own) - len(own) * statistics.mean(map(statistics.mean, sides))
             counted += 1
-    return total_s, excess_s, counted
+            steps += after - start
+    return total_s, excess_s, counted, steps
 
 
 def _after(seconds: Sequence[float], start: int) -> int:

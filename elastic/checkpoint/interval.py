@@ -1,8 +1,8 @@
 """When to take the next checkpoint, and when the ranks agree on that next.
 
 All ranks must copy their part after the same step, so the step is agreed on: at step `agree_at` rank 0 decides and
-broadcasts the next `IntervalPlan`, about once a second, from its own median step time and clock. Between agreements
-every rank only compares step numbers. A fixed number of steps needs no agreement.
+broadcasts the next `IntervalPlan`, about once a second, from its own clock and the mean duration of its steps since the
+last agreement. Between agreements every rank only compares step numbers. A fixed number of steps needs no agreement.
 
 `auto` is Young's interval, τ = √(2·C·M): C is the training time that one checkpoint costs, M the mean time between
 failures. Both are measured in the job itself.
@@ -15,7 +15,7 @@ import math
 import msgspec
 
 AGREE_EVERY_S = 1.0
-"""How long a request ('checkpoint now') waits at most until all ranks have it."""
+"""About how long a request ('checkpoint now') waits at most until all ranks have it."""
 
 FARTHEST_AGREEMENT_STEPS = 100
 """An agreement costs at most as much as the exchange of gradients in each step, so that this is below 1 % of the time.
@@ -144,8 +144,8 @@ def next_plan(
 ) -> IntervalPlan:
     """Rank 0's decision after committing `step`.
 
-    `step_s`: median duration of its recent steps. `since_save_s`: time since the last save was started, or since
-    training began. `asked`: a user, or an imminent shutdown, requests one as soon as possible.
+    `step_s`: mean duration of its steps since the last agreement. `since_save_s`: time since the last save was started,
+    or since training began. `asked`: a user, or an imminent shutdown, requests one as soon as possible.
     """
     if rule.every_steps:
         return IntervalPlan(save_at=step + 1 if asked else next_multiple(step, rule.every_steps))

@@ -46,10 +46,10 @@ GOOD = {
     KEYS.member("b"): encode(MemberRecord(node="b", incarnation="j", host="h", port=1, slots=1, ready=(0,))),
 }
 FOREIGN = {
-    "another protocol": {KEYS.state: b'{"protocol": 5}'},
-    "no such record": {KEYS.member("c"): b'{"protocol": 4, "node": 7}'},
+    "another protocol": {KEYS.state: b'{"protocol": 99}'},
+    "no such record": {KEYS.member("c"): b'{"protocol": 5, "node": 7}'},
     "no JSON": {KEYS.generation: b"\xff{"},
-    "no UTF-8": {KEYS.member("c"): b'{"protocol": 4, "node": "\xff"}'},
+    "no UTF-8": {KEYS.member("c"): b'{"protocol": 5, "node": "\xff"}'},
     "too deep": {KEYS.member("c"): b'{"deep": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"},
 }
 
@@ -135,7 +135,7 @@ def test_before_the_first_generation_another_protocol_is_the_end(loop: AgentLoop
     assert loop._ended is None
     loop._viewed(view({**GOOD, **FOREIGN["another protocol"]}, 11))
     assert loop._ended is not None
-    assert "protocol 5" in loop._ended.reason
+    assert "protocol 99" in loop._ended.reason
 
 
 def test_orders_with_a_damaged_byte_are_as_if_not_given(loop: AgentLoop) -> None:

@@ -84,7 +84,7 @@ def test_an_agent_reads_the_spec_and_signs_its_jobs_records(world: World) -> Non
     "key", [A.spec, A.state, A.generation, A.member("n"), KEYS.drain("n"), KEYS.node("n"), A.asked]
 )
 def test_records_without_a_signature_are_refused(world: World, key: str) -> None:
-    world.write(key, b'{"protocol":4}')
+    world.write(key, b'{"protocol":5}')
     assert refused(world, world.daemon()) == {key: "it is not signed"}
 
 

@@ -71,7 +71,8 @@ def test_a_new_rank_0_goes_by_what_the_others_have_measured() -> None:
     cost = SnapshotCost()
     assert (cost.seconds, cost.warm, cost.own_us) == (None, False, 0)
     cost.add(2.0)
-    assert (cost.seconds, cost.warm, cost.own_us) == (2.0, False, 0)
+    cost.add(1.5)
+    assert (cost.seconds, cost.warm, cost.own_us) == (1.5, False, 0), "one into each of the two fresh buffers"
     cost.exchanged(100_000)
     assert (cost.seconds, cost.warm) == (pytest.approx(0.1), True)
     cost.add(0.2)
@@ -80,3 +81,33 @@ def test_a_new_rank_0_goes_by_what_the_others_have_measured() -> None:
     assert cost.seconds == pytest.approx(0.3)
     cost.enter()
     assert cost.seconds == pytest.approx(0.2), "that rank may have left"
+
+
+def of(*copies_s: float) -> SnapshotCost:
+    cost = SnapshotCost()
+    for seconds in copies_s:
+        cost.add(seconds)
+    return cost
+
+
+def test_one_copy_of_a_machine_that_stood_still_does_not_make_snapshots_rare() -> None:
+    usual = (0.02, 0.02, 0.005, 0.005, 0.005)
+    assert of(*usual).seconds == pytest.approx(0.005)
+    assert 0.0 < (of(*usual, 60.0).seconds or 0.0) < 0.015
+    for first in range(3):
+        assert (of(*(60.0 if i == first else 0.005 for i in range(3))).seconds) == pytest.approx(0.005)
+
+
+def test_copies_that_become_slower_for_good_count_in_full_soon() -> None:
+    assert of(0.005, 0.005, 0.005, *[1.0] * 25).seconds == pytest.approx(1.0, rel=0.05)
+    assert of(0.0, 0.0, 0.0, *[1.0] * 25).seconds == pytest.approx(1.0, rel=0.05)
+
+
+def test_first_copies_of_a_generation_are_not_averaged_in() -> None:
+    cost = of(0.02, 0.02, 0.005, 0.005)
+    cost.enter()
+    cost.add(3.0)
+    cost.add(3.0)
+    assert (cost.seconds, cost.warm) == (pytest.approx(0.005), True)
+    cost.add(0.006)
+    assert 0.005 < (cost.seconds or 0.0) < 0.006
