@@ -69,8 +69,8 @@ class SaveStatus:
 class _Slot:
     worker_id: int
     arenas: tuple[Arena, ...] = ()
-    in_memory: set[int] = field(default_factory=set)
-    """Buffers filled with a snapshot that stays in memory."""
+    to_disk: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Buffer -> (generation, step) of the snapshot in it that was to be written to disk."""
 
 
 @dataclass
@@ -108,7 +108,7 @@ class Saver:
 
     # ── messages from workers ───────────────────────────────────────────────────────────────────────────────
 
-    def need_arena(self, slot: int, worker_id: int, nbytes: int, *, optional: bool = False) -> None:
+    def need_arena(self, slot: int, worker_id: int, nbytes: int, *, request: int = 0, optional: bool = False) -> None:
         """Send this worker two buffers; those of the slot's previous worker are reused if they are large enough.
 
         `optional`: none are sent if they would take memory that the training may need.
@@ -119,7 +119,7 @@ class Saver:
             if optional and not plenty(wanted, available_nbytes=available_nbytes()):
                 log.warning("snapshot.no_memory", wanted_mb=round(wanted / 1e6))
                 self.last.kept_interval = f"no memory: {wanted / 1e6:.0f} MB on this node would leave too little"
-                self.tell(worker_id, messages.Arena(nbytes=0), ())
+                self.tell(worker_id, messages.Arena(nbytes=0, request=request), ())
                 return
             fresh: tuple[Arena, ...] = ()
             try:
@@ -129,7 +129,7 @@ class Saver:
                 for arena in fresh:
                     arena.close()
                 self._fail(0, 0, f"no shared memory for snapshots: {error}")
-                self.tell(worker_id, messages.Arena(nbytes=0), ())
+                self.tell(worker_id, messages.Arena(nbytes=0, request=request), ())
                 return
             if held is not None:
                 self._outdated = True
@@ -146,7 +146,8 @@ class Saver:
         self.last.kept_mb = sum(arena.capacity for one in self._slots.values() for arena in one.arenas) / 1e6
         writing = {buffer for of, _, buffer in self._writes.values() if of == slot}
         for buffer, arena in enumerate(held.arenas):
-            self.tell(worker_id, messages.Arena(nbytes=arena.capacity, busy=buffer in writing), (arena.fd,))
+            offer = messages.Arena(nbytes=arena.capacity, request=request, buffer=buffer, busy=buffer in writing)
+            self.tell(worker_id, offer, (arena.fd,))
 
     def _forget(self) -> None:
         """Have the writer unmap the buffers that have been replaced; again with its next result if it is behind now."""
@@ -163,11 +164,10 @@ class Saver:
         if held is None or not held.arenas:
             return
         self.last.kept_interval = message.kept or self.last.kept_interval
-        held.in_memory.discard(message.buffer)
         self._look_for_kept()
         if not message.save:
-            held.in_memory.add(message.buffer)
             return
+        held.to_disk[message.buffer] = (message.generation, message.step)
         if copies:
             self._to_copy = (message.generation, message.step)
         try:
@@ -300,9 +300,11 @@ class Saver:
         """
         if saved:
             for held in self._slots.values():
-                for buffer in held.in_memory:
-                    held.arenas[buffer].clear()
-                held.in_memory.clear()
+                # By what the buffer holds: a worker that dies right after it has sealed one reports nothing.
+                for buffer, arena in enumerate(held.arenas):
+                    header = arena.header()
+                    if header.whole and held.to_disk.get(buffer) != (header.generation, header.step):
+                        arena.clear()
             self._look_for_kept()
         self._asking[worker_id] = (generation, time.monotonic())
         self.answer()
@@ -319,7 +321,8 @@ class Saver:
             if len(arenas) > MAX_KEPT:
                 log.warning("checkpoint.kept_too_many", arenas=len(arenas), limit=MAX_KEPT)
                 arenas = []
-            self.tell(worker_id, messages.InMemorySnapshot(generation=generation), tuple(arena.fd for arena in arenas))
+            answer = messages.InMemorySnapshot(generation=generation, arenas=len(arenas))
+            self.tell(worker_id, answer, tuple(arena.fd for arena in arenas))
 
     def _look_for_kept(self) -> None:
         arenas = self._whole()

@@ -46,8 +46,8 @@ class WorkerReports:
     def take(self, slot: int, worker_id: int, message: messages.FromWorker, agent: Agent) -> bool:
         """Whether `message` is one of these."""
         match message:
-            case messages.NeedArena(nbytes=nbytes, optional=optional):
-                self._saver.need_arena(slot, worker_id, nbytes, optional=optional)
+            case messages.NeedArena(nbytes=nbytes, request=request, optional=optional):
+                self._saver.need_arena(slot, worker_id, nbytes, request=request, optional=optional)
             case messages.RequestSnapshot(generation=generation, saved=saved):
                 self._saver.ask_kept(worker_id, generation, saved=saved)
             case messages.Filled():

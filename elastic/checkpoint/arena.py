@@ -118,7 +118,16 @@ class Arena:
 
     @classmethod
     def from_fd(cls, fd: int, *, warm: bool = True) -> Arena:
-        """Map a descriptor received from another process, and take ownership of it. Raises ArenaError."""
+        """Map a descriptor received from another process, and take ownership of it. Raises ArenaError, with the
+        descriptor closed."""
+        try:
+            return cls(fd, cls._mapped(fd, warm))
+        except ArenaError:
+            os.close(fd)
+            raise
+
+    @staticmethod
+    def _mapped(fd: int, warm: bool) -> mmap.mmap:
         size = os.fstat(fd).st_size
         if size < PAGE_BYTES:
             raise ArenaError(f"descriptor {fd} is no arena")
@@ -133,7 +142,7 @@ class Arena:
             raise ArenaError(
                 f"no shared memory for {head[_CAPACITY] / 1e6:.0f} MB of state: {error.strerror}"
             ) from error
-        return cls(fd, memory)
+        return memory
 
     def touch(self, progress: Progress = unreported) -> None:
         """Populate every page, also during a `fill`: other threads run meanwhile. Raises ArenaError.

@@ -170,6 +170,7 @@ def commit(
     deadline_s = clock() + wait_s
     while missing := shards_missing(directory, job, step, generation, shards, files=files):
         if done := _committed(directory, job, step, generation, files):
+            files.sync_dir(directory)
             return done
         if clock() >= deadline_s:
             raise ShardsMissing(step, missing, shards)
@@ -181,6 +182,7 @@ def commit(
     except FileNotFoundError:
         # Another leader was faster: the directory has its final name already.
         if done := _committed(directory, job, step, generation, files):
+            files.sync_dir(directory)  # whoever was faster may have failed there
             return done
         raise
 

@@ -128,11 +128,7 @@ class CheckpointWriter:
         if known := self._arenas.get(inode):
             os.close(fd)
             return known
-        try:
-            arena = self._arenas[inode] = Arena.from_fd(fd)
-        except CheckpointError:
-            os.close(fd)
-            raise
+        arena = self._arenas[inode] = Arena.from_fd(fd)
         return arena
 
     def _try_commit(self, pending: _Pending) -> bool:

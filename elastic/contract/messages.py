@@ -47,6 +47,8 @@ class Form(Message, frozen=True, kw_only=True):
     """Timeout of the process group's collectives."""
     saved_step: int = 0
     """The newest step for which the job is known to have had a checkpoint; 0: none."""
+    saved_generation: int = 0
+    """The generation of that checkpoint."""
     reached: tuple[int, int] = (0, 0)
     """(generation, step) of the newest commit known to the agent, perhaps of a worker that has died."""
 
@@ -84,6 +86,10 @@ class Arena(Message, frozen=True, kw_only=True):
     """One of two shared-memory buffers (its descriptor is passed) in answer to NeedArena; 0 bytes: no memory."""
 
     nbytes: int
+    request: int = 0
+    """As in the NeedArena that this answers."""
+    buffer: int = 0
+    """Which of the two."""
     busy: bool = False
     """The previous worker filled it, and it is still being written to disk: a SaveResult will free it."""
 
@@ -102,6 +108,8 @@ class InMemorySnapshot(Message, frozen=True, kw_only=True):
     hold the newest complete snapshot; none if this node does not have all of it."""
 
     generation: int
+    arenas: int = 0
+    """Number of descriptors: the kernel drops those for which the receiver has no room."""
 
 
 class SampleGradients(Message, frozen=True, kw_only=True):
@@ -143,6 +151,8 @@ class NeedArena(Message, frozen=True, kw_only=True):
     """This worker's part of a snapshot takes `nbytes`: create two buffers of that size."""
 
     nbytes: int
+    request: int = 0
+    """Number of the request: an answer to an earlier one, which came too late, is told by it."""
     optional: bool = False
     """The worker can do with less: create them only if the node has plenty of memory."""
 

@@ -41,7 +41,7 @@ def bad_numbers(record: BrokenRecord, node: str = "") -> BrokenRecord | Loss | N
 
 def merged(first: BrokenRecord, more: BrokenRecord) -> BrokenRecord:
     """`first` with what another report `more` of the same generation adds. Idempotent."""
-    heavier = _weight(more) > _weight(first) or _spread(more, first)
+    heavier = _weight(more) > _weight(first) or spread(more, first)
     primary, other = (more, first) if heavier else (first, more)
     also = list(first.also)
     if heavier:
@@ -62,7 +62,7 @@ def _weight(record: BrokenRecord) -> tuple[int, int]:
     return weight(kind_of(record)), weight(record.kind)
 
 
-def _spread(cause: BrokenRecord, found: BrokenRecord) -> bool:
+def spread(cause: BrokenRecord, found: BrokenRecord | Loss) -> bool:
     """Whether `found` is the loss that another rank's bad gradients of an earlier step, `cause`, have made."""
     return (
         cause.kind == found.kind == "bad loss"

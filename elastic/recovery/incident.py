@@ -10,7 +10,7 @@ import msgspec
 
 from ..contract.origin import Origin
 from ..contract.records import BrokenRecord, Cause, GenerationNode, GenerationRecord, IncidentRecord, Loss
-from .evidence import kind_of, merged, weight
+from .evidence import kind_of, merged, spread, weight
 
 KEPT_CAUSES = 400
 """How many causes of an incident its record lists, the first ones: etcd accepts 1.5 MiB per request, and a record that
@@ -139,7 +139,8 @@ def causes(incident: Incident) -> tuple[Cause, ...]:
     for report in incident.reports:
         found.append(_cause(report.generation, report.node, kind_of(report), report.ranks,
                             report.detail))  # fmt: skip
-        found += [_cause(report.generation, loss.node, loss.kind, loss.ranks, loss.detail) for loss in report.also]
+        others = (loss for loss in report.also if not spread(report, loss))
+        found += [_cause(report.generation, loss.node, loss.kind, loss.ranks, loss.detail) for loss in others]
     found += incident.gone
     # An earlier leader has inferred from absence or silence that a node was lost; the job went on with that node, and
     # another cause explains the failure of the same generation.

@@ -104,6 +104,7 @@ def _form(turn: Turn, worker: Worker, generation: GenerationRecord, ranks: Mappi
         restore=generation.restore,
         timeout_s=turn.policy.timeouts.group_s,
         saved_step=turn.agent.etcd.view.saved_step,
+        saved_generation=turn.agent.etcd.view.saved_generation,
         reached=turn.agent.progress.reached,
     )
     turn.do(Send(worker.slot, worker.worker_id, form))

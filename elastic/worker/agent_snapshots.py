@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import queue
 import threading
 import time
@@ -47,7 +48,9 @@ class AgentSnapshots:
         self._preparing: threading.Thread | None = None
         self._awaited = True
         """The main thread waits for the work done here, which then counts as progress of this worker."""
-        self._offers: queue.SimpleQueue[tuple[int, bool]] = queue.SimpleQueue()
+        self._offers: queue.SimpleQueue[tuple[messages.Arena, int]] = queue.SimpleQueue()
+        self._request = 0
+        """Number of the newest request for buffers."""
         self._results: queue.SimpleQueue[messages.SaveResult] = queue.SimpleQueue()
         self._durable_s = 0.0
         self._failed_step = -1
@@ -57,7 +60,7 @@ class AgentSnapshots:
     def _on_arena(self, message: messages.Message, descriptors: list[int]) -> None:
         assert isinstance(message, messages.Arena)
         for descriptor in descriptors or [NO_MEMORY]:
-            self._offers.put((descriptor, message.busy))
+            self._offers.put((message, descriptor))
 
     def _on_saved(self, message: messages.Message, _: list[int]) -> None:
         assert isinstance(message, messages.SaveResult)
@@ -246,30 +249,31 @@ class AgentSnapshots:
         """Get two buffers of at least `nbytes` bytes from the agent. Returns False if it does not provide them."""
         self._buffers.replace(())
         self._cold = set()
-        arenas: list[Arena] = []
+        self._request += 1
+        self._session.send(messages.NeedArena(nbytes=nbytes, request=self._request, optional=optional))
+        arenas: dict[int, Arena] = {}
         busy: set[int] = set()
-        self._session.send(messages.NeedArena(nbytes=nbytes, optional=optional))
         deadline_s = time.monotonic() + ARENA_WAIT_S
         while len(arenas) < 2:
             try:
-                descriptor, written_from = self._offers.get(timeout=max(0.0, deadline_s - time.monotonic()))
-                if descriptor == NO_MEMORY:
-                    return False
-                arena = Arena.from_fd(descriptor, warm=False)
-                if arena.capacity < nbytes:
-                    arena.close()  # the late answer to an earlier request that timed out
+                offer, descriptor = self._offers.get(timeout=max(0.0, deadline_s - time.monotonic()))
+                if offer.request != self._request:
+                    if descriptor != NO_MEMORY:
+                        os.close(descriptor)  # the late answer to an earlier request that timed out or failed
                     continue
-                if written_from:
-                    busy.add(len(arenas))
-                arenas.append(arena)
+                if descriptor == NO_MEMORY:
+                    raise ArenaError("the agent has no memory for it")
+                arenas[offer.buffer] = arena = Arena.from_fd(descriptor, warm=False)
+                if offer.busy:
+                    busy.add(offer.buffer)
                 if nbytes < WORTH_A_THREAD_BYTES:
                     arena.touch(self._touched)
             except (queue.Empty, ArenaError):
-                for arena in arenas:
+                for arena in arenas.values():
                     arena.close()
                 return False
         self._cold = set() if nbytes < WORTH_A_THREAD_BYTES else set(range(len(arenas)))
-        self._buffers.replace(arenas, busy)
+        self._buffers.replace([arenas[0], arenas[1]], busy)
         return True
 
     # ── messages from the agent ─────────────────────────────────────────────────────────────────────────────

@@ -9,6 +9,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -195,6 +196,8 @@ class ManagedWorker:
                 self._one_generation(job, form)
                 session.beat(Doing.WAITING)
         finally:
+            if self._keeper is not None:
+                self._keeper.leave()  # a thread must not copy on into a buffer that a standby is given next
             reconfigured.release()
         session.beat(Doing.DONE)
         group_is_over(first=job.rank == 0)
@@ -343,7 +346,9 @@ class ManagedWorker:
         session, state = self._session, self._state
         store = None
         if self._keeper is not None:
-            store = Store(session, self._disk, state, form.generation, form.restore)
+            known = (form.saved_generation, form.saved_step)
+            disk = replace(self._disk, known=known) if self._disk else None
+            store = Store(session, disk, state, form.generation, form.restore)
         try:
             return synchronise(
                 state,

@@ -118,7 +118,7 @@ def test_zygote_is_a_fork_of_its_agent_and_its_successor_a_program(tmp_path: Pat
 @pytest.mark.parametrize("started", [Job, Marked])
 def test_no_step_is_lost_with_agents_that_are_really_started(started: type[Job]) -> None:
     """With a zygote that is a program of its own, and with one that is a fork of its agent."""
-    with started(nodes="2:2", workers=1, args={"steps": 60, "step-ms": 3}, warm=False) as job:
+    with started(nodes="2:2", workers=1, args={"steps": 400, "step-ms": 3}, warm=False) as job:
         job.wait_step(20)
         job.kill_rank(1)
         job.wait_phase(Phase.SUCCEEDED)

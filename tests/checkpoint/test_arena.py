@@ -158,12 +158,17 @@ def test_arena_refuses_a_state_larger_than_its_size() -> None:
 
 def test_another_kind_of_descriptor_is_refused() -> None:
     fd = os.memfd_create("other")
+    short = os.dup(fd)
     with pytest.raises(ArenaError, match="is no arena"):
-        Arena.from_fd(fd)
+        Arena.from_fd(short)
     os.ftruncate(fd, 3 * PAGE_BYTES)
+    other = os.dup(fd)
     with pytest.raises(ArenaError, match="is no arena of version 2"):
-        Arena.from_fd(fd)
+        Arena.from_fd(other)
     os.close(fd)
+    for each in (short, other):
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(each)
 
 
 def test_arena_created_cold_is_warmed_by_the_process_that_opens_it() -> None:

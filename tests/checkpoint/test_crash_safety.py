@@ -23,6 +23,7 @@ from support.ckpt import blank, resume, save, state_at
 from elastic.checkpoint.errors import CheckpointError
 from elastic.checkpoint.files import Files
 from elastic.checkpoint.retention import prune
+from elastic.checkpoint.write import commit
 
 ROOT = "/disk/checkpoints"
 
@@ -270,6 +271,23 @@ def test_any_call_fails_and_training_goes_on(tmp_path: Path, error: int) -> None
         assert len(committed) >= len(STEPS) - 1
         newest = check(on_disk(image(model.root, lambda: True), tmp_path / "disk"), max(committed))
         assert newest in STEPS
+
+
+def test_a_commit_that_finds_it_done_has_it_on_disk(tmp_path: Path) -> None:
+    """The one before was struck somewhere: perhaps where it was to make the new name durable."""
+    again = 0
+    for fail_at in range(1, calls_of_a_history() + 1):
+        model = Model(fail_at=fail_at)
+        try:
+            save(ROOT, STEPS[0], files=model)
+        except OSError:
+            try:
+                commit(ROOT, "job", step=STEPS[0], generation=1, shards=2, world_size=2, files=model)
+            except (OSError, CheckpointError):
+                continue
+            again += 1
+            check(on_disk(image(model.root, lambda: False), tmp_path / "disk"), STEPS[0])
+    assert again > 1
 
 
 @pytest.mark.parametrize("call", ["sync", "sync_dir"])

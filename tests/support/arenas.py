@@ -37,20 +37,20 @@ class Agent:
     def send(self, message: messages.Message) -> None:
         if isinstance(message, messages.NeedArena):
             if self.no_memory:
-                self._handlers[messages.Arena](messages.Arena(nbytes=0), [])
+                self._handlers[messages.Arena](messages.Arena(nbytes=0, request=message.request), [])
                 return
             if not self.arenas or self.arenas[0].capacity < message.nbytes:
                 self.arenas = [Arena.create(message.nbytes, warm=False) for _ in range(2)]
-            self.offer()
+            self.offer(message.request)
         elif isinstance(message, messages.Filled):
             self.filled.append(message)
             self.unwritten.append(message)
 
-    def offer(self) -> None:
+    def offer(self, request: int = 0) -> None:
         """The answer to NeedArena, also to another worker than the one that filled them."""
         busy = {message.buffer for message in self.unwritten}
         for buffer, arena in enumerate(self.arenas):
-            answer = messages.Arena(nbytes=arena.capacity, busy=buffer in busy)
+            answer = messages.Arena(nbytes=arena.capacity, request=request, buffer=buffer, busy=buffer in busy)
             self._handlers[messages.Arena](answer, [os.dup(arena.fd)])
 
     def wrote(self) -> None:

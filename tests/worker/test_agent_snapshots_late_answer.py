@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+from typing import NoReturn
 
+import pytest
 import torch
 from support.arenas import Agent
 
 from elastic.checkpoint.arena import Arena
+from elastic.checkpoint.errors import ArenaError
 from elastic.contract import messages
 from elastic.contract.tensor_table import TensorInfo
 from elastic.worker.agent_snapshots import AgentSnapshots
@@ -35,6 +38,27 @@ def test_buffers_that_were_asked_for_when_the_state_was_smaller_are_not_taken(ag
     assert agent.arenas[filled.buffer].header().step == 3
     for arena in late:
         arena.close()
+
+
+def test_after_a_request_that_failed_each_buffer_is_taken_for_the_one_it_is(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rest of the answer to it is still there when the next one is asked for."""
+    sink = AgentSnapshots(agent)  # type: ignore[arg-type]
+    opened = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as scarce:
+        scarce.setattr("elastic.checkpoint.arena.Arena._mapped", no_memory)
+        assert not sink.put(part(3, 1))
+    assert len(os.listdir("/proc/self/fd")) - opened == 2 * 2 + 1, "the agent's, and one offer not looked at yet"
+    for step in (4, 5):
+        assert sink.put(part(step, 1))
+        sink.settle()
+        assert agent.arenas[agent.filled[-1].buffer].header().step == step
+    assert len(os.listdir("/proc/self/fd")) - opened == 2 * 2 + 2 * 2, "a mapping has its own descriptor"
+
+
+def no_memory(fd: int, warm: bool) -> NoReturn:
+    raise ArenaError("no shared memory")
 
 
 class AskedMeanwhile(Agent):

@@ -191,7 +191,9 @@ class Told:
         )
 
 
-def test_rollback_drops_memory_only_snapshots() -> None:
+@pytest.mark.parametrize("reported", [True, False])
+def test_rollback_drops_memory_only_snapshots(reported: bool) -> None:
+    """Also that of a worker that has died before it could report it."""
     told = Told()
     told.saver.need_arena(0, 1, 4096)
     for buffer, (step, save) in enumerate(((10, True), (12, False))):
@@ -202,10 +204,11 @@ def test_rollback_drops_memory_only_snapshots() -> None:
         message = messages.Filled(
             generation=1, step=step, buffer=buffer, nbytes=0, shard=0, shards=1, stall_s=0.0, save=False
         )
-        told.saver.filled(0, message, lead=True, world_size=1)
+        if save or reported:
+            told.saver.filled(0, message, lead=True, world_size=1)
         if save:
-            told.saver._slots[0].in_memory.discard(buffer)  # as if it were written
-    assert told.saver.last.kept_step == 12
+            told.saver._slots[0].to_disk[buffer] = (1, step)  # as if it were written
+    assert told.saver.last.kept_step == (12 if reported else 10)
     told.saver.ask_kept(1, 2)
     told.saver.ask_kept(1, 3, saved=True)
     assert [len(fds) for message, fds in told.told if isinstance(message, messages.InMemorySnapshot)] == [1, 1]

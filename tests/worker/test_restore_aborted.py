@@ -7,6 +7,7 @@ import gc
 import mmap
 import os
 import pathlib
+import resource
 import socket
 import threading
 import weakref
@@ -17,6 +18,7 @@ import torch
 
 from elastic.contract import messages
 from elastic.contract.beat import PAGE_BYTES
+from elastic.util.descriptors import receive, send
 from elastic.worker.job import Job
 from elastic.worker.session import GenerationEnded, Session
 from elastic.worker.standalone import NoLink
@@ -44,7 +46,7 @@ class Asking:
     def _run(self) -> None:
         try:
             self.result = self.store.saved()
-        except GenerationEnded as error:
+        except (GenerationEnded, RuntimeError) as error:
             self.result = error
 
     def end(self) -> object:
@@ -56,7 +58,7 @@ class Asking:
     def answer(self, generation: int) -> int:
         """With a descriptor, which is returned."""
         descriptor = os.open(os.devnull, os.O_RDONLY)
-        self.session._take(messages.InMemorySnapshot(generation=generation), [descriptor])
+        self.session._take(messages.InMemorySnapshot(generation=generation, arenas=1), [descriptor])
         return descriptor
 
 
@@ -92,6 +94,25 @@ def test_an_answer_to_a_generation_before_is_none(asking: Asking) -> None:
     assert asking.thread.is_alive()
     asking.session._take(messages.InMemorySnapshot(generation=GENERATION), [])
     assert asking.end()[:3] == Saved()[:3]
+
+
+def test_a_snapshot_that_this_process_has_no_room_for_is_not_taken_for_none(asking: Asking) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    sent = os.open(os.devnull, os.O_RDONLY)
+    answer = messages.encode(messages.InMemorySnapshot(generation=GENERATION, arenas=1))
+    send(asking.agent, answer, [sent])
+    lowest_free = os.dup(sent)
+    os.close(lowest_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
+    try:
+        raw, descriptors = receive(asking.channel, messages.MAX_MESSAGE_BYTES, 8)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    asking.session._take(messages.to_worker(raw), descriptors)
+    os.close(sent)
+    told = asking.end()
+    assert isinstance(told, RuntimeError)
+    assert "too many open files" in str(told)
 
 
 def test_an_end_before_the_question_is_heard(tmp_path: pathlib.Path, asking: Asking) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +14,9 @@ import xxhash
 
 from ...checkpoint import find, read
 from ...checkpoint.arena import Arena
+from ...checkpoint.errors import NoGoodCheckpoint
 from ...checkpoint.progress import Progress, unreported
-from ...checkpoint.remote import list_remote, unusable_step
+from ...checkpoint.remote import RemoteError, fetch_newest, list_remote, unusable_step
 from ...checkpoint.retention import Entry
 from ...contract import messages
 from ...contract.origin import Origin
@@ -84,16 +86,47 @@ class Disk:
     directory: str
     job: str
     remote: str = ""
+    known: Version = (0, 0)
+    """The newest checkpoint that the job is known to have had; (0, 0): none."""
 
     def newest(self, passed: Sequence[Passed] = ()) -> tuple[Version | None, int]:
         """The version that `load` would most likely load, and its place; reads names and manifests only. `passed`: what
         other ranks have found damaged."""
         place = _place(self.directory)
         found = _not_passed(find.peek(self.directory, self.job), place, passed)
-        if not found and self.remote:
-            place = _hashed(self.remote)
-            found = _not_passed(list_remote(self.remote, self.job), place, passed)
+        if self.remote and (not found or found[0] < self.known):
+            there = _not_passed(self._at_remote(optional=bool(found)), _hashed(self.remote), passed)
+            if there and (not found or there[0] > found[0]):
+                return there[0], _hashed(self.remote)
         return (found[0], place) if found else (None, 0)
+
+    def _at_remote(self, *, optional: bool) -> list[Entry]:
+        """Raises RemoteError unless `optional`: without an answer there is nothing there then."""
+        try:
+            return list_remote(self.remote, self.job)
+        except RemoteError as error:
+            if not optional:
+                raise
+            self._say_older(str(error))
+            return []
+
+    def _fetch_newer(self) -> None:
+        """This node may have been away for long: fetch the newest copy if it is newer than what is here."""
+        here = _not_passed(find.peek(self.directory, self.job), 0, ())
+        if not self.remote or not here or here[0] >= self.known:
+            return
+        there = _not_passed(self._at_remote(optional=True), 0, ())
+        if not there or there[0] <= here[0]:
+            return
+        try:
+            fetch_newest(self.remote, self.job, self.directory)
+        except (RemoteError, NoGoodCheckpoint) as error:
+            self._say_older(str(error))
+
+    def _say_older(self, why: str) -> None:
+        _, step = self.known
+        said = f"the checkpoint in {self.directory} is older than that of step {step}, which the job has had"
+        print(f"elastic: {said}: {why}", file=sys.stderr, flush=True)
 
     def saved(self, snapshot: Version | None = None) -> Saved:
         """`newest`, beside `snapshot`. If there is none, the checkpoints that cannot be loaded count: training must not
@@ -121,6 +154,7 @@ class Disk:
             here = {info.name: tensor for info, tensor in zip(table, came, strict=True)}
             return lambda info: here[info.name]
 
+        self._fetch_newer()
         found = read.load_newest(self.directory, self.job, prepare, remote=self.remote, progress=progress)
         if found is None:
             raise FileNotFoundError(f"no checkpoint of job {self.job!r} in {self.directory}")
@@ -164,15 +198,22 @@ class Store:
         self._generation = generation
         self._saved_only = restore == "snapshot"
         self._kept = HeldSnapshots([])
-        self._answers: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[list[int] | None] = queue.SimpleQueue()
+        """None: descriptors were lost on the way."""
         self._closed = False
 
     def saved(self) -> Saved:
-        """The agent answers once pending writes are on disk. Raises GenerationEnded."""
+        """The agent answers once pending writes are on disk. Raises GenerationEnded, RuntimeError if this process has
+        no room for the descriptors of the answer: older state must not be taken for the newest."""
         self._session.on(messages.InMemorySnapshot, self._on_kept)
         self._session.send(messages.RequestSnapshot(generation=self._generation, saved=self._saved_only))
         self._session.wait(lambda: not self._answers.empty(), self._generation, ASK_S)
         descriptors = [] if self._answers.empty() else self._answers.get_nowait()
+        if descriptors is None:
+            raise RuntimeError(
+                "the snapshot in the agent's memory cannot be received: this process has too many open files "
+                "(RLIMIT_NOFILE, ulimit -n)"
+            )
         self._kept = HeldSnapshots([Arena.from_fd(descriptor, warm=False) for descriptor in descriptors])
         return self._disk.saved(self._kept.version()) if self._disk else Saved(self._kept.version())
 
@@ -180,17 +221,18 @@ class Store:
         """In the monitor thread. Closes the descriptors of an answer that came too late or for an earlier
         generation."""
         assert isinstance(message, messages.InMemorySnapshot)
+        whole = len(descriptors) == message.arenas
+        if message.generation != self._generation or not whole:
+            _close_all(descriptors)
         if message.generation == self._generation:
-            self._answers.put(descriptors)
+            self._answers.put(descriptors if whole else None)
             if self._closed:
                 self._drop_answers()
-        else:
-            _close_all(descriptors)
 
     def _drop_answers(self) -> None:
         while not self._answers.empty():
             with contextlib.suppress(queue.Empty):  # the other thread was faster
-                _close_all(self._answers.get_nowait())
+                _close_all(self._answers.get_nowait() or ())
 
     def load(self, origin: Origin) -> str:
         assert self._state is not None, "loaded after close"
