@@ -45,16 +45,26 @@ def test_after_a_request_that_failed_each_buffer_is_taken_for_the_one_it_is(
 ) -> None:
     """The rest of the answer to it is still there when the next one is asked for."""
     sink = AgentSnapshots(agent)  # type: ignore[arg-type]
-    opened = len(os.listdir("/proc/self/fd"))
+    take, offered = agent._handlers[messages.Arena], list[int]()
+
+    def offer(message: messages.Arena, descriptors: list[int]) -> None:
+        offered.extend(descriptors)
+        take(message, descriptors)
+
+    agent.on(messages.Arena, offer)
     with monkeypatch.context() as scarce:
         scarce.setattr("elastic.checkpoint.arena.Arena._mapped", no_memory)
         assert not sink.put(part(3, 1))
-    assert len(os.listdir("/proc/self/fd")) - opened == 2 * 2 + 1, "the agent's, and one offer not looked at yet"
+    *looked_at, last = offered
+    for descriptor in looked_at:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(descriptor)
+    assert os.fstat(last).st_ino == os.fstat(agent.arenas[1].fd).st_ino, "nothing has looked at it yet"
     for step in (4, 5):
         assert sink.put(part(step, 1))
         sink.settle()
         assert agent.arenas[agent.filled[-1].buffer].header().step == step
-    assert len(os.listdir("/proc/self/fd")) - opened == 2 * 2 + 2 * 2, "a mapping has its own descriptor"
+    assert offered[-2:] == [arena.fd for arena in sink._buffers.arenas]
 
 
 def no_memory(fd: int, warm: bool) -> NoReturn:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -14,23 +17,36 @@ from torch.distributed import distributed_c10d as c10d
 
 from elastic.worker.comm import comm_hooks, ddp, nccl
 from elastic.worker.comm import group as groups
-from elastic.worker.comm.errors import is_communication_error
+from elastic.worker.comm.errors import GroupAborted, is_communication_error
 from elastic.worker.comm.group import Backend, Group
 from elastic.worker.comm.in_flight import IN_FLIGHT, InFlight
 
 
 class Stuck:
-    """A collective that does not end: as gloo's does whose send was kept back. `followed` is called once the backward's
-    future follows it."""
+    """A collective that does not end: as gloo's does whose send was kept back. `awaited` is called once the backward
+    waits for it, itself or by a future."""
 
-    def __init__(self, followed: Callable[[], None]) -> None:
-        self._followed = followed
+    def __init__(self, awaited: Callable[[], None]) -> None:
+        self._awaited: Callable[[], None] | None = awaited
 
     def get_future(self) -> Stuck:
         return self
 
     def add_done_callback(self, callback: object) -> None:
-        self._followed()
+        self._waits()
+
+    def wait(self, timeout: timedelta) -> None:
+        self._waits()
+        time.sleep(timeout.total_seconds() / 10)
+        raise RuntimeError("Operation timed out!")
+
+    def is_completed(self) -> bool:
+        return False
+
+    def _waits(self) -> None:
+        awaited, self._awaited = self._awaited, None
+        if awaited is not None:
+            awaited()
 
 
 @pytest.fixture
@@ -41,28 +57,31 @@ def alone() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def backward(model: nn.Module, failed: list[str]) -> None:
+def backward(model: nn.Module, failed: list[str], **options: Any) -> None:
     wrapped = ddp.wrap(
-        model, weight=lambda: 1.0, on_contributed=lambda: None, on_failed=lambda: failed.append("failed")
+        model, weight=lambda: 1.0, on_contributed=lambda: None, on_failed=lambda: failed.append("failed"), **options
     )
     wrapped(torch.ones(2, 4)).sum().backward()
 
 
-def test_a_backward_is_freed(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("options", [{}, {"static_graph": True}], ids=str)
+def test_a_backward_is_freed(alone: None, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
     flight, failed, found = InFlight(), list[str](), list[bool]()
     monkeypatch.setattr(comm_hooks, "IN_FLIGHT", flight)  # what another test has left in flight would be failed instead
     thread = threading.Thread(target=lambda: found.append(flight.fail("rank 1 died")))
-    monkeypatch.setattr(dist.ProcessGroup, "allreduce", lambda *args: Stuck(followed=thread.start))
-    with pytest.raises(RuntimeError, match="rank 1 died") as caught:
-        backward(nn.Linear(4, 4), failed)
+    monkeypatch.setattr(dist.ProcessGroup, "allreduce", lambda *args: Stuck(awaited=thread.start))
+    monkeypatch.setattr(dist, "all_reduce", lambda *args, **options: Stuck(awaited=thread.start))
+    with pytest.raises((RuntimeError, GroupAborted), match="rank 1 died") as caught:
+        backward(nn.Linear(4, 4), failed, **options)
     thread.join()
     assert (failed, found) == (["failed"], [True])
     assert is_communication_error(caught.value)
 
 
-def test_in_flight_sums_equal_those_of_gloo(alone: None) -> None:
+@pytest.mark.parametrize("options", [{}, {"static_graph": True}], ids=str)
+def test_in_flight_sums_equal_those_of_gloo(alone: None, options: dict[str, Any]) -> None:
     model, failed = nn.Linear(4, 4), list[str]()
-    backward(model, failed)
+    backward(model, failed, **options)
     assert model.weight.grad is not None
     assert torch.equal(model.weight.grad, torch.full((4, 4), 2.0))
     assert (failed, IN_FLIGHT.fail("nothing is in flight")) == ([], False)
@@ -88,6 +107,48 @@ def test_a_failure_of_gloos_reaches_the_backward() -> None:
     with pytest.raises(RuntimeError, match="closed by peer"):
         ours.wait()
     assert not flight.fail("later")
+
+
+class Slow:
+    """A collective that ends, with `error` or without, while somebody has waited for it `slices` times in vain."""
+
+    def __init__(self, slices: int, error: str = "") -> None:
+        self._slices, self._error = slices, error
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        if self._slices:
+            self._slices -= 1
+            raise RuntimeError("Operation timed out!")
+        if self._error:
+            raise RuntimeError(self._error)
+
+    def is_completed(self) -> bool:
+        return not self._slices
+
+
+@pytest.mark.parametrize("slices", [0, 1, 5])
+@pytest.mark.parametrize("error", ["", "Connection closed by peer"])
+def test_the_wait_for_a_slow_collective_ends_as_gloo_ends_it(slices: int, error: str) -> None:
+    """With one slice it ends between the moment at which the wait gives up and the look whether it has ended."""
+    flight, work = InFlight(), Slow(slices, error)
+    flight.add(work)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="closed by peer") if error else contextlib.nullcontext():
+        flight.finish(work)  # type: ignore[arg-type]
+    assert not flight.fail("later")
+    flight.wait()
+
+
+def test_a_collective_that_nothing_waits_for_any_more_is_given_up_before_its_group_is_closed() -> None:
+    flight, ended, stuck = InFlight(), Slow(0), Slow(10**9)
+    flight.add(ended)  # type: ignore[arg-type]
+    flight.add(stuck)  # type: ignore[arg-type]
+    found = list[bool]()
+    thread = threading.Timer(0.05, lambda: found.append(flight.fail("rank 1 died")))
+    thread.start()
+    flight.wait()
+    thread.join()
+    assert found == [True]
+    assert not flight.fail("again")
 
 
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])

@@ -136,17 +136,26 @@ class GradientHook:
         on_failed: Callable[[], None],
         on_last: Callable[[], None] = lambda: None,
         sampler: Sampler | None = None,
+        ends_with_backward: bool = True,
     ) -> None:
-        """The functions are described at `ddp.wrap`. `on_last` is called once the last bucket's exchange has begun."""
+        """The functions are described at `ddp.wrap`. `on_last` is called once the last bucket's exchange has begun.
+        `ends_with_backward`: DDP looks at the sums in a callback that it queues after the last bucket; with a static
+        graph it does so at once in the first step."""
         self._sampler = sampler
         self._exchange, self._group, self._weight = exchange, group, weight
         self._contributed, self._received, self._failed = on_contributed, on_received, on_failed
         self._failures = _Failures(on_failed)
         self._last = on_last
+        self._in_place = exchange is plain and ends_with_backward
+        self._works: list[dist.Work] = []
 
     def __call__(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         if self._sampler is not None and self._sampler.on:
             self._sampler.own(bucket)
+        gradient = bucket.buffer()
+        on_cpu = gradient.device.type == "cpu"
+        if self._in_place and on_cpu and gradient.layout is torch.strided and not gradient.is_complex():
+            return self._sum_in_place(bucket, gradient)
         blocks = isinstance(self._exchange, Blocking)
         if blocks:
             self._contributed()
@@ -154,7 +163,6 @@ class GradientHook:
             future, result = self._exchange(bucket, self._weight(), self._group)
         if blocks:
             self._received()
-        on_cpu = bucket.buffer().device.type == "cpu"
         if bucket.is_last():
             self._last()
             self._contributed()
@@ -176,6 +184,33 @@ class GradientHook:
             return IN_FLIGHT.follow(future, received, self._failed)
         return future.then(received)
 
+    def _sum_in_place(self, bucket: Any, gradient: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+        """The main thread waits for the sums at the end of the backward. With a future that follows gloo's, threads of
+        gloo would run Python for each bucket, on the cores that training needs."""
+        if bucket.index() == 0:
+            for work in self._works:  # of a backward that has failed before its end
+                IN_FLIGHT.forget(work)
+            self._works.clear()
+        with self._failures:
+            # `dist.all_reduce` without its checks, for each bucket.
+            work = self._group.allreduce([scaled(gradient, self._weight())], dist.AllreduceOptions())
+        IN_FLIGHT.add(work)
+        self._works.append(work)
+        if bucket.is_last():
+            self._last()
+            self._contributed()
+            torch_private.at_end_of_backward(self._finish)  # before DDP's own, which is queued after this hook
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        done.set_result(gradient)
+        return done
+
+    def _finish(self) -> None:
+        works, self._works = self._works, []
+        with self._failures:
+            for work in works:
+                IN_FLIGHT.finish(work)
+        torch_private.at_end_of_backward(self._received)
+
 
 def dense(bucket: Any) -> torch.Tensor:
     """The bucket's gradients. Raises TypeError if they are sparse."""
@@ -193,8 +228,6 @@ def scaled(gradient: torch.Tensor, weight: float) -> torch.Tensor:
 
 
 def _summed(tensor: torch.Tensor, group: dist.ProcessGroup) -> Future:
-    if tensor.is_cpu and not tensor.is_complex():  # without the checks of the function below, for each bucket
-        return group.allreduce([tensor], dist.AllreduceOptions()).get_future()
     work = dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group, async_op=True)
     assert work is not None  # only for ranks outside the group
     future: Future = work.get_future()

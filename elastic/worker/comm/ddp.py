@@ -441,6 +441,7 @@ def wrap(
         on_received=on_received,
         on_failed=on_failed,
         sampler=sampler,
+        ends_with_backward=not options.get("static_graph", False),
     )
     # A lambda, because DDP rejects annotations other than the exact types it expects.
     wrapped.register_comm_hook(None, lambda _, bucket: hook(bucket))

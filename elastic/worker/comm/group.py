@@ -169,7 +169,7 @@ class Group:
         References that remain to the group (a DDP module, a traceback) keep its threads alive, but not its connections.
         """
         if self._aborted.is_set() and not self._closed.is_set():
-            IN_FLIGHT.wait(None)  # `_sweep` gives up those that do not end
+            IN_FLIGHT.wait()  # `_sweep` gives up those that do not end
         with self._lock:  # a cut in progress must finish first, or it could hit the next group's sockets
             if self._closed.is_set():
                 return

@@ -1,21 +1,29 @@
-"""The futures that a backward, or an exchange of buffers, waits on, so that an abort can fail them.
+"""The collectives that a backward, or an exchange of buffers, waits for, so that an abort can end the wait.
 
 Gloo has no abort. Shutting down its sockets ends nearly all of its collectives, but not all: gloo keeps a send that it
 could not write when the connection broke, without an error, and the thread that waits for it wakes up only at the
-group's timeout (about one abort in fifty). DDP's backward does not wait for gloo's threads but on the future that the
-communication hook returned, and `buffers` waits on one too. Such a future is failed here, the wait raises, and the
-worker keeps its process.
+group's timeout (about one abort in fifty). So a backward waits for gloo a while at a time, and is told here once the
+collective was given up; or, where DDP itself waits, on a future that is failed here. The wait raises, and the worker
+keeps its process.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from .errors import GroupAborted
+
+SLICE = timedelta(seconds=0.1)
+"""How long an abort may go unnoticed where gloo does not end."""
+
+LOOK_S = 0.01
 
 Result = Callable[[torch.futures.Future[Any]], torch.Tensor]
 
@@ -46,6 +54,33 @@ class InFlight:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._pending: set[_Pending] = set()
+        self._works: dict[dist.Work, str] = {}
+        """Collectives without such a future, and why they were given up; '': not yet."""
+
+    def add(self, work: dist.Work) -> None:
+        """To be followed by `finish`, or `forget`."""
+        with self._changed:
+            self._works[work] = ""
+
+    def forget(self, work: dist.Work) -> None:
+        with self._changed:
+            self._works.pop(work, None)
+
+    def finish(self, work: dist.Work) -> None:
+        """Wait until `work` is done. Raises what gloo has raised, GroupAborted once `fail` was called."""
+        try:
+            work.wait(SLICE)
+        except RuntimeError:
+            while not work.is_completed():
+                with self._changed:
+                    why = self._works.get(work, "")
+                if why:
+                    raise GroupAborted(f"the process group has been aborted: {why}") from None
+                with contextlib.suppress(RuntimeError):  # the time is over; or gloo's own, which comes again
+                    work.wait(SLICE)
+            self.forget(work)
+            work.wait()
+        self.forget(work)
 
     def follow(
         self, theirs: torch.futures.Future[Any], result: Result, on_failed: Callable[[], None]
@@ -59,18 +94,22 @@ class InFlight:
         return pending.future
 
     def fail(self, why: str) -> bool:
-        """Fail all futures that are not done. Returns whether there were any."""
+        """Give up all collectives that are not done. Returns whether there were any."""
         with self._changed:
             failed, self._pending = self._pending, set()
+            stuck = [work for work, given_up in self._works.items() if not given_up and not work.is_completed()]
+            self._works.update(dict.fromkeys(stuck, why))
             self._changed.notify_all()
         for pending in failed:
             pending.settle(why)
-        return bool(failed)
+        return bool(failed or stuck)
 
-    def wait(self, limit_s: float | None) -> bool:
-        """Wait until all are done, or were failed. Returns False after `limit_s` seconds; None: no limit."""
+    def wait(self) -> None:
+        """Wait until all are done, or were given up. Main thread only."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._pending, limit_s)
+            while self._pending or self._works:
+                self._works = {w: why for w, why in self._works.items() if not why and not w.is_completed()}
+                self._changed.wait(LOOK_S)
 
     def _settle(self, pending: _Pending, done: torch.futures.Future[Any]) -> None:
         with self._changed:
