@@ -160,7 +160,7 @@ def job_state(
 
 def of_an_earlier_job(job: Job, said: AgentStatus | None) -> bool:
     """Whether the agent here, by its status, is of an earlier job of this name. Such an agent may have missed the end
-    of its job, and rejects the new job's records, which have another signature: the old workers would train for ever,
+    of its job, and rejects the new job's records, which have another signature: the old workers would never end,
     and the new job would have no agent on this node. An agent of a later job is left alone: etcd was restored from a
     backup."""
     return said is not None and job.spec is not None and 0.0 < said.submitted_wall_s < job.spec.submitted_wall_s

@@ -182,7 +182,7 @@ def commit(
     except FileNotFoundError:
         # Another leader was faster: the directory has its final name already.
         if done := _committed(directory, job, step, generation, files):
-            files.sync_dir(directory)  # whoever was faster may have failed there
+            files.sync_dir(directory)  # the other leader may have failed before that
             return done
         raise
 

@@ -128,7 +128,7 @@ class CheckpointWriter:
         if known := self._arenas.get(inode):
             os.close(fd)
             return known
-        arena = self._arenas[inode] = Arena.from_fd(fd)
+        self._arenas[inode] = arena = Arena.from_fd(fd)
         return arena
 
     def _try_commit(self, pending: _Pending) -> bool:

@@ -729,7 +729,7 @@ def test_a_failure_is_reported_although_the_description_changes_meanwhile(
 
 
 def test_an_agent_that_still_ends_writes_nothing_of_a_job_that_is_forgotten() -> None:
-    """With such a record in etcd `status` would show the forgotten job for ever, and `forget` would not remove it."""
+    """`status` shows a forgotten job for as long as such a record lies in etcd, and `forget` does not remove it."""
     office = Office()
     late = IncidentRecord(generation=2, kind="late exit", node="n", ranks=(0,), detail="late", wall_s=1.0)
     office.registry.put_exit_incident(late, 7)

@@ -110,7 +110,7 @@ def test_a_failure_of_gloos_reaches_the_backward() -> None:
 
 
 class Slow:
-    """A collective that ends, with `error` or without, while somebody has waited for it `slices` times in vain."""
+    """A collective that ends, with `error` or without, after `slices` waits that have timed out."""
 
     def __init__(self, slices: int, error: str = "") -> None:
         self._slices, self._error = slices, error

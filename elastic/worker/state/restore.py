@@ -101,7 +101,7 @@ class Disk:
         return (found[0], place) if found else (None, 0)
 
     def _at_remote(self, *, optional: bool) -> list[Entry]:
-        """Raises RemoteError unless `optional`: without an answer there is nothing there then."""
+        """The copies there. Raises RemoteError if there is no answer; with `optional` prints that, and returns none."""
         try:
             return list_remote(self.remote, self.job)
         except RemoteError as error:
