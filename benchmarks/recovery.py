@@ -3,8 +3,9 @@
 2 nodes × 2 workers on this machine, gloo, a model of about 10 MB; SIGKILL of a random rank at a random step. Beside it,
 in the same run, stock torchrun (two agents, c10d) resuming from a checkpoint taken every 20 steps: with
 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, which is what makes it recover reliably, and as it comes. And the step time
-without any failure, runs of both in turn: `steady_ratio` is the median of the rounds' ratios. How fast a run is lasts
-as long as its processes, and a shared machine drifts by more within minutes, so the rounds are many and short.
+without any failure: both jobs run at the same time and train in turns of 1.5 s, the other one's processes stopped, as a
+shared machine drifts by several percent within seconds. `steady_ratio` is that of the two medians over all steps,
+`steady_mean_ratio` that of the means, in which the steps with a snapshot count in full.
 
     python benchmarks/recovery.py [--quick] [--seed N]
 """
@@ -13,13 +14,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import pathlib
 import random
+import signal
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from _harness import (
@@ -31,6 +35,7 @@ from _harness import (
     Recovery,
     TooLate,
     free_port,
+    kill,
     kill_and_measure,
     machine,
     spread,
@@ -40,6 +45,12 @@ from _harness import (
 
 WORLD = 4
 SCRIPT = HERE / "_train.py"
+SETTLE_S, TURN_S = 0.3, 1.2
+"""Of each turn the first part does not count: what the other job had in the caches."""
+RESAMPLES = 200
+"""For the standard error of the ratio (bootstrap over the pairs of turns)."""
+SKIPPED = 30
+"""Steps of each job before its first turn."""
 SHARE_OFF = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
@@ -50,12 +61,13 @@ class Plan:
     default_tries: int
     default_limit_s: float
     rounds: int
-    """Of the steady-state comparison, each one run of ours and one of torchrun."""
-    steady_steps: int
+    """Of the steady-state comparison, each with fresh processes."""
+    turns: int
+    """Of each of the two jobs in a round."""
 
 
-FULL = Plan(kills=30, torchrun_kills=6, default_tries=2, default_limit_s=60.0, rounds=13, steady_steps=160)
-QUICK = Plan(kills=6, torchrun_kills=1, default_tries=1, default_limit_s=10.0, rounds=2, steady_steps=60)
+FULL = Plan(kills=30, torchrun_kills=6, default_tries=2, default_limit_s=60.0, rounds=4, turns=32)
+QUICK = Plan(kills=6, torchrun_kills=1, default_tries=1, default_limit_s=10.0, rounds=1, turns=6)
 
 
 class Cluster:
@@ -166,29 +178,97 @@ def torchrun_as_it_comes(
     return found
 
 
-def steady(cluster: Cluster, folder: pathlib.Path, processes: Processes, plan: Plan) -> list[tuple[float, float]]:
-    """The median step time in seconds of each round: ours, torchrun's."""
-    mine: list[float] = []
-    theirs: list[float] = []
-    skip = plan.steady_steps // 4
+@dataclass
+class Contender:
+    """A job that trains in turns with another one: between its turns its processes are stopped."""
+
+    name: str
+    record: Record
+    pids: list[int]
+    """In the order of their start: agents before their workers."""
+    turns: list[list[float]] = field(default_factory=list)
+    """Step times of each turn in seconds."""
+
+    def go_on(self) -> None:
+        for pid in reversed(self.pids):
+            kill(pid, signal.SIGCONT)
+
+    def stand_still(self) -> None:
+        for pid in self.pids:
+            kill(pid, signal.SIGSTOP)
+
+    def take_turn(self) -> None:
+        self.go_on()
+        time.sleep(SETTLE_S)
+        since_s = time.monotonic()
+        time.sleep(TURN_S)
+        until_s = time.monotonic()
+        self.stand_still()
+        self.record.update()
+        at_s = [c.at_s for c in self.record.commits if c.rank == 0 and since_s <= c.at_s <= until_s]
+        self.turns.append([b - a for a, b in itertools.pairwise(at_s)])
+
+
+def steady(cluster: Cluster, folder: pathlib.Path, processes: Processes, plan: Plan) -> dict[str, list[list[float]]]:
+    """'ours' and 'torchrun' -> step times in seconds of each turn, in rounds of fresh processes. elasticd and etcd run
+    all the time; of the job under elasticd the agents are stopped between its turns, too."""
+    turns: dict[str, list[list[float]]] = {"ours": [], "torchrun": []}
     for number in range(plan.rounds):
-        for who in (("ours", "torchrun"), ("torchrun", "ours"))[number % 2]:
-            record = Record(folder / f"steady-{who}{number}")
-            steps = ["--steps", str(plan.steady_steps)]
-            tags = []
-            if who == "ours":
-                cluster.submit(f"steady{number}", record, *steps)
-            else:
-                tags = start_torchrun(processes, record, SHARE_OFF, *steps)
-            record.wait_step(plan.steady_steps, WORLD, 90.0)
-            if who == "ours":
-                cluster.stop(f"steady{number}")
-            for tag in tags:
-                processes.end(tag)
-            step_s = statistics.median(record.step_times_s(skip))
-            (mine if who == "ours" else theirs).append(step_s)
-            say(f"  {who}: {step_s * 1e3:.2f} ms a step")
-    return list(zip(mine, theirs, strict=True))
+        both = [_under_elasticd(cluster, folder, processes, number), _under_torchrun(folder, processes, number)]
+        both[1].stand_still()
+        both[0].stand_still()
+        for pair in range(plan.turns):
+            for contender in both if pair % 2 == 0 else both[::-1]:
+                contender.take_turn()
+        for contender in both:
+            contender.go_on()
+            turns[contender.name] += contender.turns
+        _undisturbed(cluster, f"steady{number}")
+        cluster.stop(f"steady{number}")
+        for pid in both[1].pids:
+            kill(pid)
+        medians_ms = [statistics.median(itertools.chain(*contender.turns)) * 1e3 for contender in both]
+        say(f"  round {number + 1}: elasticd {medians_ms[0]:.2f} ms a step, torchrun {medians_ms[1]:.2f} ms")
+    return turns
+
+
+def _under_elasticd(cluster: Cluster, folder: pathlib.Path, processes: Processes, number: int) -> Contender:
+    before, record = set(processes.pids()), Record(folder / f"steady-ours{number}")
+    cluster.submit(f"steady{number}", record)
+    record.wait_step(SKIPPED, WORLD, 90.0)
+    return Contender("ours", record, sorted(set(processes.pids()) - before))
+
+
+def _under_torchrun(folder: pathlib.Path, processes: Processes, number: int) -> Contender:
+    record = Record(folder / f"steady-torchrun{number}")
+    tags = start_torchrun(processes, record, SHARE_OFF)
+    record.wait_step(SKIPPED, WORLD, 90.0)
+    return Contender("torchrun", record, sorted(pid for tag in tags for pid in processes.pids(tag)))
+
+
+def _undisturbed(cluster: Cluster, name: str) -> None:
+    """Raises RuntimeError if being stopped between its turns has disturbed the job: its steps would show that."""
+    if incidents := cluster.a.json("incidents", name)["incidents"]:
+        raise RuntimeError(f"{name} was disturbed: {incidents}")
+
+
+def report_steady(turns: dict[str, list[list[float]]], rng: random.Random, result: dict[str, Any]) -> None:
+    pairs = list(zip(turns["ours"], turns["torchrun"], strict=True))
+    for key, middle in (("steady_ratio", statistics.median), ("steady_mean_ratio", statistics.mean)):
+        drawn = [_ratio(rng.choices(pairs, k=len(pairs)), middle)[2] for _ in range(RESAMPLES)]
+        ours_s, torchrun_s, ratio = _ratio(pairs, middle)
+        print(f"{middle.__name__} of the steps: elasticd {ours_s * 1e3:.2f} ms, torchrun {torchrun_s * 1e3:.2f} ms; "
+              f"ratio {ratio:.4f}, standard error {statistics.stdev(drawn):.4f} ({len(pairs)} turns each)")  # fmt: skip
+        result[key] = round(ratio, 4)
+        result[f"{key}_error"] = round(statistics.stdev(drawn), 4)
+
+
+def _ratio(
+    pairs: Sequence[tuple[list[float], list[float]]], middle: Callable[[Iterable[float]], float]
+) -> tuple[float, float, float]:
+    """(middle step time of ours, of torchrun, ratio), over all steps of these turns."""
+    ours_s, torchrun_s = (middle(itertools.chain(*turns)) for turns in zip(*pairs, strict=True))
+    return ours_s, torchrun_s, ours_s / torchrun_s
 
 
 @contextlib.contextmanager
@@ -229,11 +309,8 @@ def main() -> None:
         if args.only in (None, "steady"):
             say("steady state, in turn:")
             with explained(cluster):
-                rounds = steady(cluster, folder, processes, plan)
-            middle_ms = [statistics.median(steps) * 1e3 for steps in zip(*rounds, strict=True)]
-            print(f"median step: elasticd {middle_ms[0]:.2f} ms, torchrun {middle_ms[1]:.2f} ms; "
-                  f"ratio {spread([a / b for a, b in rounds])}")  # fmt: skip
-            result["steady_ratio"] = round(statistics.median(a / b for a, b in rounds), 4)
+                turns = steady(cluster, folder, processes, plan)
+            report_steady(turns, rng, result)
         if args.only in (None, "torchrun"):
             say("torchrun, shared store off:")
             stock = torchrun(folder, processes, plan.torchrun_kills, rng, SHARE_OFF, "off", 90.0)

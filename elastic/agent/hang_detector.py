@@ -96,14 +96,15 @@ class HangDetector:
         self._in_collective: dict[int, tuple[int, float]] = {}
         """Worker id -> the beat after which its stack showed it in a collective, and when."""
 
-    def look(self, agent: Agent, now_s: float) -> Progress | None:
-        """Returns the newest committed step, None if none was committed since the last look."""
+    def look(self, agent: Agent, now_s: float, beats: Mapping[int, Beat]) -> Progress | None:
+        """`beats`: worker id -> what its page shows. Returns the newest committed step, None if none was committed
+        since the last look."""
         if now_s - self._looked_s > STOPPED_S and self._looked_s:
             # The agent was suspended, perhaps with the whole node: the workers may not have been able to beat.
             self._amnesty_s = now_s + self.rules.floor_s
             self._stopped_s.clear()
         self._looked_s = now_s
-        seen = self._see(agent, now_s)
+        seen = self._see(agent, now_s, beats)
         self._learn_set_up(seen, now_s)
         here = [self._standing(one, now_s) for one in seen]
         self.known = (*local(agent.policy.node, here, now_s), *self._others.known(agent, now_s))
@@ -113,19 +114,19 @@ class HangDetector:
         self._tell(agent, here, now_s)
         return progress
 
-    def _see(self, agent: Agent, now_s: float) -> list[LastBeat]:
+    def _see(self, agent: Agent, now_s: float, beats: Mapping[int, Beat]) -> list[LastBeat]:
         found = []
         for worker in agent.local.workers.values():
             process = self.pool.processes.get(worker.worker_id)
             if process is None or not process.pid:
                 continue
-            beat = process.page.read()
+            beat = beats[worker.worker_id]
             if beat.beat_at_s < process.started_s:  # a worker cannot beat before it is forked
                 beat = msgspec.structs.replace(beat, beat_at_s=process.started_s)
             soon = now_s - beat.beat_at_s < min(self.rules.floor_s, self.rules.ceiling_s) / 2
             state = "" if soon else process_state(process.pid)
-            beats, since_s = self._in_collective.get(worker.worker_id, (-1, 0.0))
-            found.append(LastBeat(worker, process, beat, state, since_s if beats == beat.beats else None))
+            then, since_s = self._in_collective.get(worker.worker_id, (-1, 0.0))
+            found.append(LastBeat(worker, process, beat, state, since_s if then == beat.beats else None))
         return found
 
     def _learn_set_up(self, seen: list[LastBeat], now_s: float) -> None:

@@ -79,6 +79,7 @@ from .worker_reports import WorkerReports
 from .zygote import ZygoteUnfit
 
 STATUS_S = 0.5
+REAP_S = 1.0
 PROGRESS_S = 2.0
 FINISH_SAVING_S = 30.0
 
@@ -124,7 +125,7 @@ class AgentLoop:
         self._history = HistoryFile(folder, spec.submitted_wall_s)
         self._trimmer = Trimmer(self._spec.log_limit_mb, str(folder / "agent.log"))
         self._orders = OrdersFile(folder)
-        self._status_due_s = self._progress_due_s = 0.0
+        self._status_due_s = self._progress_due_s = self._reap_due_s = 0.0
         for problem in untested(versions()):
             log.warning("versions.untested", problem=problem)
         self._ended: Leave | None = None
@@ -269,8 +270,8 @@ class AgentLoop:
         for happening in self.pool.tick():
             self._happened(happening)
         self.saver.answer()
-        progress = self._watchman.look(self.agent, now_s)
-        beats = {p.worker_id: p.page.read() for p in self.pool.processes.values()}
+        beats = self.pool.beats()
+        progress = self._watchman.look(self.agent, now_s, beats)
         self._ledger.looked(beats)
         self._step_times.look(beats, now_s)
         self._read_orders()
@@ -283,7 +284,9 @@ class AgentLoop:
         self._look_around(now_s)
         if now_s >= self._status_due_s:
             self._status_due_s = now_s + STATUS_S
-            self.pool.reap()
+            if now_s >= self._reap_due_s:
+                self._reap_due_s = now_s + REAP_S
+                self.pool.reap()
             self._gauge.mark(self.agent.progress.step, now_s)
             self._trimmer.trim_all(process.log_file for process in self.pool.processes.values())
             self._write_status()

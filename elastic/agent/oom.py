@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
+from ..util.processes import kernel_file
 
-VMSTAT = Path("/proc/vmstat")
+VMSTAT = "/proc/vmstat"
 LOOK_S = 1.0
 """Minimum interval between two reads of the kernel's count."""
 
@@ -14,7 +13,7 @@ class OomWatch:
     """The kernel counts its out-of-memory kills, of any cgroup and of the machine as a whole; which processes they were
     is only in a log that few users may read. So this checks whether the count rose within the last seconds."""
 
-    def __init__(self, vmstat: Path = VMSTAT) -> None:
+    def __init__(self, vmstat: str = VMSTAT) -> None:
         self._vmstat = vmstat
         self._before = self._recent = self._read()
         self._looked_s = float("-inf")
@@ -31,7 +30,8 @@ class OomWatch:
 
     def _read(self) -> int:
         try:
-            found = re.search(r"^oom_kill (\d+)$", self._vmstat.read_text(), re.MULTILINE)
+            _, _, rest = kernel_file(self._vmstat).partition(b"\noom_kill ")
         except OSError:  # no descriptors, or no /proc: the count is not known
-            found = None
-        return int(found[1]) if found else 0
+            return 0
+        count = rest.partition(b"\n")[0]
+        return int(count) if count.isdigit() else 0

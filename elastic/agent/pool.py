@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import structlog
 
 from ..contract import messages
-from ..contract.beat import PAGE_BYTES, BeatPage
+from ..contract.beat import PAGE_BYTES, Beat, BeatPage
 from ..contract.messages import Forked, Message
 from ..contract.worker_config import ERROR_FILE
 from ..recovery.hang_rules import STOPPED_STATE
@@ -232,6 +232,10 @@ class Pool:
         self.selector.register(process.pidfd, selectors.EVENT_READ, ("exit", process.worker_id))
         if process.killed:
             self.kill(process.worker_id)
+
+    def beats(self) -> dict[int, Beat]:
+        """Worker id -> what its page shows now."""
+        return {worker_id: process.page.read() for worker_id, process in self.processes.items()}
 
     def tell(self, worker_id: int, message: Message, descriptors: Sequence[int] = ()) -> None:
         """Send a message to a worker; it is dropped if the worker is gone, or does not read."""

@@ -43,6 +43,8 @@ _SPENT_NS = 32
 _DEVICE_STEPS = 63
 _DEVICE_NS = 64
 """The same on a GPU, over so many steps."""
+_DOINGS = {doing.value: doing for doing in Doing}
+_FIELDS = _DEVICE_NS + len(_DOINGS)
 
 
 class Beat(msgspec.Struct, frozen=True):
@@ -158,9 +160,10 @@ class BeatPage:
         self._ints[_QUIET_UNTIL_NS] = int(until_s * 1e9)
 
     def read(self) -> Beat:
-        ints = self._ints
+        ints = self._ints[:_FIELDS].tolist()  # one call for all fields: an agent reads every page on every tick
         return Beat(
-            doing=Doing(ints[_DOING]),
+            # A script that writes where it should not may have written here, and must not end its agent.
+            doing=_DOINGS.get(ints[_DOING], Doing.COMPUTING),
             generation=ints[_GENERATION],
             step=ints[_STEP],
             beats=ints[_BEATS],
@@ -173,13 +176,13 @@ class BeatPage:
             exchanges=ints[_EXCHANGES],
             gap_s=max(ints[_GAP_NS], ints[_LAST_GAP_NS]) / 1e9,
             pulse_s=ints[_PULSE_NS] / 1e9,
-            spent_s=_seconds(ints[_SPENT_NS : _SPENT_NS + len(Doing)]),
+            spent_s=_seconds(ints[_SPENT_NS : _SPENT_NS + len(_DOINGS)]),
             data_s=ints[_DATA_NS] / 1e9,
             stall_s=ints[_STALL_NS] / 1e9,
             device_steps=ints[_DEVICE_STEPS],
-            device_s=_seconds(ints[_DEVICE_NS : _DEVICE_NS + len(Doing)]),
+            device_s=_seconds(ints[_DEVICE_NS:]),
         )
 
 
-def _seconds(fields_ns: memoryview) -> tuple[float, ...]:
-    return tuple([ns / 1e9 for ns in fields_ns.tolist()])
+def _seconds(fields_ns: list[int]) -> tuple[float, ...]:
+    return tuple([ns / 1e9 for ns in fields_ns])

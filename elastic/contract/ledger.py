@@ -102,17 +102,16 @@ def advance(ledger: Ledger, before: Seen, after: Seen, now_ms: int, stall_ms: in
     """
     passed_ms = max(0, now_ms - ledger.until_ms)
     spent_ms = passed_ms * before.ranks
+    stepping = before.bucket is Bucket.STEPPING
     ledger = msgspec.structs.replace(
         ledger,
         until_ms=ledger.until_ms + passed_ms,
         wall_ms=ledger.wall_ms + passed_ms,
         step=max(ledger.step, before.step),
+        open_ms=ledger.open_ms + (spent_ms if stepping else 0),
+        stall_ms=ledger.stall_ms + (max(0, stall_ms) * before.ranks if stepping else 0),
     )
-    if before.bucket is Bucket.STEPPING:
-        ledger = msgspec.structs.replace(
-            ledger, open_ms=ledger.open_ms + spent_ms, stall_ms=ledger.stall_ms + max(0, stall_ms) * before.ranks
-        )
-    else:
+    if not stepping:
         ledger = _booked(ledger, before.bucket, spent_ms)
     return _settled(ledger, before, after)
 

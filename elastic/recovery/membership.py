@@ -192,7 +192,7 @@ def next_generation(
         if blind and (awaited := absent or absent_before(current, older, reached, dead)):
             return Wait(f"etcd was away: {', '.join(awaited)} may not have come back yet")
         chosen = _choose(current, inside, limits.max_nodes)
-        chosen = with_holders(view, current, chosen, reached, broken, older)
+        chosen = with_holders(view, current, chosen, reached, broken, older, settled=settled)
         return _without_the_lost(current, chosen, limits, broken, _why(view, broken, missing, cut), settled)
 
     if absent:

@@ -46,13 +46,17 @@ def with_holders(
     alive: Mapping[str, Member],
     broken: BrokenRecord | None,
     last_committed: GenerationRecord | None,
+    *,
+    settled: bool,
 ) -> list[Member]:
     """`chosen`, and the nodes that have to hand state over after `current` has failed. `alive`: members that the others
-    reach. `last_committed`: as for `with_witness`."""
+    reach. `last_committed`: as for `with_witness`. `settled`: `current` is known to have committed a step."""
     chosen = with_witness(current, chosen, alive, broken, last_committed)
     chosen = _with_leavers(current, chosen, alive, broken, last_committed)
     gone_back = current.restore == "snapshot"  # what is older may be the state that it has gone back from
-    if not gone_back and _all_state_lost(view, current, alive, broken, last_committed):
+    # A newcomer knows of no earlier step, and may be all that is left, without having received anything.
+    unknown = not settled and last_committed is None
+    if not gone_back and (unknown or _all_state_lost(view, current, alive, broken, last_committed)):
         chosen = _with_older_state(chosen, alive)
     return chosen
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import stat
 from pathlib import Path
@@ -13,15 +12,25 @@ MAX_READ_BYTES = 4 * 1024 * 1024
 def replace_file(path: Path, content: bytes, owner: tuple[int, int] | None = None, mode: int = 0o600) -> None:
     """Replace a file atomically: its reader sees the old or the new. `owner`: its (uid, gid), else this user's; links
     are never followed. Raises OSError."""
-    aside = path.with_name(f".{path.name}.new")
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(aside)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    with open(os.open(aside, flags, mode), "wb") as file:
-        file.write(content)
+    folder, name = os.path.split(path)
+    aside = os.path.join(folder, f".{name}.new")
+    with open(_new_file(aside, mode), "wb", buffering=0) as file:
+        left = memoryview(content)
+        while left:
+            left = left[file.write(left) :]
         if owner is not None:
             os.fchown(file.fileno(), *owner)
     os.replace(aside, path)
+
+
+def _new_file(path: str, mode: int) -> int:
+    """A descriptor of a new file, in place of the one that a replacement which was cut off has left."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        return os.open(path, flags, mode)
+    except FileExistsError:
+        os.unlink(path)
+        return os.open(path, flags, mode)
 
 
 def read_file(path: Path, most_bytes: int = MAX_READ_BYTES, *, from_end: bool = False) -> bytes:

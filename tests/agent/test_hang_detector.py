@@ -83,7 +83,7 @@ class Scene:
             etcd=types.SimpleNamespace(view=types.SimpleNamespace(whole=True, members={"there": Member(record, 1)})),
             local=types.SimpleNamespace(workers={0: worker}, standings=self.told[-1].standings if self.told else ()),
         )
-        self.watchman.look(agent, now_s)
+        self.watchman.look(agent, now_s, {1: self.page.read()})
 
     def accused(self) -> WorkerUnhealthy | None:
         try:

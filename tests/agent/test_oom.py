@@ -10,10 +10,10 @@ from elastic.agent.oom import LOOK_S, OomWatch
 def test_only_a_kill_of_the_last_moments_counts(tmp_path: Path) -> None:
     vmstat = tmp_path / "vmstat"
     vmstat.write_text("nr_free_pages 5\noom_kill 3\npgfault 77\n")
-    watch = OomWatch(vmstat)
+    watch = OomWatch(str(vmstat))
     watch.look(0.0)
     assert not watch.struck(), "those of before we began"
-    vmstat.write_text("oom_kill 4\n")
+    vmstat.write_text("nr_free_pages 5\noom_kill 4\npgfault 78\n")
     watch.look(LOOK_S)
     assert watch.struck(), "also when a look came between the kill and its being noticed"
     watch.look(1.5 * LOOK_S)
@@ -23,6 +23,6 @@ def test_only_a_kill_of_the_last_moments_counts(tmp_path: Path) -> None:
 
 
 def test_a_kernel_that_does_not_count_has_killed_nobody(tmp_path: Path) -> None:
-    watch = OomWatch(tmp_path / "nothing")
+    watch = OomWatch(str(tmp_path / "nothing"))
     watch.look(0.0)
     assert not watch.struck()

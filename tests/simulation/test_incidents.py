@@ -808,6 +808,19 @@ def test_a_node_that_drains_hands_its_state_over_when_only_a_newcomer_is_left() 
     assert play(History(setting, faults)).failure == ""
 
 
+def test_a_newcomer_asks_for_state_though_it_has_not_seen_the_job_step() -> None:
+    """n1 and n2 drain after a step that n0, which has just come, does not know of. n2 leaves while n0 takes its place:
+    n0 leads then, has received nothing, and n1 has the state."""
+    setting = replace(DRAWN, seed=901525532, nodes=3, slots=2, least=1, most=2, step_s=0.6, setup_s=1.0, standby=0,
+                      save_s=4.0, managed=False)  # fmt: skip
+    faults = (
+        Fault(1.144, "drain", (2, 1)),
+        Fault(1.764, "drain", (1, 1e6)),
+        Fault(22.752, "deafen_worker", (2, 1)),
+    )
+    assert play(History(setting, faults)).failure == ""
+
+
 def left_out_and_set_back() -> Cluster:
     """n2 reaches step 57 in generation 1 and is cut off; the two others go on, lose all workers, and begin again from
     setup, in generation 3: that is one incident, and its steps are counted there. Then n2 is taken back."""

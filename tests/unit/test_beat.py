@@ -68,3 +68,13 @@ def test_copied_bytes_are_a_sign_of_progress_and_a_pulse_is_none(page: BeatPage)
     after = page.read()
     assert (after.beat_at_s, after.doing) == (14.0, before.doing)
     assert after.beats > before.beats
+
+
+@pytest.mark.parametrize("scribbled", [-1, 99, 2**62])
+def test_a_page_that_the_script_has_scribbled_on_can_be_read(scribbled: int) -> None:
+    """By a native extension that writes where it should not: its agent has other workers to look after."""
+    memory = memoryview(bytearray(PAGE_BYTES))
+    page = BeatPage(memory)
+    page.clear(10.0)
+    memory[:8].cast("q")[0] = scribbled
+    assert page.read().doing is Doing.COMPUTING

@@ -401,6 +401,16 @@ def test_older_state_is_asked_for_where_only_a_newcomer_is_left(draining: str | 
     assert sorted(nodes(decide(picture, current, limits=limits, settled=True))) == ["c", "d"]
 
 
+def test_older_state_is_asked_for_by_a_newcomer_that_has_seen_no_generation_step() -> None:
+    """d leads; generation 5, whose state a has, was over before d knew of its steps. c is gone, too."""
+    spare = member("a", 1, draining="maintenance")
+    held = dataclasses.replace(spare, record=msgspec.structs.replace(spare.record, held_generation=5))
+    picture, limits = view(held, member("d", 4), failed=broken(6, "c", 0)), NodeLimits(1, 2, 5.0)
+    current = generation(6, [place("c"), place("d")])
+    assert sorted(nodes(decide(picture, current, limits=limits, settled=False))) == ["a", "d"]
+    assert nodes(decide(picture, current, limits=limits, settled=True)) == ["d"], "d has the state of generation 6"
+
+
 def test_state_that_the_job_has_gone_back_from_is_not_asked_for() -> None:
     """Its loss was NaN in generation 5, say. There is what it went back to in 6."""
     spare = member("a", 1)
