@@ -322,8 +322,11 @@ class Judge:
         """The job is over: for a good reason?"""
         cluster = self._cluster
         training = cluster.training
-        if state.phase is Phase.SUCCEEDED and (not training.steps or self.top[1] < training.steps):
-            raise Broken("G7", f"the job has succeeded at step {self.top[1]} of {training.steps or 'endless'}")
+        if state.phase is Phase.SUCCEEDED:
+            # The newest state may have died with its only rank, and an older one have been complete already.
+            held = [w.state()[0][1] for node in cluster.nodes for w in node.processes.values()]
+            if not training.steps or max([self.top[1], *held]) < training.steps:
+                raise Broken("G7", f"the job has succeeded at step {self.top[1]} of {training.steps or 'endless'}")
         if "(restarts.budget)" in state.reason:
             now_s, rules = cluster.clock.now_s, cluster.spec.restarts
             # One that could not be written while etcd was away is dated when it is written.

@@ -821,6 +821,19 @@ def test_a_newcomer_asks_for_state_though_it_has_not_seen_the_job_step() -> None
     assert play(History(setting, faults)).failure == ""
 
 
+def test_a_job_that_is_complete_in_an_older_generation_has_succeeded() -> None:
+    """n2 begins again from setup, as n1, which has completed, cannot be reached, and is gone after a step."""
+    setting = replace(DRAWN, seed=656311885, nodes=3, slots=1, least=1, most=2, step_s=0.1, steps=12, setup_s=1.0,
+                      standby=0, managed=False)  # fmt: skip
+    faults = (
+        Fault(2.167, "cut", (1,)),
+        Fault(2.171, "isolate", (2,)),
+        Fault(2.765, "kill_agent_after", (0, 2)),
+        Fault(3.766, "kill_agent_after", (2, 6)),
+    )
+    assert play(History(setting, faults)).failure == ""
+
+
 def left_out_and_set_back() -> Cluster:
     """n2 reaches step 57 in generation 1 and is cut off; the two others go on, lose all workers, and begin again from
     setup, in generation 3: that is one incident, and its steps are counted there. Then n2 is taken back."""
