@@ -4,8 +4,9 @@
 in the same run, stock torchrun (two agents, c10d) resuming from a checkpoint taken every 20 steps: with
 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, which is what makes it recover reliably, and as it comes. And the step time
 without any failure: both jobs run at the same time and train in turns of 1.5 s, the other one's processes stopped, as a
-shared machine drifts by several percent within seconds. `steady_ratio` is that of the two medians over all steps,
-`steady_mean_ratio` that of the means, in which the steps with a snapshot count in full.
+shared machine drifts by several percent within seconds. Both elasticds and etcd run throughout. `steady_ratio`
+is the ratio of the two medians over all steps, `steady_mean_ratio` that of the means, where a step with a snapshot
+counts with all its time.
 
     python benchmarks/recovery.py [--quick] [--seed N]
 """
@@ -46,9 +47,9 @@ from _harness import (
 WORLD = 4
 SCRIPT = HERE / "_train.py"
 SETTLE_S, TURN_S = 0.3, 1.2
-"""Of each turn the first part does not count: what the other job had in the caches."""
+"""The first part of each turn does not count: the caches still hold the data of the other job."""
 RESAMPLES = 200
-"""For the standard error of the ratio (bootstrap over the pairs of turns)."""
+"""For the standard error of the ratio (bootstrap)."""
 SKIPPED = 30
 """Steps of each job before its first turn."""
 SHARE_OFF = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
@@ -66,7 +67,7 @@ class Plan:
     """Of each of the two jobs in a round."""
 
 
-FULL = Plan(kills=30, torchrun_kills=6, default_tries=2, default_limit_s=60.0, rounds=4, turns=32)
+FULL = Plan(kills=30, torchrun_kills=6, default_tries=2, default_limit_s=60.0, rounds=6, turns=20)
 QUICK = Plan(kills=6, torchrun_kills=1, default_tries=1, default_limit_s=10.0, rounds=1, turns=6)
 
 
@@ -186,6 +187,8 @@ class Contender:
     record: Record
     pids: list[int]
     """In the order of their start: agents before their workers."""
+    tags: list[str] = field(default_factory=list)
+    """Of processes that end with the round."""
     turns: list[list[float]] = field(default_factory=list)
     """Step times of each turn in seconds."""
 
@@ -209,10 +212,14 @@ class Contender:
         self.turns.append([b - a for a, b in itertools.pairwise(at_s)])
 
 
-def steady(cluster: Cluster, folder: pathlib.Path, processes: Processes, plan: Plan) -> dict[str, list[list[float]]]:
-    """'ours' and 'torchrun' -> step times in seconds of each turn, in rounds of fresh processes. elasticd and etcd run
-    all the time; of the job under elasticd the agents are stopped between its turns, too."""
-    turns: dict[str, list[list[float]]] = {"ours": [], "torchrun": []}
+Pair = tuple[list[float], list[float]]
+"""Step times in seconds of one turn of ours, and of the turn of torchrun beside it."""
+
+
+def steady(cluster: Cluster, folder: pathlib.Path, processes: Processes, plan: Plan) -> list[list[Pair]]:
+    """The turns of each round of fresh processes. Agents are stopped between the turns of their job, as
+    its workers are. Raises RuntimeError if that has disturbed either job: its steps would show it."""
+    rounds = []
     for number in range(plan.rounds):
         both = [_under_elasticd(cluster, folder, processes, number), _under_torchrun(folder, processes, number)]
         both[1].stand_still()
@@ -222,14 +229,18 @@ def steady(cluster: Cluster, folder: pathlib.Path, processes: Processes, plan: P
                 contender.take_turn()
         for contender in both:
             contender.go_on()
-            turns[contender.name] += contender.turns
-        _undisturbed(cluster, f"steady{number}")
         cluster.stop(f"steady{number}")
-        for pid in both[1].pids:
-            kill(pid)
+        for contender in both:
+            for tag in contender.tags:
+                processes.end(tag)
+            if not {c.pid for c in contender.record.commits} <= set(contender.pids):
+                raise RuntimeError(f"{contender.name} was disturbed: workers were started anew")
+        if incidents := cluster.a.json("incidents", f"steady{number}")["incidents"]:
+            raise RuntimeError(f"steady{number} was disturbed: {incidents}")
+        rounds.append(list(zip(both[0].turns, both[1].turns, strict=True)))
         medians_ms = [statistics.median(itertools.chain(*contender.turns)) * 1e3 for contender in both]
         say(f"  round {number + 1}: elasticd {medians_ms[0]:.2f} ms a step, torchrun {medians_ms[1]:.2f} ms")
-    return turns
+    return rounds
 
 
 def _under_elasticd(cluster: Cluster, folder: pathlib.Path, processes: Processes, number: int) -> Contender:
@@ -243,29 +254,28 @@ def _under_torchrun(folder: pathlib.Path, processes: Processes, number: int) -> 
     record = Record(folder / f"steady-torchrun{number}")
     tags = start_torchrun(processes, record, SHARE_OFF)
     record.wait_step(SKIPPED, WORLD, 90.0)
-    return Contender("torchrun", record, sorted(pid for tag in tags for pid in processes.pids(tag)))
+    return Contender("torchrun", record, sorted(pid for tag in tags for pid in processes.pids(tag)), tags)
 
 
-def _undisturbed(cluster: Cluster, name: str) -> None:
-    """Raises RuntimeError if being stopped between its turns has disturbed the job: its steps would show that."""
-    if incidents := cluster.a.json("incidents", name)["incidents"]:
-        raise RuntimeError(f"{name} was disturbed: {incidents}")
-
-
-def report_steady(turns: dict[str, list[list[float]]], rng: random.Random, result: dict[str, Any]) -> None:
-    pairs = list(zip(turns["ours"], turns["torchrun"], strict=True))
+def report_steady(rounds: list[list[Pair]], rng: random.Random, result: dict[str, Any]) -> None:
+    pairs = [pair for one in rounds for pair in one]
     for key, middle in (("steady_ratio", statistics.median), ("steady_mean_ratio", statistics.mean)):
-        drawn = [_ratio(rng.choices(pairs, k=len(pairs)), middle)[2] for _ in range(RESAMPLES)]
+        # By rounds, then turns within them: some of what differs lasts as long as the processes of a round.
+        drawn = [
+            _ratio(
+                [pair for one in rng.choices(rounds, k=len(rounds)) for pair in rng.choices(one, k=len(one))], middle
+            )[2]
+            for _ in range(RESAMPLES)
+        ]
         ours_s, torchrun_s, ratio = _ratio(pairs, middle)
         print(f"{middle.__name__} of the steps: elasticd {ours_s * 1e3:.2f} ms, torchrun {torchrun_s * 1e3:.2f} ms; "
-              f"ratio {ratio:.4f}, standard error {statistics.stdev(drawn):.4f} ({len(pairs)} turns each)")  # fmt: skip
+              f"ratio {ratio:.4f}, standard error {statistics.stdev(drawn):.4f}; "
+              f"by round {', '.join(f'{_ratio(one, middle)[2]:.3f}' for one in rounds)}")  # fmt: skip
         result[key] = round(ratio, 4)
         result[f"{key}_error"] = round(statistics.stdev(drawn), 4)
 
 
-def _ratio(
-    pairs: Sequence[tuple[list[float], list[float]]], middle: Callable[[Iterable[float]], float]
-) -> tuple[float, float, float]:
+def _ratio(pairs: Sequence[Pair], middle: Callable[[Iterable[float]], float]) -> tuple[float, float, float]:
     """(middle step time of ours, of torchrun, ratio), over all steps of these turns."""
     ours_s, torchrun_s = (middle(itertools.chain(*turns)) for turns in zip(*pairs, strict=True))
     return ours_s, torchrun_s, ours_s / torchrun_s
@@ -309,8 +319,8 @@ def main() -> None:
         if args.only in (None, "steady"):
             say("steady state, in turn:")
             with explained(cluster):
-                turns = steady(cluster, folder, processes, plan)
-            report_steady(turns, rng, result)
+                rounds = steady(cluster, folder, processes, plan)
+            report_steady(rounds, rng, result)
         if args.only in (None, "torchrun"):
             say("torchrun, shared store off:")
             stock = torchrun(folder, processes, plan.torchrun_kills, rng, SHARE_OFF, "off", 90.0)

@@ -80,6 +80,7 @@ from .zygote import ZygoteUnfit
 
 STATUS_S = 0.5
 REAP_S = 1.0
+"""Between two looks for processes that workers have left behind."""
 PROGRESS_S = 2.0
 FINISH_SAVING_S = 30.0
 

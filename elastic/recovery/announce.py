@@ -8,7 +8,7 @@ from .effects import PutBroken, PutMember, Restore
 from .evidence import bad_numbers, merged
 from .model import Worker
 from .restart_budget import COMM
-from .transitions import Stage
+from .transitions import HOLDS, Stage
 from .turn import Turn
 
 SUSPICION_S = 0.3
@@ -50,18 +50,31 @@ def member_record(turn: Turn) -> MemberRecord:
         standings=agent.local.standings,
         managed=policy.managed,
         held_generation=max((w.synced for w in held), default=0),
-        held_consistent=max((w.synced for w in held if w.consistent), default=0),
+        held_consistent=max((w.synced for w in held if w.consistent and w.stage is Stage.READY), default=0),
     )
 
 
 def _held(turn: Turn) -> list[Worker]:
-    """The workers that may hand older state over: of a node without a place, also if it drains and has not left yet."""
-    generation = turn.agent.formed.generation
-    if generation is None or turn.agent.drain.leaving is not None:
+    """The workers that may hand older state over: of a node without a place, also if it drains and has not left yet.
+    Those still in their group count, too: the next one may fail before they have left it."""
+    agent = turn.agent
+    generation = agent.formed.generation
+    if generation is None or agent.drain.leaving is not None:
         return []
     if generation.node_of(turn.policy.node, turn.policy.incarnation) is not None:
         return []
-    return [w for w in turn.agent.local.workers.values() if w.stage is Stage.READY]
+    # What is older than a generation that went back to a snapshot may be the state that the job has gone back from.
+    went_back = [
+        g.number for g in (generation, agent.formed.last_committed) if g is not None and g.restore == "snapshot"
+    ]
+    since = max(went_back, default=0)
+    return [
+        worker
+        for worker in agent.local.workers.values()
+        if worker.stage in HOLDS
+        and worker.synced > since
+        and (worker.step > 0 or agent.progress.settled >= worker.synced)
+    ]
 
 
 def _stands(turn: Turn, worker: Worker) -> bool:

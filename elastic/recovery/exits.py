@@ -13,11 +13,8 @@ from .evidence import merged
 from .model import Agent, Uncounted, Worker, has_process
 from .restart_budget import backoff_s
 from .standbys import promote
-from .transitions import IN_GROUP, Stage, Trigger
+from .transitions import HOLDS, IN_GROUP, Stage, Trigger
 from .turn import Turn
-
-HOLDS = IN_GROUP | {Stage.ABORTING, Stage.READY}
-"""Stages of a worker that has the job's state."""
 
 
 def exited(turn: Turn, event: WorkerExited) -> None:

@@ -54,8 +54,9 @@ def with_holders(
     chosen = with_witness(current, chosen, alive, broken, last_committed)
     chosen = _with_leavers(current, chosen, alive, broken, last_committed)
     gone_back = current.restore == "snapshot"  # what is older may be the state that it has gone back from
-    # A newcomer knows of no earlier step, and may be all that is left, without having received anything.
-    unknown = not settled and last_committed is None
+    # This agent may be new, or have missed a generation that stepped: a node outside has newer state than it knows of.
+    known = last_committed.number if last_committed is not None else 0
+    unknown = not settled and any(_held(member) > known for member in alive.values())
     if not gone_back and (unknown or _all_state_lost(view, current, alive, broken, last_committed)):
         chosen = _with_older_state(chosen, alive)
     return chosen

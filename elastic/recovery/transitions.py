@@ -29,6 +29,8 @@ class Stage(enum.StrEnum):
 
 
 IN_GROUP = frozenset({Stage.FORMING, Stage.RUNNING, Stage.STOPPING_AT_STEP, Stage.DONE})
+HOLDS = IN_GROUP | {Stage.ABORTING, Stage.READY}
+"""Stages of a worker that has the job's state."""
 
 
 class Trigger(enum.StrEnum):

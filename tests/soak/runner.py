@@ -232,7 +232,7 @@ def plan(case: Case) -> list[list[dict[str, Any]]]:
         return []
     text = render(case.script)
     lines = loop_lines(text)
-    line = lines[int(place.at * len(lines))]
+    line = lines[min(int(place.at * len(lines)), len(lines) - 1)]
     if place.before:
         line = next(n for n in lines if text.splitlines()[n - 1].strip().startswith(place.before))
     order = {
