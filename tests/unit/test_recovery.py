@@ -816,6 +816,35 @@ def test_a_node_that_drains_tells_of_its_older_state_until_it_leaves() -> None:
     assert (told.draining, told.held_generation, told.held_consistent) == ("maintenance", 1, 1)
 
 
+def test_a_node_that_is_left_out_tells_of_its_state_while_its_workers_run_on_to_the_boundary() -> None:
+    """The generation without it may fail before: then its new nodes have nothing yet."""
+    machine = running()
+    machine.see(view(A, B, spec=SPEC, formed=generation(2, [place("b", 0, 1)], at_step=30)))
+    told = machine.agent.etcd.published
+    assert told is not None
+    assert (told.held_generation, told.held_consistent) == (1, 0), "whether it is consistent is not known yet"
+
+
+def test_a_node_whose_workers_have_made_no_step_has_no_state_to_tell_of() -> None:
+    """To ask it would only make the next generation larger than its job allows."""
+    machine = Watched(SPEC)
+    machine.take(Start(), Joined(), WorkerReady(0, 1), WorkerReady(1, 2))
+    machine.see(view(A, B, spec=SPEC, formed=SECOND))
+    machine.take(WorkerSynced(0, 1, 1, 0), WorkerSynced(1, 2, 1, 0))
+    machine.see(view(A, B, spec=SPEC, formed=generation(2, [place("b", 0, 1)])))
+    told = machine.agent.etcd.published
+    assert told is not None
+    assert told.held_generation == 0
+
+
+def test_a_node_does_not_tell_of_state_that_the_job_has_gone_back_from() -> None:
+    machine = running()
+    machine.see(view(A, B, spec=SPEC, formed=generation(2, [place("b", 0, 1)], restore="snapshot")))
+    told = machine.agent.etcd.published
+    assert told is not None
+    assert told.held_generation == 0
+
+
 # ── drains ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
