@@ -413,7 +413,7 @@ def test_older_state_is_asked_for_by_a_newcomer_that_has_seen_no_generation_step
 
 def test_state_of_a_generation_that_the_leader_has_not_seen_step_is_asked_for() -> None:
     """Generation 5 stepped on x alone; d leads 6, and knows only of steps in 4, whose state b has."""
-    x, b = member("x", 1), member("b", 2)
+    x, b = member("x", 1, draining="maintenance"), member("b", 2)
     holding = dataclasses.replace(x, record=msgspec.structs.replace(x.record, held_generation=5))
     older = dataclasses.replace(b, record=msgspec.structs.replace(b.record, held_generation=4))
     picture, limits = view(holding, older, member("d", 4), failed=broken(6, "a", 0)), NodeLimits(1, 2, 5.0)
