@@ -41,7 +41,11 @@ def exited(turn: Turn, event: WorkerExited) -> None:
     promote(turn, worker.slot)
     if not expected:
         _report_exit(turn, worker, event)
-    elif turn.policy.shrink and worker.slot in turn.my_ranks() and not turn.is_broken():
+    elif (
+        worker.slot in turn.my_ranks()
+        and not turn.is_broken()
+        and (turn.policy.shrink or _lost_on_its_way(turn, worker))
+    ):
         killed = worker.stage is Stage.KILLED
         report_failure(
             turn, "respawn", _late(event) if killed else _detail(event), (worker.slot,), step=worker.step,
@@ -51,6 +55,18 @@ def exited(turn: Turn, event: WorkerExited) -> None:
             _report_fallen(turn, worker, event)
     elif worker.generation:
         _report_fallen(turn, worker, event)
+
+
+def _lost_on_its_way(turn: Turn, worker: Worker) -> bool:
+    """Whether the worker had state to bring into the generation of a planned change, and had not joined it yet. Its
+    replacement may be all that is left there, with the state on a node that was left out: that generation is broken, so
+    that the next one asks such nodes."""
+    generation = turn.agent.formed.generation
+    return (
+        generation is not None
+        and generation.at_step is not None
+        and 0 < worker.synced <= worker.generation < generation.number
+    )
 
 
 def ends_too_early(agent: Agent, slot: int, worker_id: int) -> bool:

@@ -821,6 +821,14 @@ def test_a_newcomer_asks_for_state_though_it_has_not_seen_the_job_step() -> None
     assert play(History(setting, faults)).failure == ""
 
 
+def test_a_worker_that_dies_on_its_way_into_a_planned_generation_does_not_lose_the_state() -> None:
+    """n0 alone is to go on after n1 has left. Its worker is killed before that: n1 has the state."""
+    setting = replace(DRAWN, seed=277077251, nodes=2, slots=1, least=1, most=1, step_s=0.6, steps=12, setup_s=1.0,
+                      standby=0, managed=True)  # fmt: skip
+    faults = (Fault(0.157, "wipe_etcd", ()), Fault(7.781, "deafen_worker", (0, 0)), Fault(11.014, "drain", (1, 1e6)))
+    assert play(History(setting, faults)).failure == ""
+
+
 def test_a_job_that_is_complete_in_an_older_generation_has_succeeded() -> None:
     """n2 begins again from setup, as n1, which has completed, cannot be reached, and is gone after a step."""
     setting = replace(DRAWN, seed=656311885, nodes=3, slots=1, least=1, most=2, step_s=0.1, steps=12, setup_s=1.0,

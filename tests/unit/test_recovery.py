@@ -825,6 +825,16 @@ def test_a_node_that_is_left_out_tells_of_its_state_while_its_workers_run_on_to_
     assert (told.held_generation, told.held_consistent) == (1, 0), "whether it is consistent is not known yet"
 
 
+@pytest.mark.parametrize(("at_step", "numbers"), [(8, [2, 1]), (None, [1])])
+def test_a_generation_breaks_when_a_worker_dies_on_its_way_into_it(at_step: int | None, numbers: list[int]) -> None:
+    """Of a planned change: a node that was left out may have the state alone. After a failure all are asked anyway."""
+    machine = running()
+    machine.see(view(A, B, spec=SPEC, formed=generation(2, [place("a", 0, 1)], at_step=at_step)))
+    machine.wait(5.0)  # it does not leave its group in time
+    effects = machine.take(WorkerExited(0, 1, "killed by SIGKILL"))
+    assert [e.record.generation for e in effects if isinstance(e, PutBroken)] == numbers
+
+
 def test_a_node_whose_workers_have_made_no_step_has_no_state_to_tell_of() -> None:
     """To ask it would only make the next generation larger than its job allows."""
     machine = Watched(SPEC)
