@@ -87,8 +87,10 @@ def _all_state_lost(
 
 def _with_older_state(chosen: list[Member], alive: Mapping[str, Member]) -> list[Member]:
     """`chosen`, and if another node without a place has workers with newer state, of an earlier generation: that with
-    the newest. It is older than a snapshot mostly is, but newer than the beginning. If that state is not consistent,
-    its agent may have a snapshot of it, or not: the node with the newest consistent one is added, too."""
+    the newest. Nodes with a place tell of none, so one too many may be asked.
+
+    It is older than a snapshot mostly is, but newer than the beginning. If it is not consistent, its agent may have a
+    snapshot of it, or not: the node with the newest consistent one is added, too."""
     if not chosen:
         return chosen
     asked = list(chosen)

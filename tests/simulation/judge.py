@@ -323,9 +323,13 @@ class Judge:
         cluster = self._cluster
         training = cluster.training
         if state.phase is Phase.SUCCEEDED:
-            # The newest state may have died with its only rank, and an older one have been complete already.
-            held = [w.state()[0][1] for node in cluster.nodes for w in node.processes.values()]
-            if not training.steps or max([self.top[1], *held]) < training.steps:
+            # The newest state may have died with its only rank, and an older one have been complete already: then the
+            # ranks of the last generation are complete by that one.
+            number = cluster.record().number
+            agents = [node.agent for node in cluster.nodes if node.agent is not None]
+            workers = [worker for agent in agents for worker in agent.local.workers.values()]
+            done = [w.step for w in workers if w.stage is Stage.DONE and w.generation == number]
+            if not training.steps or max([self.top[1], *done]) < training.steps:
                 raise Broken("G7", f"the job has succeeded at step {self.top[1]} of {training.steps or 'endless'}")
         if "(restarts.budget)" in state.reason:
             now_s, rules = cluster.clock.now_s, cluster.spec.restarts
