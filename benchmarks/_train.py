@@ -19,6 +19,7 @@ parser.add_argument("--record", required=True)
 parser.add_argument("--steps", type=int, default=1_000_000)
 parser.add_argument("--batch", type=int, default=32, help="over all ranks")
 parser.add_argument("--stock", action="store_true", help="plain DDP and DistributedSampler, no elastic")
+parser.add_argument("--bucket-cap-mb", type=int, help="stock only: DDP's option, as job.ddp sets it")
 parser.add_argument("--checkpoint", type=pathlib.Path, help="stock only: resume from here, save every 20 steps")
 ARGS = parser.parse_args()
 EVERY = 20
@@ -89,7 +90,7 @@ def stock_main() -> None:
         net.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         step = saved["step"]
-    model = DistributedDataParallel(net)
+    model = DistributedDataParallel(net, bucket_cap_mb=ARGS.bucket_cap_mb)
     points = Points()
     sampler: DistributedSampler[torch.Tensor] = DistributedSampler(points)
     loader = DataLoader(points, batch_size=ARGS.batch // world_size, sampler=sampler)

@@ -3,10 +3,11 @@
 2 nodes × 2 workers on this machine, gloo, a model of about 10 MB; SIGKILL of a random rank at a random step. Beside it,
 in the same run, stock torchrun (two agents, c10d) resuming from a checkpoint taken every 20 steps: with
 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, which is what makes it recover reliably, and as it comes. And the step time
-without any failure: both jobs run at the same time and train in turns of 2.2 s, the other one's processes stopped, as a
-shared machine drifts by several percent within seconds. Both elasticds and etcd run throughout. `steady_ratio`
-is the ratio of the two medians over all steps, `steady_mean_ratio` that of the means, where a step with a snapshot
-counts with all its time.
+without any failure: both jobs run at the same time and train in turns of 2.8 s, the other one's processes stopped, as a
+shared machine drifts by several percent within seconds. Both elasticds and etcd run throughout. `steady_ratio` is the
+ratio of the two medians over all steps, `steady_mean_ratio` that of the means, where a step with a snapshot
+counts with all its time. `job.ddp` lays out the buckets of the gradients in another way than stock DDP: with
+`--same-buckets` both have its layout.
 
     python benchmarks/recovery.py [--quick] [--seed N]
 """
@@ -24,7 +25,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from _harness import (
@@ -46,10 +47,12 @@ from _harness import (
 
 WORLD = 4
 SCRIPT = HERE / "_train.py"
-SETTLE_S, TURN_S = 0.4, 1.8
+SETTLE_S, TURN_S = 0.4, 2.4
 """The first part of each turn does not count: the caches still hold the data of the other job. The turns are long, as
 a snapshot, which goes by the time of day, is overdue at the beginning of each; but stopped agents must keep their
 leases."""
+SAME_BUCKETS = ("--bucket-cap-mb", "25")
+"""As `bucket_options` in elastic/worker/comm/ddp_models.py decides for this model."""
 RESAMPLES = 200
 """For the standard error of the ratio (bootstrap)."""
 SKIPPED = 30
@@ -67,10 +70,12 @@ class Plan:
     """Of the steady-state comparison, each with fresh processes."""
     turns: int
     """Of each of the two jobs in a round."""
+    stock: tuple[str, ...] = ()
+    """Arguments of torchrun's script in the steady-state comparison."""
 
 
-FULL = Plan(kills=30, torchrun_kills=6, default_tries=2, default_limit_s=60.0, rounds=6, turns=14)
-QUICK = Plan(kills=6, torchrun_kills=1, default_tries=1, default_limit_s=10.0, rounds=1, turns=5)
+FULL = Plan(kills=30, torchrun_kills=6, default_tries=2, default_limit_s=60.0, rounds=6, turns=11)
+QUICK = Plan(kills=6, torchrun_kills=1, default_tries=1, default_limit_s=10.0, rounds=1, turns=4)
 
 
 class Cluster:
@@ -223,11 +228,12 @@ def steady(cluster: Cluster, folder: pathlib.Path, processes: Processes, plan: P
     its workers are. Raises RuntimeError if that has disturbed either job: its steps would show it."""
     rounds = []
     for number in range(plan.rounds):
-        both = [_under_elasticd(cluster, folder, processes, number), _under_torchrun(folder, processes, number)]
+        both = [_under_elasticd(cluster, folder, processes, number), _under_torchrun(folder, processes, number, plan)]
         both[1].stand_still()
         both[0].stand_still()
-        for pair in range(plan.turns):
-            for contender in both if pair % 2 == 0 else both[::-1]:
+        order = both if number % 2 == 0 else both[::-1]
+        for _ in range(plan.turns):
+            for contender in order:
                 contender.take_turn()
         for contender in both:
             contender.go_on()
@@ -252,9 +258,9 @@ def _under_elasticd(cluster: Cluster, folder: pathlib.Path, processes: Processes
     return Contender("ours", record, sorted(set(processes.pids()) - before))
 
 
-def _under_torchrun(folder: pathlib.Path, processes: Processes, number: int) -> Contender:
+def _under_torchrun(folder: pathlib.Path, processes: Processes, number: int, plan: Plan) -> Contender:
     record = Record(folder / f"steady-torchrun{number}")
-    tags = start_torchrun(processes, record, SHARE_OFF)
+    tags = start_torchrun(processes, record, SHARE_OFF, *plan.stock)
     record.wait_step(SKIPPED, WORLD, 90.0)
     return Contender("torchrun", record, sorted(pid for tag in tags for pid in processes.pids(tag)), tags)
 
@@ -302,10 +308,13 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="under two minutes")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", choices=["ours", "torchrun", "steady"], help="one part of it")
+    parser.add_argument("--same-buckets", action="store_true", help="steady: stock DDP with the buckets of job.ddp")
     parser.add_argument("--forming", default="new", help="the job's setting; 'reconfigure' needs torch 2.14 or newer")
     parser.add_argument("--keep", action="store_true", help="keep the folder with the logs")
     args = parser.parse_args()
     plan = QUICK if args.quick else FULL
+    if args.same_buckets:
+        plan = replace(plan, stock=SAME_BUCKETS)
     rng = random.Random(args.seed)
     print(f"machine: {machine()}; seed {args.seed}")
     result: dict[str, Any] = {}

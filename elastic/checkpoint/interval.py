@@ -33,11 +33,15 @@ FIRST_S = 30.0
 """The first checkpoint under 'auto' is due after this: before it, the cost is not known."""
 
 
-SNAPSHOT_SHARE = 1 / 200
-"""Largest fraction of the training time that in-memory snapshots may cost by what the slowest rank measures. As much
-again may go unmeasured (ranks that wait for each other, later steps that are slower, the agents' work on the report):
-together below 1 %, as `benchmarks/overhead.py` measures it."""
+SNAPSHOT_SHARE = 1 / 400
+"""Fraction of the training time that in-memory snapshots may cost by what the slowest rank measures. As much again may
+go unmeasured (ranks that wait for each other, later steps that are slower, the agents' work on the report)."""
 
+SNAPSHOT_MOST_SHARE = 1 / 200
+"""The same, where there would be less than one snapshot in SNAPSHOT_WANTED_S otherwise. With what goes unmeasured it is
+below 1 %, as `benchmarks/overhead.py` measures it."""
+
+SNAPSHOT_WANTED_S = 60.0
 SNAPSHOT_LEAST_S = 1.0
 SNAPSHOT_UNMEASURED_MOST_S = 30.0
 """Longest interval until a copy into already used memory has been measured: the first copy costs more."""
@@ -115,13 +119,15 @@ def first_plan(rule: IntervalRule | None, step: int, *, snapshots: bool = False)
 
 
 def snapshot_interval_s(cost_s: float | None, *, warm: bool = True) -> float:
-    """Seconds between in-memory snapshots, such that they cost at most SNAPSHOT_SHARE of the training time.
+    """Seconds between in-memory snapshots, such that they cost SNAPSHOT_SHARE of the training time, or up to
+    SNAPSHOT_MOST_SHARE where that would be less than one in SNAPSHOT_WANTED_S.
 
     `cost_s`: training time that one costs; None: none taken yet. `warm`: measured on already used memory.
     """
     if cost_s is None:
         return SNAPSHOT_LEAST_S
-    interval = max(SNAPSHOT_LEAST_S, cost_s / SNAPSHOT_SHARE)
+    cheap = min(cost_s / SNAPSHOT_SHARE, SNAPSHOT_WANTED_S)
+    interval = max(SNAPSHOT_LEAST_S, cost_s / SNAPSHOT_MOST_SHARE, cheap)
     return interval if warm else min(interval, SNAPSHOT_UNMEASURED_MOST_S)
 
 

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import torch_private
 from .comm_hooks import Exchange, GradientHook, Sampler, plain
-from .ddp_models import FixedLayout, Told
+from .ddp_models import FixedLayout, Told, bucket_options
 from .own_gradients import OwnGradients
 from .parts_loop import HELD, LEFT, TWICE, UNEXCHANGED, USED, PartsLoop, gradients, samples, two_loops
 
@@ -418,9 +418,10 @@ def wrap(
     `exchange`: how the gradients are summed, see `comm_hooks`. `sampler`: sees each bucket before it is summed.
 
     `options` are passed to DistributedDataParallel. By default gradients are views of its buckets: that saves the copy
-    back, which offsets the multiplication by the weight, and as much memory as the gradients take.
+    back, which offsets the multiplication by the weight, and as much memory as the gradients take. `bucket_options`
+    decides the size of the buckets.
     """
-    options.setdefault("gradient_as_bucket_view", True)
+    options = {"gradient_as_bucket_view": True} | bucket_options(model, options) | options
     if not sync_buffers:
         # torch 2.13 renamed the option and warns about the old name; either means no broadcast here, as init_sync is
         # off.

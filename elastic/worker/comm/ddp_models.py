@@ -10,10 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from .. import torch_private
 from .buffers import broadcast_coalesced
 from .own_gradients import OwnGradients
+
+BUCKET_MB = 25
+"""MiB in a bucket, but for the first: stock DDP's default."""
 
 FROZEN = (
     "were frozen (requires_grad_(False)) after job.ddp had wrapped it: the exchange waits for their gradients, and "
@@ -127,6 +131,22 @@ class FixedLayout(Told):
     def _build_params_for_reducer(self) -> Any:
         parameters, expect_sparse = super()._build_params_for_reducer()
         return parameters[::-1], expect_sparse[::-1]
+
+
+def bucket_options(model: nn.Module, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of DistributedDataParallel that decide the size of its buckets, where the user's `options` do not.
+
+    The first bucket of stock DDP holds 1 MB, so that its exchange runs beside the backward. On CPUs both need the same
+    cores, and what gloo does for a bucket costs more than that saves. So gradients that fit into one bucket of the
+    usual size are in one.
+    """
+    if "bucket_cap_mb" in options or "bucket_cap_mb_list" in options:
+        return {}
+    params = [param for param in model.parameters() if param.requires_grad]
+    if not all(param.device.type == "cpu" and not is_lazy(param) for param in params):
+        return {}
+    nbytes = sum(param.numel() * param.element_size() for param in params)
+    return {"bucket_cap_mb": BUCKET_MB} if nbytes <= BUCKET_MB << 20 else {}
 
 
 def refuse_subgroup(options: Mapping[str, Any], world_size: int) -> None:
