@@ -32,12 +32,14 @@ from ..recovery.hang_rules import (
 from ..recovery.model import Agent, Worker
 from ..recovery.stillness import StillRank, all_ahead, standing, worth_telling
 from ..recovery.transitions import Stage
+from ..util.processes import has_ended, is_ending
 from .pool import Pool, Process
 from .stacks import process_state, stack
 from .standstill import Others, local
 
 STOPPED_S = 1.0
 """A longer gap between two looks means that the agent itself was suspended."""
+ENDS_SLOWLY = "it was killed or has exited; the kernel is still freeing what the process had"
 TELL_S = 1.0
 """Minimum interval between reports to the other agents of how far the local workers have got."""
 RETRY_S = 1.0
@@ -271,6 +273,8 @@ class HangDetector:
             if resumed or process.page.read().beats != beats_then:
                 self._explored.pop(process.worker_id)
                 log.info("worker.went_on", slot=process.slot, pid=process.pid)
+            elif is_ending(process.pid):
+                self._ends(process)
             elif not (sick and sick.certain) and is_blocked_in_collective(told[suspect]):
                 self._excused[process.worker_id] = again_s
                 self._in_collective[process.worker_id] = beats_then, now_s
@@ -286,6 +290,13 @@ class HangDetector:
             log.error("worker.not_looked_at", slot=process.slot, pid=process.pid, why=str(error))
             self._retry_s = now_s + RETRY_S
             self._accused.discard(process.worker_id)
+
+    def _ends(self, process: Process) -> None:
+        """Report a worker that has been killed, and whose exit the kernel has not shown yet, as what it is."""
+        if process.pidfd >= 0 and has_ended(process.pidfd, 0.0):
+            return  # its exit is being reported
+        log.warning("worker.ends_slowly", slot=process.slot, pid=process.pid)
+        self.post(WorkerUnhealthy(process.slot, process.worker_id, "exit", ENDS_SLOWLY))
 
 
 def _stacks(witnesses: list[tuple[str, int, bool]]) -> dict[str, str]:

@@ -29,6 +29,7 @@ from elastic.contract.standings import Standing
 from elastic.recovery.events import Event, GroupStuck, RanksStill, WorkerUnhealthy
 from elastic.recovery.model import Worker
 from elastic.recovery.transitions import Stage
+from elastic.util.processes import is_ending
 
 RULES = Hang(floor_s=1.0, ceiling_s=5.0)
 
@@ -269,3 +270,30 @@ def test_hang_detector_repeats_position_of_a_waiting_rank_only_after_progress(sc
     scene.look(122.0)
     assert scene.accused() is None
     assert [said.standings[0].position for said in scene.told] == [(1, 0, 2), (1, 1, 2)]
+
+
+def test_a_killed_worker_that_the_kernel_has_not_ended_yet_is_no_hang(scene: Scene) -> None:
+    """A process of gigabytes on a busy machine: its memory is freed for seconds before its exit can be seen."""
+    os.kill(scene.process.pid, signal.SIGKILL)  # a zombie, as nothing waits for it
+    eventually(lambda: is_ending(scene.process.pid), 10.0)
+    scene.look(106.0)
+    found = eventually(scene.accused, 10.0)
+    assert (found.kind, found.evidence, found.stacks) == ("exit", hang_detector.ENDS_SLOWLY, {})
+
+
+def test_the_exit_that_the_kernel_shows_is_left_to_the_pool(scene: Scene) -> None:
+    scene.process.pidfd = os.pidfd_open(scene.process.pid)
+    os.kill(scene.process.pid, signal.SIGKILL)
+    eventually(lambda: is_ending(scene.process.pid), 10.0)
+    scene.look(106.0)
+    eventually(lambda: not scene.watchman._accused, 10.0)
+    assert scene.accused() is None
+    os.close(scene.process.pidfd)
+
+
+def test_a_process_that_runs_or_is_stopped_does_not_end(scene: Scene) -> None:
+    assert not is_ending(scene.process.pid)
+    os.kill(scene.process.pid, signal.SIGSTOP)
+    eventually(lambda: state(scene.process.pid) == "T", 10.0)
+    os.kill(scene.process.pid, signal.SIGTERM)  # pending, and it may be handled
+    assert not is_ending(scene.process.pid)
