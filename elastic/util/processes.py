@@ -37,10 +37,10 @@ def is_ending(pid: int) -> bool:
     if not fields or fields[0] in "ZX" or int(fields[6]) & _EXITING:
         return True
     try:
-        rows = dict(row.split(":", 1) for row in kernel_file(f"/proc/{pid}/status").decode().splitlines())
+        rows = dict(row.partition(b":")[::2] for row in kernel_file(f"/proc/{pid}/status").split(b"\n"))
     except OSError:
         return True
-    return any(int(rows[name], 16) >> (signal.SIGKILL - 1) & 1 for name in ("SigPnd", "ShdPnd"))
+    return any(int(rows[name], 16) >> (signal.SIGKILL - 1) & 1 for name in (b"SigPnd", b"ShdPnd"))
 
 
 def memory_nbytes(pid: int) -> tuple[int, int]:

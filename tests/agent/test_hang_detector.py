@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import pathlib
 import queue
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import types
 from collections.abc import Iterator
@@ -297,3 +299,18 @@ def test_a_process_that_runs_or_is_stopped_does_not_end(scene: Scene) -> None:
     eventually(lambda: state(scene.process.pid) == "T", 10.0)
     os.kill(scene.process.pid, signal.SIGTERM)  # pending, and it may be handled
     assert not is_ending(scene.process.pid)
+
+
+def test_a_process_whose_name_is_no_utf_8_is_looked_at_as_any_other() -> None:
+    """The kernel cuts a name after 15 bytes, perhaps within a character."""
+    names_itself = (
+        "open('/proc/self/comm', 'wb').write('worker d\u00e9tach\u00e9'.encode()[:15]); print(flush=True); input()"
+    )
+    with Procs() as procs:
+        process = procs.popen([sys.executable, "-c", names_itself], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        process.stdout.readline()
+        with pytest.raises(UnicodeDecodeError):
+            pathlib.Path(f"/proc/{process.pid}/status").read_text(encoding="utf-8")
+        assert not is_ending(process.pid)
+        process.communicate(b"\n", timeout=10.0)
