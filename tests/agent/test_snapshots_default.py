@@ -14,8 +14,8 @@ from elastic.contract.records import IncidentRecord, Phase
 pytestmark = [pytest.mark.etcd, pytest.mark.chaos]
 
 SCRIPT = Path(__file__).parent.parent / "support" / "train_two_optimizers.py"
-STEPS, STEP_MS, STRIKE_AT = 90, 50, 60
-"""Three seconds until the strike: by then there was more than the first snapshot."""
+STEPS, STEP_MS, STRIKE_AT = 150, 50, 120
+"""Six seconds until the strike: by then there was more than the first snapshot."""
 
 
 def _job(folder: Path, *, nodes: str, more: Sequence[str] = (), **spec: object) -> Job:
