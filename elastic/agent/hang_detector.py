@@ -32,14 +32,16 @@ from ..recovery.hang_rules import (
 from ..recovery.model import Agent, Worker
 from ..recovery.stillness import StillRank, all_ahead, standing, worth_telling
 from ..recovery.transitions import Stage
-from ..util.processes import has_ended, is_ending
+from ..util.processes import is_ending
 from .pool import Pool, Process
 from .stacks import process_state, stack
 from .standstill import Others, local
 
 STOPPED_S = 1.0
 """A longer gap between two looks means that the agent itself was suspended."""
-ENDS_SLOWLY = "it was killed or has exited; the kernel is still freeing what the process had"
+ENDING_S = 60.0
+"""A worker that was killed or exits is left to the kernel for this long: only its exit tells of what it died."""
+ENDS_SLOWLY = "it was killed or exits, and its process has not ended for {:.0f} s"
 TELL_S = 1.0
 """Minimum interval between reports to the other agents of how far the local workers have got."""
 RETRY_S = 1.0
@@ -95,6 +97,8 @@ class HangDetector:
         """Worker id -> until when its stack is not dumped again without a suspicion."""
         self._stopped_s: dict[int, float] = {}
         """Worker id of a stopped plain script -> since when every look has found its process stopped."""
+        self._ending_s: dict[int, float] = {}
+        """Worker id of a process that was killed or exits -> when that was seen first."""
         self._in_collective: dict[int, tuple[int, float]] = {}
         """Worker id -> the beat after which its stack showed it in a collective, and when."""
 
@@ -250,9 +254,9 @@ class HangDetector:
 
     def _accuse(self, one: LastBeat, seen: list[LastBeat], sick: Unhealthy | None, now_s: float) -> None:
         """Dump its stack, and post WorkerUnhealthy unless the stack clears it. Without `sick`, only dump it."""
-        if now_s < self._retry_s:
-            return
         process, state = one.process, one.state
+        if now_s < self._retry_s or self._is_ending(process, now_s):
+            return
         self._accused.add(process.worker_id)
         # A cleared worker is examined again when its silence has doubled: dumping the stack may pause it.
         again_s = now_s + min(self.rules.ceiling_s, now_s - one.beat.beat_at_s)
@@ -273,30 +277,40 @@ class HangDetector:
             if resumed or process.page.read().beats != beats_then:
                 self._explored.pop(process.worker_id)
                 log.info("worker.went_on", slot=process.slot, pid=process.pid)
-            elif is_ending(process.pid):
-                self._ends(process)
+            elif self._is_ending(process, now_s):  # killed meanwhile
+                self._explored.pop(process.worker_id)
             elif not (sick and sick.certain) and is_blocked_in_collective(told[suspect]):
                 self._excused[process.worker_id] = again_s
                 self._in_collective[process.worker_id] = beats_then, now_s
                 log.info("worker.is_blocked_in_collective", slot=process.slot, pid=process.pid)
             elif sick is not None:
-                log.warning("worker.hung", slot=process.slot, pid=process.pid, evidence=sick.evidence)
-                self.post(WorkerUnhealthy(process.slot, process.worker_id, "hang", sick.evidence, told))
-            self._accused.discard(process.worker_id)
+                evidence = sick.evidence
+                if (since_s := self._ending_s.get(process.worker_id)) is not None:
+                    evidence = f"{evidence}; {ENDS_SLOWLY.format(now_s - since_s)}"
+                log.warning("worker.hung", slot=process.slot, pid=process.pid, evidence=evidence)
+                self.post(WorkerUnhealthy(process.slot, process.worker_id, "hang", evidence, told))
+
+        def thread() -> None:
+            try:
+                testify()
+            finally:
+                self._accused.discard(process.worker_id)
 
         try:
-            threading.Thread(target=testify, name="elastic-stacks", daemon=True).start()
+            threading.Thread(target=thread, name="elastic-stacks", daemon=True).start()
         except RuntimeError as error:  # no thread can be started: retried later, and the agent keeps running
             log.error("worker.not_looked_at", slot=process.slot, pid=process.pid, why=str(error))
             self._retry_s = now_s + RETRY_S
             self._accused.discard(process.worker_id)
 
-    def _ends(self, process: Process) -> None:
-        """Report a worker that has been killed, and whose exit the kernel has not shown yet, as what it is."""
-        if process.pidfd >= 0 and has_ended(process.pidfd, 0.0):
-            return  # its exit is being reported
-        log.warning("worker.ends_slowly", slot=process.slot, pid=process.pid)
-        self.post(WorkerUnhealthy(process.slot, process.worker_id, "exit", ENDS_SLOWLY))
+    def _is_ending(self, process: Process, now_s: float) -> bool:
+        """Whether the kernel is about to show its exit, which tells the cause and the last step: that is no hang."""
+        if not is_ending(process.pid):
+            return False
+        if process.worker_id not in self._ending_s:
+            self._ending_s[process.worker_id] = now_s
+            log.info("worker.ends_slowly", slot=process.slot, pid=process.pid)
+        return now_s - self._ending_s[process.worker_id] < ENDING_S
 
 
 def _stacks(witnesses: list[tuple[str, int, bool]]) -> dict[str, str]:

@@ -43,8 +43,10 @@ below 1 %, as `benchmarks/overhead.py` measures it."""
 
 SNAPSHOT_WANTED_S = 60.0
 SNAPSHOT_LEAST_S = 1.0
-SNAPSHOT_UNMEASURED_MOST_S = 30.0
-"""Longest interval until a copy into already used memory has been measured: the first copy costs more."""
+SNAPSHOT_FIRST_SHARE = 1 / 20
+SNAPSHOT_FIRST_MOST_S = 30.0
+"""Share and longest interval until a copy into already used memory has been measured. The first copies of a process
+cost more than those that follow and say little about them; meanwhile all that the job has done is at stake."""
 
 
 class IntervalRule(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,15 +122,16 @@ def first_plan(rule: IntervalRule | None, step: int, *, snapshots: bool = False)
 
 def snapshot_interval_s(cost_s: float | None, *, warm: bool = True) -> float:
     """Seconds between in-memory snapshots, such that they cost SNAPSHOT_SHARE of the training time, or up to
-    SNAPSHOT_MOST_SHARE where that would be less than one in SNAPSHOT_WANTED_S.
+    SNAPSHOT_MOST_SHARE where that would be less than one in SNAPSHOT_WANTED_S. The first ones are taken sooner.
 
     `cost_s`: training time that one costs; None: none taken yet. `warm`: measured on already used memory.
     """
     if cost_s is None:
         return SNAPSHOT_LEAST_S
+    if not warm:
+        return min(max(SNAPSHOT_LEAST_S, cost_s / SNAPSHOT_FIRST_SHARE), SNAPSHOT_FIRST_MOST_S)
     cheap = min(cost_s / SNAPSHOT_SHARE, SNAPSHOT_WANTED_S)
-    interval = max(SNAPSHOT_LEAST_S, cost_s / SNAPSHOT_MOST_SHARE, cheap)
-    return interval if warm else min(interval, SNAPSHOT_UNMEASURED_MOST_S)
+    return max(SNAPSHOT_LEAST_S, cost_s / SNAPSHOT_MOST_SHARE, cheap)
 
 
 def with_snapshot(plan: IntervalPlan, interval_s: float, *, step: int, step_s: float, since_s: float) -> IntervalPlan:

@@ -11,8 +11,9 @@ from collections.abc import Callable
 PR_SET_PDEATHSIG = 1
 _REAL_TIME = "SIGRTMIN"
 _READ_BYTES = 65536
-_EXITING = 0x4
-"""PF_EXITING, in the flags of /proc/PID/stat: see proc(5)."""
+_EXITING, _SIGNALED = 0x4, 0x400
+"""PF_EXITING and PF_SIGNALED (set before a core is dumped), in the flags of /proc/PID/stat: see proc(5) and Linux's
+include/linux/sched.h."""
 _PAGE_BYTES = os.sysconf("SC_PAGESIZE")
 
 
@@ -31,16 +32,19 @@ def stat_fields(pid: int) -> list[str]:
 
 
 def is_ending(pid: int) -> bool:
-    """Whether the process has ended, or will without running any more of its code: it exits or has been killed, and the
-    kernel has yet to free its memory. With gigabytes, on a busy machine, that takes seconds."""
-    fields = stat_fields(pid)
-    if not fields or fields[0] in "ZX" or int(fields[6]) & _EXITING:
-        return True
+    """Whether the process has ended, or will without running any more of its code: it exits, dumps its core or has been
+    killed, and the kernel has yet to free its memory. With gigabytes, on a busy machine, that takes seconds. False
+    where that cannot be read, for lack of descriptors for example."""
     try:
+        fields = kernel_file(f"/proc/{pid}/stat").rpartition(b")")[2].split()
+        if fields[0] in (b"Z", b"X") or int(fields[6]) & (_EXITING | _SIGNALED):
+            return True
         rows = dict(row.partition(b":")[::2] for row in kernel_file(f"/proc/{pid}/status").split(b"\n"))
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return True
-    return any(int(rows[name], 16) >> (signal.SIGKILL - 1) & 1 for name in (b"SigPnd", b"ShdPnd"))
+    except (OSError, LookupError, ValueError):
+        return False
+    return any(int(rows.get(name, b"0"), 16) >> (signal.SIGKILL - 1) & 1 for name in (b"SigPnd", b"ShdPnd"))
 
 
 def memory_nbytes(pid: int) -> tuple[int, int]:

@@ -31,6 +31,7 @@ from elastic.contract.standings import Standing
 from elastic.recovery.events import Event, GroupStuck, RanksStill, WorkerUnhealthy
 from elastic.recovery.model import Worker
 from elastic.recovery.transitions import Stage
+from elastic.util import processes
 from elastic.util.processes import is_ending
 
 RULES = Hang(floor_s=1.0, ceiling_s=5.0)
@@ -274,23 +275,66 @@ def test_hang_detector_repeats_position_of_a_waiting_rank_only_after_progress(sc
     assert [said.standings[0].position for said in scene.told] == [(1, 0, 2), (1, 1, 2)]
 
 
-def test_a_killed_worker_that_the_kernel_has_not_ended_yet_is_no_hang(scene: Scene) -> None:
-    """A process of gigabytes on a busy machine: its memory is freed for seconds before its exit can be seen."""
+def test_a_killed_worker_that_the_kernel_has_not_ended_yet_is_left_to_its_exit(scene: Scene) -> None:
+    """A process of gigabytes on a busy machine: its memory is freed for seconds before its exit can be seen. Only that
+    tells the signal, an out-of-memory kill and the last step."""
     os.kill(scene.process.pid, signal.SIGKILL)  # a zombie, as nothing waits for it
     eventually(lambda: is_ending(scene.process.pid), 10.0)
     scene.look(106.0)
-    found = eventually(scene.accused, 10.0)
-    assert (found.kind, found.evidence, found.stacks) == ("exit", hang_detector.ENDS_SLOWLY, {})
+    scene.look(106.1 + hang_detector.ENDING_S / 2)
+    assert not scene.watchman._accused, "and no thread that dumps its stack"
+    assert scene.accused() is None
 
 
-def test_the_exit_that_the_kernel_shows_is_left_to_the_pool(scene: Scene) -> None:
-    scene.process.pidfd = os.pidfd_open(scene.process.pid)
+def test_a_killed_worker_that_the_kernel_never_ends_is_a_hang(scene: Scene) -> None:
     os.kill(scene.process.pid, signal.SIGKILL)
     eventually(lambda: is_ending(scene.process.pid), 10.0)
     scene.look(106.0)
+    scene.look(107.0 + hang_detector.ENDING_S)
+    found = eventually(scene.accused, 10.0)
+    assert found.kind == "hang"
+    assert found.evidence.endswith("; it was killed or exits, and its process has not ended for 60 s")
+
+
+def test_a_worker_killed_while_its_stack_is_dumped_is_left_to_its_exit(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(_: object) -> dict[str, str]:
+        os.kill(scene.process.pid, signal.SIGKILL)
+        eventually(lambda: is_ending(scene.process.pid), 10.0)
+        return {"slot 0 (hung)": "no stack could be read"}
+
+    monkeypatch.setattr(hang_detector, "_stacks", killed)
+    scene.look(106.0)
     eventually(lambda: not scene.watchman._accused, 10.0)
     assert scene.accused() is None
-    os.close(scene.process.pidfd)
+
+
+def test_a_look_that_fails_is_repeated(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as failing:
+        failing.setattr(threading, "excepthook", lambda _: None)
+        failing.setattr(hang_detector, "_stacks", lambda _: 1 / 0)
+        scene.look(105.5)
+        eventually(lambda: not scene.watchman._accused, 10.0)
+    assert scene.accused() is None
+    scene.look(106.0)
+    assert eventually(scene.accused, 10.0).kind == "hang"
+
+
+@pytest.mark.parametrize("error", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES])
+def test_a_process_of_which_nothing_can_be_read_does_not_end(monkeypatch: pytest.MonkeyPatch, error: int) -> None:
+    def fails(_: str) -> bytes:
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(processes, "kernel_file", fails)
+    assert not is_ending(os.getpid())
+
+
+@pytest.mark.parametrize(("flags", "ends"), [(0x400040, False), (0x400440, True), (0x40010C, True)])
+def test_a_process_that_dumps_its_core_or_exits_ends(monkeypatch: pytest.MonkeyPatch, flags: int, ends: bool) -> None:
+    files = {"stat": b"7 (a) b) R 1 7 7 0 -1 %d 0 0\n" % flags, "status": b"Name:\ta) b\nSigQ:\t0/9\n"}
+    monkeypatch.setattr(processes, "kernel_file", lambda path: files[path.rpartition("/")[2]])
+    assert is_ending(7) is ends
 
 
 def test_a_process_that_runs_or_is_stopped_does_not_end(scene: Scene) -> None:
