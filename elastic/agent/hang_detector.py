@@ -290,14 +290,14 @@ class HangDetector:
                 log.warning("worker.hung", slot=process.slot, pid=process.pid, evidence=evidence)
                 self.post(WorkerUnhealthy(process.slot, process.worker_id, "hang", evidence, told))
 
-        def thread() -> None:
+        def testify_or_retry() -> None:
             try:
                 testify()
             finally:
                 self._accused.discard(process.worker_id)
 
         try:
-            threading.Thread(target=thread, name="elastic-stacks", daemon=True).start()
+            threading.Thread(target=testify_or_retry, name="elastic-stacks", daemon=True).start()
         except RuntimeError as error:  # no thread can be started: retried later, and the agent keeps running
             log.error("worker.not_looked_at", slot=process.slot, pid=process.pid, why=str(error))
             self._retry_s = now_s + RETRY_S
