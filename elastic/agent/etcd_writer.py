@@ -293,11 +293,13 @@ class EtcdWriter:
     # ── the job's state ─────────────────────────────────────────────────────────────────────────────────────
 
     def put_state(self, effect: PutState) -> None:
-        puts = [Put(self.keys.state, encode(effect.state))]
-        if effect.state.phase is Phase.SUCCEEDED and (last := self.progress()):
-            # In one transaction: a complete job must not be seen at an earlier step than its last. Of one that fails
-            # the workers are stopped first, as each millisecond is another step with bad numbers.
-            puts.insert(0, Put(self.keys.progress, encode(last)))
+        puts, queue = [Put(self.keys.state, encode(effect.state))], self._urgent
+        if effect.state.phase is Phase.SUCCEEDED:
+            queue = self._lazy  # after the incidents: a complete job must not be seen with one that is still open
+            if last := self.progress():
+                # In one transaction: it must not be seen at an earlier step than its last, either. Of a job that fails
+                # the workers are stopped first, as each millisecond is another step with bad numbers.
+                puts.insert(0, Put(self.keys.progress, encode(last)))
 
         def order() -> None:
             done = self.etcd.txn(self._guards(effect.expect_revision), puts).ok
@@ -305,7 +307,7 @@ class EtcdWriter:
             log.info("job.state", phase=state.phase.value, reason=state.reason, restarts=state.restarts, done=done)
 
         # By phase: of two states decided on one revision the first is written. The newer must not displace it.
-        self._urgent.ask(f"state {effect.state.phase.value}", order, persist=False)
+        queue.ask(f"state {effect.state.phase.value}", order, persist=False)
 
     def restore(self, generation: GenerationRecord | None, state: JobState, spec: SpecRecord | None) -> None:
         """etcd came back empty, or with older data: write back the job's spec, state and generation, unless another

@@ -137,10 +137,27 @@ def test_the_end_of_a_job_is_written_together_with_its_last_step() -> None:
     office.queues["urgent"].orders.pop()()
     assert KEYS.progress not in office.client.server.kvs
     office.registry.put_state(PutState(JobState(phase=Phase.SUCCEEDED), office.client.get(KEYS.state).mod_revision))  # type: ignore[union-attr]
-    office.queues["urgent"].orders.pop()()
+    office.queues["lazy"].orders.pop()()
     written = office.client.server.kvs
     assert decode(ProgressRecord, written[KEYS.progress].value) == last
     assert written[KEYS.progress].mod_revision == written[KEYS.state].mod_revision
+
+
+def test_a_job_that_has_succeeded_shows_no_open_incident() -> None:
+    """A rank that is killed at the end of `train` is replaced, and the job is complete at once: whoever waits for the
+    end reads the incidents then."""
+    office = Office()
+    office.client.put(KEYS.member("n"), b"")
+    over = IncidentRecord(generation=2, kind="exit", node="n", ranks=(0,), detail="", wall_s=1.0)
+    for record in (msgspec.structs.replace(over, open=True), over):
+        office.registry.put_incident(record, 2)
+    office.registry.put_state(PutState(JobState(phase=Phase.SUCCEEDED), 0))
+    for name in ("urgent", "lazy"):  # the one thread is ahead of the other
+        for order in office.queues[name].orders:
+            order()
+    written = office.client.server.kvs
+    assert not decode(IncidentRecord, written[KEYS.incident(2, 0)].value).open
+    assert written[KEYS.incident(2, 0)].mod_revision < written[KEYS.state].mod_revision
 
 
 def test_failure_counted_at_the_same_moment_does_not_displace_the_end_of_the_job() -> None:
