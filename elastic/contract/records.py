@@ -20,7 +20,7 @@ from .spec import JobSpec
 from .standings import Standing, Stillness
 from .step_parts import SlowRank, StepParts
 
-PROTOCOL = 6
+PROTOCOL = 7
 """Version of every record and message. A reader that finds another version takes no part, and reports that."""
 
 

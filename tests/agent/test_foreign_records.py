@@ -47,9 +47,9 @@ GOOD = {
 }
 FOREIGN = {
     "another protocol": {KEYS.state: b'{"protocol": 99}'},
-    "no such record": {KEYS.member("c"): b'{"protocol": 6, "node": 7}'},
+    "no such record": {KEYS.member("c"): b'{"protocol": 7, "node": 7}'},
     "no JSON": {KEYS.generation: b"\xff{"},
-    "no UTF-8": {KEYS.member("c"): b'{"protocol": 6, "node": "\xff"}'},
+    "no UTF-8": {KEYS.member("c"): b'{"protocol": 7, "node": "\xff"}'},
     "too deep": {KEYS.member("c"): b'{"deep": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"},
 }
 

@@ -55,7 +55,7 @@ def test_damaged_files_and_other_code() -> None:
         damaged.kill_daemon()
         folder = damaged.folder / "state" / "jobs" / "job" / "agent"
         for name in ("config.json", "orders.json", "status.json"):
-            (folder / name).write_bytes(b'{"protocol": 6, "jo\xff')
+            (folder / name).write_bytes(b'{"protocol": 7, "jo\xff')
         (damaged.folder / "state" / "jobs" / "rubbish").write_text("a file where folders are")
         damaged.start()
         eventually(lambda: the_agent_it_knows(damaged) == agents[damaged.name], 10.0, "its agent is found again")

@@ -139,7 +139,7 @@ def test_history_thrown_away_past_the_watches() -> None:
             record = etcd.ctl("get", "--print-value-only", progress).stdout.rstrip("\n")
             for _ in range(3):
                 etcd.ctl("put", progress, said=record)
-            etcd.ctl("put", "/elastic/chaos/cordons/node1", said='{"protocol": 6, "reason": "x", "since_wall_s": 0}')
+            etcd.ctl("put", "/elastic/chaos/cordons/node1", said='{"protocol": 7, "reason": "x", "since_wall_s": 0}')
             etcd.ctl("compact", str(etcd.revision()))
             assert etcd.revision() > seen + 3
         finally:

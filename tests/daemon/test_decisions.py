@@ -119,7 +119,7 @@ def test_a_record_of_another_protocol_is_named_and_left_alone() -> None:
 def test_rubbish_is_named_and_left_alone() -> None:
     not_text = encode(NODE).replace(b'"10.', b'"\xff')
     seen = read(
-        KV(KEYS.node("b"), b"{"), KV(KEYS.job("j").spec, b'{"protocol": 6, "spec": 3}'), KV(KEYS.node("c"), not_text)
+        KV(KEYS.node("b"), b"{"), KV(KEYS.job("j").spec, b'{"protocol": 7, "spec": 3}'), KV(KEYS.node("c"), not_text)
     )
     for node in ("b", "c"):
         assert "is not a NodeRecord" in seen.foreign[KEYS.node(node)]

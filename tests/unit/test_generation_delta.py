@@ -131,9 +131,9 @@ def test_much_change_is_not_told() -> None:
         b"null",
         b"[]",
         b"\xff\xfe",
-        b'{"protocol": 6, "number": 1}',
-        b'{"protocol": 6, "number": 1, "nodes": 7, "store_host": "h", "store_port": 1, "leader": "a", "why": ""}',
-        b'{"protocol": 6, "number": 1, "nodes": ' + b"[" * 3000 + b"]" * 3000 + b"}",
+        b'{"protocol": 7, "number": 1}',
+        b'{"protocol": 7, "number": 1, "nodes": 7, "store_host": "h", "store_port": 1, "leader": "a", "why": ""}',
+        b'{"protocol": 7, "number": 1, "nodes": ' + b"[" * 3000 + b"]" * 3000 + b"}",
     ],
 )
 def test_generation_reader_rejects_invalid_records_and_keeps_the_last_one(raw: bytes) -> None:

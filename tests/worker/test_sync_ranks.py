@@ -20,7 +20,7 @@ from torch import nn
 from elastic.checkpoint.errors import NoGoodCheckpoint
 from elastic.worker.comm.errors import GroupAborted, is_communication_error
 from elastic.worker.comm.group import Group
-from elastic.worker.state import broadcast, pull, restore
+from elastic.worker.state import broadcast, pull, restore, sync
 from elastic.worker.state.restore import Disk
 from elastic.worker.state.state import State
 from elastic.worker.state.state_source import NoStateError
@@ -146,6 +146,62 @@ def test_newcomers_get_bit_identical_state_and_step_on_alike(kind: str, way: str
     assert results[1]["nbytes"] == results[2]["nbytes"] == 0 < results[0]["nbytes"] == results[3]["nbytes"]
     assert {r["names"] for r in results} == {"('a', {1: [1]})"}
     assert {tuple(r["version"]) for r in results} == {(5, 4)}
+
+
+def listed_early(rank: int, world_size: int, port: int, since: str, way: str) -> Any:
+    """Rank 1 has trained three steps; rank 2 has trained one, then was away; the others are new. `since`: what has been
+    changed on rank 1 since its tensors were listed at the second commit."""
+    only_by(way, rank)
+    sync.EARLY_TENSORS = 1
+    heads: list[bool] = []
+    really = sync._received
+
+    def received(kind: Any, *chain: Any) -> Any:
+        got = really(kind, *chain)
+        if kind is sync.StateHeader:
+            heads.append(got.tensors is None)
+        return got
+
+    sync._received = received
+    state = build(1 if rank in (1, 2) else rank)
+    for _ in range({1: 3, 2: 1}.get(rank, 0)):
+        step(state, generation=4)
+    kept = state.optimizer.state
+    if rank == 1:
+        for number, param in enumerate(kept):
+            if since == "another key":
+                kept[param]["sum"] = torch.full_like(param, float(number), requires_grad=False)
+            elif since == "one key less":
+                del kept[param]["exp_avg"]
+            elif since == "other memory":
+                kept[param]["exp_avg"] = kept[param]["exp_avg"].clone()
+            elif since == "another dtype":
+                kept[param]["exp_avg_sq"] = kept[param]["exp_avg_sq"].double()
+            elif since == "a nested tensor":
+                kept[param]["both"] = [torch.full((3,), float(number)), "text"]
+            elif since == "the step as a number":
+                kept[param]["step"] = int(kept[param]["step"])
+    before = fingerprint(state) if rank == 1 and since == "nothing" else ""
+    made = group(rank, world_size, port, 5)
+    synced = synchronise(state, rank=rank, world_size=world_size, generation=5)
+    made.close()
+    return [synced.step, before, fingerprint(state), heads, state.clean()]
+
+
+CHANGES = "another key", "one key less", "other memory", "another dtype", "a nested tensor", "the step as a number"
+
+
+@pytest.mark.parametrize(
+    ("since", "way"), [("nothing", "memory"), ("nothing", "sockets"), *((change, "both") for change in CHANGES)]
+)
+def test_a_list_sent_early_counts_only_where_it_still_holds(since: str, way: str) -> None:
+    """The source sends its list before it has looked whether it still holds, and receivers make their tensors by it."""
+    results = run_ranks(listed_early, world_size=4, since=since, way=way)
+    assert [step for step, *_ in results] == [3] * 4
+    assert len({received for _, _, received, *_ in results}) == 1
+    assert all(clean for *_, clean in results)
+    assert [heads for *_, heads, _ in results] == [[since == "nothing"]] * 1 + [[]] + [[since == "nothing"]] * 2
+    assert since != "nothing" or results[1][1] == results[1][2]
 
 
 def first_start(rank: int, world_size: int, port: int) -> Any:
@@ -379,9 +435,17 @@ def test_an_interrupted_transfer_leaves_no_usable_state(way: str) -> None:
     assert others == [[False, [0, 0], True]] * 2
 
 
-def mismatch(rank: int, world_size: int, port: int) -> Any:
-    state = State(model=nn.Linear(3, 4 + rank))
+def mismatch(rank: int, world_size: int, port: int, what: str, early: int) -> Any:
+    sync.EARLY_TENSORS = early
+    model = nn.Linear(3, 4 + (rank if what == "shape" else 0))
+    if what == "frozen bias" and rank:
+        optimizer = torch.optim.AdamW([model.weight])
+    else:
+        optimizer = torch.optim.AdamW(model.parameters())
+    state = State(model=model, **{"other" if what == "name" and rank else "optimizer": optimizer})
     if rank == 0:
+        model(torch.ones(3)).sum().backward()
+        optimizer.step()
         state.committed(1)
     made = group(rank, world_size, port, 2)
     said = ""
@@ -394,9 +458,17 @@ def mismatch(rank: int, world_size: int, port: int) -> Any:
     return said
 
 
-def test_another_model_is_named() -> None:
-    said = run_ranks(mismatch, world_size=2)[1]
-    assert said.startswith("model.weight is F32 [5, 3] here and F32 [4, 3] in the state that came")
+@pytest.mark.parametrize("early", [1, 1000])
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("shape", "model.weight is F32 [5, 3] here and F32 [4, 3] in the state that came"),
+        ("name", "this state has the parts model, other, the one that came model, optimizer"),
+        ("frozen bias", "optimizer has parameter groups of [1] parameters as setup() builds it, and of [2]"),
+    ],
+)
+def test_another_model_is_named(what: str, words: str, early: int) -> None:
+    assert words in run_ranks(mismatch, world_size=2, what=what, early=early)[1]
 
 
 def damaged(rank: int, world_size: int, port: int) -> Any:

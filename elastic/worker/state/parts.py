@@ -6,7 +6,7 @@ their bytes are in."""
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Container, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -192,6 +192,16 @@ class ModulePart:
 _EXTRA = "_extra_state"  # torch's key for what `get_extra_state` returns
 
 
+@dataclass(frozen=True, slots=True)
+class Made:
+    """An optimizer's per-parameter tensors for a state that is to come, before the rest of it is known."""
+
+    state: dict[Any, dict[str, Any]]
+    """Parameter -> its entries by key, as `Optimizer.state`."""
+    came: dict[str, torch.Tensor]
+    """The same tensors by full name."""
+
+
 class OptimizerPart:
     """Per-parameter tensors as `optimizer.state.<index>.<key>`; everything else as JSON. An optimizer that has not
     stepped yet has no state: `adopt` creates it, with the memory layout of its parameter."""
@@ -216,14 +226,22 @@ class OptimizerPart:
     def extra(self) -> Any:
         return self.held()[1]
 
-    def adopt(self, infos: Infos, extra: Any) -> Mapping[str, torch.Tensor]:
-        params = self._params()
+    def make(self, infos: Infos, devices: Mapping[str, str]) -> Made | None:
+        """What `adopt` is to fill for `infos`, whose tensors are on `devices` by name. Changes nothing. None: nothing
+        can be made beforehand. Raises ValueError if they are not of this optimizer's parameters."""
+        return self._made(infos, set(), dict(self.tensors()), devices, {})
+
+    def adopt(self, infos: Infos, extra: Any, made: Made | None = None) -> Mapping[str, torch.Tensor]:
+        """`made`: what `make` has returned for the same `infos`, since when nothing has changed here."""
         counts, theirs = [len(g["params"]) for g in self.value.param_groups], [g["params"] for g in extra["groups"]]
         if counts != theirs:
             said = f"{self.name} has parameter groups of {counts} parameters as setup() builds it, and of {theirs}"
             raise ValueError(f"{said} in the state to be loaded: let setup() build all groups that training will add")
         mine = dict(self.tensors())
-        came: dict[str, torch.Tensor] = {}
+        inner = tensors_named(extra)
+        if made is None or not inner.isdisjoint(made.came):
+            made = self._made(infos, inner, mine, {}, extra["on"])
+        params, came, fresh = self._params(), made.came, made.state
 
         def target(name: str, device: str) -> torch.Tensor:
             came[name] = fitting(mine.get(name), infos[name], device)
@@ -234,21 +252,6 @@ class OptimizerPart:
             for key in [key for key in group if key != "params" and key not in options]:
                 del group[key]
             group.update(options)
-        fresh: dict[Any, Any] = {}
-        prefix, inner = f"{self.name}.state.", tensors_named(extra)
-        place: dict[str, torch.Tensor] = {}
-        number, on, like = "", extra["on"], Like(torch.empty(0))
-        for name, info in infos.items():
-            if not name.startswith(prefix) or name in inner:
-                continue
-            index, _, key = name[len(prefix) :].partition(".")
-            if number != index:
-                if int(index) >= len(params):
-                    raise ValueError(f"{name}: there are only {len(params)} parameters here")
-                number, param = index, params[int(index)]
-                place, like = fresh.setdefault(param, {}), Like(param)
-            device, here = on.get(key, like.device), mine.get(name)
-            place[key] = came[name] = like.empty(info, device) if here is None else fitting(here, info, device, param)
         for index, held in extra["state"].items():
             param = params[int(index)]
             fresh.setdefault(param, {}).update(decode(held, target, self._codecs))
@@ -256,6 +259,32 @@ class OptimizerPart:
         self.value.state.clear()
         self.value.state.update(fresh)
         return came
+
+    def _made(
+        self,
+        infos: Infos,
+        inner: Container[str],
+        mine: Mapping[str, torch.Tensor],
+        devices: Mapping[str, str],
+        on: Mapping[str, str],
+    ) -> Made:
+        """Those of `mine` that fit, and new ones; without `inner`, the tensors within an optimizer's other entries.
+        Each is on the device that is told by its name (`devices`) or key (`on`), else on its parameter's."""
+        state, came, params = dict[Any, dict[str, Any]](), dict[str, torch.Tensor](), self._params()
+        prefix, place, number, like = f"{self.name}.state.", dict[str, torch.Tensor](), "", Like(torch.empty(0))
+        start = len(prefix)
+        for name, info in infos.items():
+            if not name.startswith(prefix) or name in inner:
+                continue
+            index, _, key = name[start:].partition(".")
+            if number != index:
+                if int(index) >= len(params):
+                    raise ValueError(f"{name}: there are only {len(params)} parameters here")
+                number, param = index, params[int(index)]
+                place, like = state.setdefault(param, {}), Like(param)
+            device, here = devices.get(name) or on.get(key, like.device), mine.get(name)
+            place[key] = came[name] = like.empty(info, device) if here is None else fitting(here, info, device, param)
+        return Made(state, came)
 
     def filled(self) -> None:
         pass

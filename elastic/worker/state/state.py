@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -279,6 +279,10 @@ class State:
         extra.update(self._with(parts))
         return found
 
+    def last_described(self) -> list[Described]:
+        """What `described` has found last: the tensors may be others by now."""
+        return [each for name, each in self._described.items() if name not in self._tied]
+
     def _walk(
         self, parts: Iterable[Part], extras: dict[str, Any] | None, own: bool = False
     ) -> tuple[list[tuple[Described, torch.Tensor]], dict[str, str], dict[str, Described]]:
@@ -361,13 +365,14 @@ class State:
     # ── receiving a state ───────────────────────────────────────────────────────────────────────────────────
 
     @gc_pause.paused()
-    def survey(self) -> Survey:
-        """What `adopt` needs to know of the modules: taken beforehand, that work overlaps the wait for the state."""
+    def survey(self, table: Table = (), devices: Sequence[str] = ()) -> Survey:
+        """What `adopt` needs: taken beforehand, that work overlaps the wait. `table`, `devices`: what is expected."""
         modules = [part for part in self._parts.values() if isinstance(part, ModulePart)]
         extras: dict[str, Any] = {}
         held, self._tied, described = self._walk(modules, extras)
         self._described.update(described)
-        return [(each.info, tensor) for each, tensor in held], extras
+        survey = Survey([(each.info, tensor) for each, tensor in held], extras)
+        return survey.prepared(table, devices, self._parts) if table else survey
 
     @gc_pause.paused()
     def adopt(self, table: Table, extra: Mapping[str, Any], survey: Survey | None = None) -> list[torch.Tensor]:
@@ -382,21 +387,16 @@ class State:
         theirs = extra["parts"]
         if list(theirs) != list(self._parts):
             raise ValueError(f"this state has the parts {listed(self._parts)}, the one that came {listed(theirs)}")
-        by_part: dict[str, dict[str, TensorInfo]] = {name: {} for name in self._parts}
-        for info in table:
-            name = info.name
-            if (held := by_part.get(name.partition(".")[0])) is None:
-                raise ValueError(f"{name} belongs to no part of this state: {listed(self._parts)}")
-            held[name] = info
-        if reorder(survey := survey or self.survey(), by_part, self._parts):
-            survey = self.survey()
-        places = own_tensors(survey, by_part, theirs)
+        survey = (survey or self.survey()).expecting(table, self._parts)
+        if reorder(survey, self._parts):
+            survey = self.survey().expecting(table, self._parts)
+        places = own_tensors(survey, theirs)
         self._whole = False
         self._point.drop()
         for name, part in self._parts.items():
-            places.update(part.adopt(by_part[name], theirs[name]))
-        if missing := next((info for info in table if info.name not in places), None):
-            raise mismatch(missing.name, None, missing)
+            places.update(survey.adopted(part, theirs[name]))
+        if missing := [info for info in table if info.name not in places]:
+            raise mismatch(missing[0].name, None, missing[0])
         self._flags().adopt(extra.get("modes", {}))
         self._coming = int(extra["commit_generation"]), int(extra["step"])
         # Without autograd's record of what is written to them.

@@ -37,6 +37,8 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     """The newest step for which the job is known to have had a checkpoint, found or not; 0: none."""
     reached: Version = (0, 0)
     """Of the newest commit known to this rank or its agent, whether or not that state still exists."""
+    described: int = 0
+    """Number of tensors of its live state when they were last listed. Decides nothing about the source."""
 
 
 class Passed(NamedTuple):

@@ -4,43 +4,87 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from ...checkpoint.plain import tensors_named
-from ...contract.tensor_table import TensorInfo
-from .parts import Part
-
-Survey = tuple[list[tuple[TensorInfo, torch.Tensor]], dict[str, Any]]
-"""The tensors of the parts that are modules, and what else they hold as JSON, by part."""
+from ...contract.tensor_table import Table, TensorInfo
+from .parts import Made, OptimizerPart, Part
+from .refused import listed
 
 
-def reorder(survey: Survey, infos: Mapping[str, Mapping[str, TensorInfo]], parts: Mapping[str, Part]) -> bool:
-    """Put the tensors of modules into the order of `infos`: a parameter that is taken out of its module and put back,
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What can be found out, and made, before a state comes. It changes nothing."""
+
+    held: Sequence[tuple[TensorInfo, torch.Tensor]]
+    """The tensors of the parts that are modules."""
+    extras: Mapping[str, Any]
+    """What else they hold, as JSON, by part."""
+    table: Table | None = None
+    """The table of the state that is expected."""
+    infos: Mapping[str, Mapping[str, TensorInfo]] = field(default_factory=dict)
+    """Its entries, by part and name."""
+    made: dict[str, Made] = field(default_factory=dict)
+    """What optimizers need for it, by part."""
+
+    def expecting(self, table: Table, parts: Mapping[str, Part]) -> Survey:
+        """One for `table`. Raises ValueError for an entry of no part."""
+        if self.table is table:
+            return self
+        infos: dict[str, dict[str, TensorInfo]] = {name: {} for name in parts}
+        for info in table:
+            name = info.name
+            if (held := infos.get(name.partition(".")[0])) is None:
+                raise ValueError(f"{name} belongs to no part of this state: {listed(parts)}")
+            held[name] = info
+        return replace(self, table=table, infos=infos, made={})
+
+    def prepared(self, table: Table, devices: Sequence[str], parts: Mapping[str, Part]) -> Survey:
+        """One for `table`, whose tensors are on `devices`, with storage for what optimizers do not have yet. Unchanged
+        if the table does not fit: if it comes, `State.adopt` says so, and knows more of it."""
+        on = {info.name: device for info, device in zip(table, devices, strict=True)}
+        try:
+            fitting = self.expecting(table, parts)
+            optimizers = [part for part in parts.values() if isinstance(part, OptimizerPart)]
+            made = {part.name: part.make(fitting.infos[part.name], on) for part in optimizers}
+        except ValueError:
+            return self
+        return replace(fitting, made={name: each for name, each in made.items() if each is not None})
+
+    def adopted(self, part: Part, extra: Any) -> Mapping[str, torch.Tensor]:
+        """What `part.adopt` returns for its entries and `extra`."""
+        infos = self.infos[part.name]
+        if isinstance(part, OptimizerPart):
+            return part.adopt(infos, extra, self.made.get(part.name))
+        return part.adopt(infos, extra)
+
+
+def reorder(survey: Survey, parts: Mapping[str, Part]) -> bool:
+    """Put the tensors of modules into the order of the table: a parameter that is taken out of its module and put back,
     as pruning does, comes last there, and DDP and checkpoints go by the order. Returns whether any was in another
-    place; `survey` is then outdated. Modules that hold other tensors than those of `infos` are left alone."""
-    mine, came = [info.name for info, _ in survey[0]], [name for part in survey[1] for name in infos[part]]
+    place; `survey` is then outdated. Modules that hold other tensors than those that come are left alone."""
+    mine, came = [info.name for info, _ in survey.held], [name for part in survey.extras for name in survey.infos[part]]
     if mine == came or set(mine) != set(came):
         return False
-    slots = {slot.name: slot for part in survey[1] for slot in parts[part].slots()}
+    slots = {slot.name: slot for part in survey.extras for slot in parts[part].slots()}
     for slot in (slots[name] for name in came if name in slots):
         slot.holder[slot.key] = slot.holder.pop(slot.key)
     return True
 
 
-def own_tensors(
-    survey: Survey, infos: Mapping[str, Mapping[str, TensorInfo]], extras: Mapping[str, Any]
-) -> dict[str, torch.Tensor]:
-    """The modules' own tensors by name, if they are those that come: `infos` and `extras` are by part. Raises
+def own_tensors(survey: Survey, extras: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The modules' own tensors by name, if they are those that come. `extras`: what else comes, by part. Raises
     ValueError, and changes nothing."""
-    held, ours = survey
+    held, ours = survey.held, survey.extras
     made = tensors_named(list(ours.values()))
     own = [(info, tensor) for info, tensor in held if info.name not in made]
     made = tensors_named([extras[part] for part in ours])
     _compare(
         [info for info, _ in own],
-        [info for part in ours for info in infos[part].values() if info.name not in made],
+        [info for part in ours for info in survey.infos[part].values() if info.name not in made],
     )
     return {info.name: tensor for info, tensor in own}
 

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import torch
@@ -19,6 +19,7 @@ from ...contract.tensor_table import Table
 from .. import gc_pause
 from ..comm import p2p
 from . import broadcast, pull
+from .described import Described
 from .state import State
 from .state_source import Choice, NoStateError, Offer, Passed, Version, choose, counted_before, reached
 from .survey import Survey
@@ -50,6 +51,8 @@ as 'checkpoint step 40 at /ckpt/step-40'. Raises if nothing can be loaded."""
 
 _NONE: Version = (-1, -1)
 
+Message = TypeVar("Message", bound=msgspec.Struct)
+
 
 @dataclass(frozen=True, slots=True)
 class SyncResult:
@@ -66,16 +69,43 @@ class SyncResult:
     """The newest step that any rank has a record of as committed."""
 
 
-class StateHeader(msgspec.Struct, frozen=True):
-    """Header sent before the tensors."""
+EARLY_TENSORS = 1000
+"""From so many tensors on, the source sends its list of them before it checks that they are still those: meanwhile the
+receivers make what they lack. With fewer that gains less than a message takes."""
+
+
+class SourceTensors(msgspec.Struct, frozen=True):
+    """The tensors of the source, in the order of the table."""
 
     table: Table
-    extra: dict[str, Any]
-    source: str
     devices: tuple[str, ...]
     """Device type of each tensor: NCCL and gloo must not wait for each other."""
+    addresses: tuple[int, ...]
+    """Where ranks on the source's host can read each; 0 if it cannot be read this way: not dense, empty, or on a
+    device."""
+
+    @staticmethod
+    def of(described: Sequence[Described]) -> SourceTensors:
+        return SourceTensors(
+            tuple([each.info for each in described]),
+            tuple([each.device for each in described]),
+            tuple([each.address for each in described]),
+        )
+
+    def readable(self) -> tuple[list[int], list[int]]:
+        """(addresses, bytes) of the tensors that can be read from the source's memory."""
+        sizes = [info.nbytes for info, address in zip(self.table, self.addresses, strict=True) if address]
+        return [address for address in self.addresses if address], sizes
+
+
+class StateHeader(msgspec.Struct, frozen=True):
+    """Header sent before the contents of the tensors."""
+
+    tensors: SourceTensors | None
+    """None: those that were sent early."""
+    extra: dict[str, Any]
+    source: str
     window: pull.Window
-    """Where ranks on the source's host can read the tensors."""
 
 
 def synchronise(
@@ -110,6 +140,7 @@ def synchronise(
         established=state.established,
         known_step=known_step,
         reached=known_commit,
+        described=len(state.last_described()),
     )
     offers, found = _gather(mine, world_size), Saved()
     # Live state of an older generation may belong to a node that was partitioned while the others trained on and saved.
@@ -126,15 +157,14 @@ def synchronise(
         offers = _gather(mine, world_size)
     with gc_pause.paused():
         choice, said = _chosen(state, mine, offers, restore, generation, load, found.look_again, check)
-        source, nbytes = _bring(state, choice, said, rank, generation, load, check)
+        given = _bring(state, choice, said, rank, generation, load, check, offers[choice.source].described)
     check()
-    seconds = time.monotonic() - begun_s
     return SyncResult(
         step=state.step,
         origin=choice.origin,
-        source=source,
-        seconds=seconds,
-        nbytes=nbytes,
+        source=given[0],
+        seconds=time.monotonic() - begun_s,
+        nbytes=given[1],
         reason=choice.reason,
         reached=reached(offers),
     )
@@ -143,7 +173,7 @@ def synchronise(
 def _gather(mine: Offer, world_size: int) -> list[Offer]:
     snapshot, checkpoint = mine.snapshot or _NONE, mine.checkpoint or _NONE
     numbers = [*mine.version, int(mine.clean), int(mine.established), mine.known_step, *mine.reached]
-    numbers += [*snapshot, *checkpoint, mine.place]
+    numbers += [*snapshot, *checkpoint, mine.place, mine.described]
     if world_size == 1:
         return [mine]
     device = p2p.control_device()
@@ -166,6 +196,7 @@ def _offer(rank: int, numbers: Sequence[int]) -> Offer:
         snapshot=None if snapshot == _NONE else snapshot,
         checkpoint=None if checkpoint == _NONE else checkpoint,
         place=kept[4],
+        described=kept[5],
     )
 
 
@@ -228,9 +259,18 @@ def _loaded(load: Load | None, origin: Origin) -> str:
 
 
 def _bring(
-    state: State, choice: Choice, said: str, rank: int, generation: int, load: Load | None, check: Callable[[], None]
+    state: State,
+    choice: Choice,
+    said: str,
+    rank: int,
+    generation: int,
+    load: Load | None,
+    check: Callable[[], None],
+    described: int,
 ) -> tuple[str, int]:
-    """Returns (description of the source, bytes received by this rank)."""
+    """Returns (description of the source, bytes received by this rank). `described`: see `Offer`; of the source."""
+    # What a rank has loaded meanwhile is in other tensors than those that it has listed.
+    early = choice.origin in (Origin.LIVE, Origin.SETUP) and described >= EARLY_TENSORS
     said = said if choice.origin is Origin.CHECKPOINT else choice.origin.value
     if rank == choice.source:
         if choice.origin is Origin.SETUP:
@@ -241,29 +281,31 @@ def _bring(
         return said, 0
     if rank == choice.source:
         if choice.needs:
-            _give(state, said, choice, check)
+            _give(state, said, choice, check, early=early)
         return said, 0
-    return _take(state, choice, rank, check)
+    return _take(state, choice, rank, check, early=early)
 
 
-def _give(state: State, said: str, choice: Choice, check: Callable[[], None]) -> None:
+def _give(state: State, said: str, choice: Choice, check: Callable[[], None], *, early: bool) -> None:
     extra: dict[str, Any] = {}
+    sent = SourceTensors.of(state.last_described()) if early else None
+    if sent is not None:
+        p2p.send_bytes(msgspec.json.encode(sent), choice.needs[0])
     held = state.described(extra)  # nothing changes here until all ranks have it
-    tensors = [tensor for _, tensor in held]
-    table = tuple([each.info for each, _ in held])
-    with pull.open_to_readers([each.address for each, _ in held]) as window:
-        head = StateHeader(table, extra, said, tuple([each.device for each, _ in held]), window)
+    ours, tensors = SourceTensors.of([each for each, _ in held]), [tensor for _, tensor in held]
+    with pull.open_to_readers() as window:
+        head = StateHeader(None if ours == sent else ours, extra, said, window)
         p2p.send_bytes(msgspec.json.encode(head), choice.needs[0])
         readers = [bool(_number(source=rank)) for rank in choice.needs]
         for rank in choice.needs:
             p2p.exchange(torch.tensor(readers, dtype=torch.int64), target=rank)
-        dense, rest = _split(tensors, window)
+        dense, rest = _split(tensors, ours.addresses)
         _relay(rest, (choice.source, *choice.needs), choice.source, check)
         waiting = [rank for rank, reads in zip(choice.needs, readers, strict=True) if not reads]
         _relay(dense, (choice.source, *waiting), choice.source, check)
         reading = [rank for rank in choice.needs if rank not in waiting]
         if reading:
-            digests = torch.tensor(pull.digests(*_readable(head), check), dtype=torch.int64)
+            digests = torch.tensor(pull.digests(*ours.readable(), check), dtype=torch.int64)
             for rank in reading:
                 p2p.exchange(digests, target=rank)
             for rank in reading:
@@ -271,57 +313,59 @@ def _give(state: State, said: str, choice: Choice, check: Callable[[], None]) ->
     check()
 
 
-def _take(state: State, choice: Choice, rank: int, check: Callable[[], None]) -> tuple[str, int]:
+def _take(state: State, choice: Choice, rank: int, check: Callable[[], None], *, early: bool) -> tuple[str, int]:
     chain = (choice.source, *choice.needs)
     previous, following = _neighbours(chain, rank)
     assert previous is not None
-    survey = state.survey()
-    raw = p2p.receive_bytes(previous)
-    p2p.send_bytes(raw, following)
-    head = msgspec.json.decode(raw, type=StateHeader)
+    theirs = _received(SourceTensors, previous, following) if early else SourceTensors((), (), ())
+    survey = state.survey(theirs.table, theirs.devices)
+    head = _received(StateHeader, previous, following)
+    if head.tensors is not None:
+        theirs = head.tensors
+        survey.made.clear()  # before others are made: the memory may not be there twice
     reads = pull.can_read(head.window)
     p2p.exchange(torch.tensor([int(reads)]), target=choice.source)
     readers = torch.zeros(len(choice.needs), dtype=torch.int64)
     p2p.exchange(readers, source=choice.source)
-    tensors = _adopt(state, head, survey)
-    dense, rest = _split(tensors, head.window)
+    tensors = _adopt(state, theirs, head.extra, survey)
+    dense, rest = _split(tensors, theirs.addresses)
     _relay(rest, chain, rank, check)
     if reads:
-        mine = torch.tensor(pull.pull(dense, *_readable(head), head.window.pid, check), dtype=torch.int64)
-        theirs = torch.empty_like(mine)
-        p2p.exchange(theirs, source=choice.source)
+        found = torch.tensor(pull.pull(dense, *theirs.readable(), head.window.pid, check), dtype=torch.int64)
+        sent = torch.empty_like(found)
+        p2p.exchange(sent, source=choice.source)
         p2p.exchange(torch.ones(1, dtype=torch.int64), target=choice.source)
-        broadcast.compare(mine, theirs)
+        broadcast.compare(found, sent)
     else:
         waiting = [r for r, flag in zip(choice.needs, readers.tolist(), strict=True) if not flag]
         _relay(dense, (choice.source, *waiting), rank, check)
     check()
     state.filled()
-    return head.source, sum(info.nbytes for info in head.table)
+    return head.source, sum(info.nbytes for info in theirs.table)
 
 
-def _adopt(state: State, head: StateHeader, survey: Survey) -> list[torch.Tensor]:
-    tensors = state.adopt(head.table, head.extra, survey)
-    for info, tensor, device in zip(head.table, tensors, head.devices, strict=True):
+def _received(kind: type[Message], previous: int, following: int | None) -> Message:
+    """What rank `previous` has sent, once it is passed on to rank `following`."""
+    raw = p2p.receive_bytes(previous)
+    p2p.send_bytes(raw, following)
+    return msgspec.json.decode(raw, type=kind)
+
+
+def _adopt(state: State, theirs: SourceTensors, extra: dict[str, Any], survey: Survey) -> list[torch.Tensor]:
+    tensors = state.adopt(theirs.table, extra, survey)
+    for info, tensor, device in zip(theirs.table, tensors, theirs.devices, strict=True):
         if device_type(tensor) != device:
             raise ValueError(f"{info.name} lies on {tensor.device.type} here and on {device} at the source")
     return tensors
 
 
-def _split(tensors: Sequence[torch.Tensor], window: pull.Window) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def _split(tensors: Sequence[torch.Tensor], addresses: Sequence[int]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Returns (tensors that can be read from the source's memory, the others)."""
     dense: list[torch.Tensor] = []
     rest: list[torch.Tensor] = []
-    for tensor, address in zip(tensors, window.addresses, strict=True):
+    for tensor, address in zip(tensors, addresses, strict=True):
         (dense if address else rest).append(tensor)
     return dense, rest
-
-
-def _readable(head: StateHeader) -> tuple[list[int], list[int]]:
-    """(addresses, bytes) of the tensors that can be read from the source's memory."""
-    addresses = head.window.addresses
-    sizes = [info.nbytes for info, address in zip(head.table, addresses, strict=True) if address]
-    return [address for address in addresses if address], sizes
 
 
 def _relay(tensors: Sequence[torch.Tensor], chain: Sequence[int], rank: int, check: Callable[[], None]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .json_codec import Codecs
-from .parts import Infos, Named, OptimizerPart
+from .parts import Infos, Made, Named, OptimizerPart
 
 
 class WrappedOptimizerPart(OptimizerPart):
@@ -29,7 +29,10 @@ class WrappedOptimizerPart(OptimizerPart):
             tensors = tensors + theirs
         return tensors, {**extra, "inner": {key: theirs for key, (_, theirs) in inner.items()}}
 
-    def adopt(self, infos: Infos, extra: Any) -> Mapping[str, torch.Tensor]:
+    def make(self, infos: Infos, devices: Mapping[str, str]) -> None:
+        """Nothing: with the inner optimizers' tensors `adopt` makes its own."""
+
+    def adopt(self, infos: Infos, extra: Any, made: Made | None = None) -> Mapping[str, torch.Tensor]:
         came = extra.get("inner", {})
         if set(came) != set(self._inner):
             raise ValueError(
