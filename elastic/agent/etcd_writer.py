@@ -295,7 +295,7 @@ class EtcdWriter:
     def put_state(self, effect: PutState) -> None:
         puts, queue = [Put(self.keys.state, encode(effect.state))], self._urgent
         if effect.state.phase is Phase.SUCCEEDED:
-            queue = self._lazy  # after the incidents: a complete job must not be seen with one that is still open
+            queue = self._lazy  # after the incidents: a complete job is not to be seen with one that is still open
             if last := self.progress():
                 # In one transaction: it must not be seen at an earlier step than its last, either. Of a job that fails
                 # the workers are stopped first, as each millisecond is another step with bad numbers.
@@ -306,7 +306,7 @@ class EtcdWriter:
             state = effect.state
             log.info("job.state", phase=state.phase.value, reason=state.reason, restarts=state.restarts, done=done)
 
-        # By phase: of two states decided on one revision the first is written. The newer must not displace it.
+        # By phase: of two states decided on one revision one is written, and none may displace the other before that.
         queue.ask(f"state {effect.state.phase.value}", order, persist=False)
 
     def restore(self, generation: GenerationRecord | None, state: JobState, spec: SpecRecord | None) -> None:

@@ -11,9 +11,10 @@ results as events. A worker is told something once, when its stage changes.
 
 from __future__ import annotations
 
+from ..contract.records import Phase
 from .announce import adopt, check_idle, check_suspicion, settle_member
 from .bad_numbers import correct_reason
-from .effects import Effect, Leave
+from .effects import Effect, Leave, PutState
 from .events import Event
 from .failure_counts import count_failures
 from .knowledge import take
@@ -35,8 +36,14 @@ def step(
     take(turn, event)
     _settle(turn)
     report(turn, agent, event)
-    turn.effects.sort(key=lambda effect: isinstance(effect, Leave))  # no effect may follow it
+    turn.effects.sort(key=_place)
     return turn.agent, tuple(turn.effects)
+
+
+def _place(effect: Effect) -> int:
+    """No effect may follow `Leave`, and the end of the job is written after its incidents."""
+    ends = isinstance(effect, PutState) and effect.state.phase is Phase.SUCCEEDED
+    return 2 if isinstance(effect, Leave) else int(ends)
 
 
 def _settle(turn: Turn) -> None:

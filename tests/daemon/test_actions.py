@@ -215,8 +215,8 @@ def test_request_without_etcd_is_refused_and_states_if_its_outcome_is_unknown(wr
 
 
 def test_a_record_of_another_protocol_is_not_overwritten(writes: WriteQueue) -> None:
-    writes.client.put(JOB.spec, b'{"protocol": 7}')
-    with pytest.raises(Refused, match="speaks protocol 7") as refused:
+    writes.client.put(JOB.spec, b'{"protocol": 99}')
+    with pytest.raises(Refused, match="speaks protocol 99") as refused:
         writes.actions.stop("j", "x", ADA)
     assert refused.value.status == 409
 

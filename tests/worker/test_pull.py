@@ -29,9 +29,9 @@ def sizes(held: list[torch.Tensor]) -> list[int]:
 
 def test_every_byte_arrives_and_the_digests_agree() -> None:
     source, target = tensors(2), tensors(1)
-    with pull.open_to_readers() as window:
+    with pull.open_to_readers(pointers(source)) as window:
         assert pull.can_read(window)
-        found = pull.pull(target, pointers(source), sizes(source), window.pid)
+        found = pull.pull(target, window.addresses, sizes(source), window.pid)
     assert all(torch.equal(a, b) for a, b in zip(source, target, strict=True))
     assert found == pull.digests(pointers(source), sizes(source))
     source[1][-1] += 1
@@ -41,18 +41,18 @@ def test_every_byte_arrives_and_the_digests_agree() -> None:
 def test_into_tensors_that_are_not_dense() -> None:
     source = [torch.randn(1500, 1000), torch.randn(4, 5), torch.randn(7)]
     target = [torch.zeros(1000, 1500).t(), torch.zeros(5, 4).t(), torch.zeros(7)]
-    with pull.open_to_readers() as window:
-        found = pull.pull(target, pointers(source), sizes(source), window.pid)
+    with pull.open_to_readers(pointers(source)) as window:
+        found = pull.pull(target, window.addresses, sizes(source), window.pid)
     assert all(torch.equal(a, b) for a, b in zip(source, target, strict=True))
     assert found == pull.digests(pointers(source), sizes(source))
 
 
 def test_another_process_is_not_taken_for_the_source() -> None:
-    with pull.open_to_readers() as window:
+    with pull.open_to_readers([]) as window:
         pass
-    stranger = pull.Window(os.getpid(), "11" * 16, window.secret_address)
-    gone = pull.Window(1 << 22, window.secret, window.secret_address)
-    nowhere = pull.Window(os.getpid(), window.secret, 8)
+    stranger = pull.Window(os.getpid(), "11" * 16, window.secret_address, ())
+    gone = pull.Window(1 << 22, window.secret, window.secret_address, ())
+    nowhere = pull.Window(os.getpid(), window.secret, 8, ())
     assert [pull.can_read(w) for w in (stranger, gone, nowhere)] == [False] * 3
 
 
@@ -70,8 +70,8 @@ def test_pull_stops_when_its_check_raises() -> None:
             raise TimeoutError
 
     source, target = tensors(2), tensors(1)
-    with pull.open_to_readers() as window, pytest.raises(TimeoutError):
-        pull.pull(target, pointers(source), sizes(source), window.pid, check)
+    with pull.open_to_readers(pointers(source)) as window, pytest.raises(TimeoutError):
+        pull.pull(target, window.addresses, sizes(source), window.pid, check)
 
 
 def test_only_tensors_that_lie_as_in_a_file_have_an_address() -> None:

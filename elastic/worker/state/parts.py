@@ -228,7 +228,11 @@ class OptimizerPart:
 
     def make(self, infos: Infos, devices: Mapping[str, str]) -> Made | None:
         """What `adopt` is to fill for `infos`, whose tensors are on `devices` by name. Changes nothing. None: nothing
-        can be made beforehand. Raises ValueError if they are not of this optimizer's parameters."""
+        can be made beforehand, as an entry may be a list or dict of tensors. Raises ValueError if they are not of this
+        optimizer's parameters."""
+        depth = self.name.count(".") + 3  # NAME.state.INDEX.KEY
+        if max((name.count(".") for name in infos), default=0) > depth:
+            return None
         return self._made(infos, set(), dict(self.tensors()), devices, {})
 
     def adopt(self, infos: Infos, extra: Any, made: Made | None = None) -> Mapping[str, torch.Tensor]:

@@ -39,29 +39,33 @@ class _Vector(ctypes.Structure):
 
 
 class Window(msgspec.Struct, frozen=True):
-    """The process in whose memory the source's tensors are, and how to tell that it is that one."""
+    """The source's description of its memory."""
 
     pid: int
     secret: str
     secret_address: int
+    addresses: tuple[int, ...]
+    """Address of each tensor; 0 if it cannot be read this way: not dense, empty, or on a device."""
 
 
 class Opened:
     """The source's side. Must be kept alive while other ranks read."""
 
-    def __init__(self) -> None:
+    def __init__(self, addresses: Sequence[int]) -> None:
         self._secret = ctypes.create_string_buffer(secrets.token_bytes(16), 16)
         self.window = Window(
             pid=os.getpid(),
             secret=self._secret.raw.hex(),
             secret_address=ctypes.addressof(self._secret),
+            addresses=tuple(addresses),
         )
 
 
 @contextlib.contextmanager
-def open_to_readers() -> Iterator[Window]:
-    """Where Yama restricts ptrace to children, lift that within the context."""
-    opened = Opened()
+def open_to_readers(addresses: Sequence[int]) -> Iterator[Window]:
+    """`addresses` of the tensors, as `Window` has them. Where Yama restricts ptrace to children, lift that within the
+    context."""
+    opened = Opened(addresses)
     _libc.prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
     try:
         yield opened.window

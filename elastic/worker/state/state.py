@@ -280,7 +280,7 @@ class State:
         return found
 
     def last_described(self) -> list[Described]:
-        """What `described` has found last: the tensors may be others by now."""
+        """What the last walk over the state has found: the tensors may be others by now."""
         return [each for name, each in self._described.items() if name not in self._tied]
 
     def _walk(
@@ -389,7 +389,7 @@ class State:
             raise ValueError(f"this state has the parts {listed(self._parts)}, the one that came {listed(theirs)}")
         survey = (survey or self.survey()).expecting(table, self._parts)
         if reorder(survey, self._parts):
-            survey = self.survey().expecting(table, self._parts)
+            survey = self.survey().expecting(table, self._parts, survey.made)
         places = own_tensors(survey, theirs)
         self._whole = False
         self._point.drop()

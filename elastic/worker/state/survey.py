@@ -14,6 +14,11 @@ from ...contract.tensor_table import Table, TensorInfo
 from .parts import Made, OptimizerPart, Part
 from .refused import listed
 
+NOTHING: Mapping[str, Made] = {}
+
+FAILURES = (ValueError, TypeError, RuntimeError, AssertionError)
+"""Of tensors for another model, or for a device that is not here or is full: torch raises any of these."""
+
 
 @dataclass(frozen=True, slots=True)
 class Survey:
@@ -30,8 +35,8 @@ class Survey:
     made: dict[str, Made] = field(default_factory=dict)
     """What optimizers need for it, by part."""
 
-    def expecting(self, table: Table, parts: Mapping[str, Part]) -> Survey:
-        """One for `table`. Raises ValueError for an entry of no part."""
+    def expecting(self, table: Table, parts: Mapping[str, Part], made: Mapping[str, Made] = NOTHING) -> Survey:
+        """One for `table`, with what has been made for it. Raises ValueError for an entry of no part."""
         if self.table is table:
             return self
         infos: dict[str, dict[str, TensorInfo]] = {name: {} for name in parts}
@@ -40,17 +45,17 @@ class Survey:
             if (held := infos.get(name.partition(".")[0])) is None:
                 raise ValueError(f"{name} belongs to no part of this state: {listed(parts)}")
             held[name] = info
-        return replace(self, table=table, infos=infos, made={})
+        return replace(self, table=table, infos=infos, made=dict(made))
 
     def prepared(self, table: Table, devices: Sequence[str], parts: Mapping[str, Part]) -> Survey:
         """One for `table`, whose tensors are on `devices`, with storage for what optimizers do not have yet. Unchanged
-        if the table does not fit: if it comes, `State.adopt` says so, and knows more of it."""
+        where that fails: if this table comes, `State.adopt` says why, and knows more of it."""
         on = {info.name: device for info, device in zip(table, devices, strict=True)}
         try:
             fitting = self.expecting(table, parts)
             optimizers = [part for part in parts.values() if isinstance(part, OptimizerPart)]
             made = {part.name: part.make(fitting.infos[part.name], on) for part in optimizers}
-        except ValueError:
+        except FAILURES:
             return self
         return replace(fitting, made={name: each for name, each in made.items() if each is not None})
 

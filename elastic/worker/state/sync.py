@@ -80,22 +80,10 @@ class SourceTensors(msgspec.Struct, frozen=True):
     table: Table
     devices: tuple[str, ...]
     """Device type of each tensor: NCCL and gloo must not wait for each other."""
-    addresses: tuple[int, ...]
-    """Where ranks on the source's host can read each; 0 if it cannot be read this way: not dense, empty, or on a
-    device."""
 
     @staticmethod
     def of(described: Sequence[Described]) -> SourceTensors:
-        return SourceTensors(
-            tuple([each.info for each in described]),
-            tuple([each.device for each in described]),
-            tuple([each.address for each in described]),
-        )
-
-    def readable(self) -> tuple[list[int], list[int]]:
-        """(addresses, bytes) of the tensors that can be read from the source's memory."""
-        sizes = [info.nbytes for info, address in zip(self.table, self.addresses, strict=True) if address]
-        return [address for address in self.addresses if address], sizes
+        return SourceTensors(tuple([each.info for each in described]), tuple([each.device for each in described]))
 
 
 class StateHeader(msgspec.Struct, frozen=True):
@@ -106,6 +94,7 @@ class StateHeader(msgspec.Struct, frozen=True):
     extra: dict[str, Any]
     source: str
     window: pull.Window
+    """Where ranks on the source's host can read the tensors."""
 
 
 def synchronise(
@@ -292,20 +281,21 @@ def _give(state: State, said: str, choice: Choice, check: Callable[[], None], *,
     if sent is not None:
         p2p.send_bytes(msgspec.json.encode(sent), choice.needs[0])
     held = state.described(extra)  # nothing changes here until all ranks have it
-    ours, tensors = SourceTensors.of([each for each, _ in held]), [tensor for _, tensor in held]
-    with pull.open_to_readers() as window:
+    described, tensors = [each for each, _ in held], [tensor for _, tensor in held]
+    ours = SourceTensors.of(described)
+    with pull.open_to_readers([each.address for each in described]) as window:
         head = StateHeader(None if ours == sent else ours, extra, said, window)
         p2p.send_bytes(msgspec.json.encode(head), choice.needs[0])
         readers = [bool(_number(source=rank)) for rank in choice.needs]
         for rank in choice.needs:
             p2p.exchange(torch.tensor(readers, dtype=torch.int64), target=rank)
-        dense, rest = _split(tensors, ours.addresses)
+        dense, rest = _split(tensors, window)
         _relay(rest, (choice.source, *choice.needs), choice.source, check)
         waiting = [rank for rank, reads in zip(choice.needs, readers, strict=True) if not reads]
         _relay(dense, (choice.source, *waiting), choice.source, check)
         reading = [rank for rank in choice.needs if rank not in waiting]
         if reading:
-            digests = torch.tensor(pull.digests(*ours.readable(), check), dtype=torch.int64)
+            digests = torch.tensor(pull.digests(*_readable(ours.table, window), check), dtype=torch.int64)
             for rank in reading:
                 p2p.exchange(digests, target=rank)
             for rank in reading:
@@ -317,7 +307,7 @@ def _take(state: State, choice: Choice, rank: int, check: Callable[[], None], *,
     chain = (choice.source, *choice.needs)
     previous, following = _neighbours(chain, rank)
     assert previous is not None
-    theirs = _received(SourceTensors, previous, following) if early else SourceTensors((), (), ())
+    theirs = _received(SourceTensors, previous, following) if early else SourceTensors((), ())
     survey = state.survey(theirs.table, theirs.devices)
     head = _received(StateHeader, previous, following)
     if head.tensors is not None:
@@ -328,10 +318,11 @@ def _take(state: State, choice: Choice, rank: int, check: Callable[[], None], *,
     readers = torch.zeros(len(choice.needs), dtype=torch.int64)
     p2p.exchange(readers, source=choice.source)
     tensors = _adopt(state, theirs, head.extra, survey)
-    dense, rest = _split(tensors, theirs.addresses)
+    dense, rest = _split(tensors, head.window)
     _relay(rest, chain, rank, check)
     if reads:
-        found = torch.tensor(pull.pull(dense, *theirs.readable(), head.window.pid, check), dtype=torch.int64)
+        where = _readable(theirs.table, head.window)
+        found = torch.tensor(pull.pull(dense, *where, head.window.pid, check), dtype=torch.int64)
         sent = torch.empty_like(found)
         p2p.exchange(sent, source=choice.source)
         p2p.exchange(torch.ones(1, dtype=torch.int64), target=choice.source)
@@ -359,13 +350,19 @@ def _adopt(state: State, theirs: SourceTensors, extra: dict[str, Any], survey: S
     return tensors
 
 
-def _split(tensors: Sequence[torch.Tensor], addresses: Sequence[int]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def _split(tensors: Sequence[torch.Tensor], window: pull.Window) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Returns (tensors that can be read from the source's memory, the others)."""
     dense: list[torch.Tensor] = []
     rest: list[torch.Tensor] = []
-    for tensor, address in zip(tensors, addresses, strict=True):
+    for tensor, address in zip(tensors, window.addresses, strict=True):
         (dense if address else rest).append(tensor)
     return dense, rest
+
+
+def _readable(table: Table, window: pull.Window) -> tuple[list[int], list[int]]:
+    """(addresses, bytes) of the tensors that can be read from the source's memory."""
+    sizes = [info.nbytes for info, address in zip(table, window.addresses, strict=True) if address]
+    return [address for address in window.addresses if address], sizes
 
 
 def _relay(tensors: Sequence[torch.Tensor], chain: Sequence[int], rank: int, check: Callable[[], None]) -> None:
