@@ -11,10 +11,10 @@ from support.jobs import broken, generation, member, place, policy, view
 
 from elastic.contract.keys import ClusterKeys
 from elastic.contract.origin import Origin
-from elastic.contract.records import BrokenRecord, Cause, GenerationRecord, IncidentRecord, encode
+from elastic.contract.records import BrokenRecord, Cause, GenerationRecord, IncidentRecord, Phase, encode
 from elastic.contract.spec import JobSpec
 from elastic.etcd.client import Put
-from elastic.recovery.effects import AddCauses, PutIncident
+from elastic.recovery.effects import AddCauses, PutIncident, PutState
 from elastic.recovery.events import Viewed
 from elastic.recovery.incident import KEPT_REPEATS, Closed, Incident, begun_anew, supplemented
 from elastic.recovery.model import Agent, changed
@@ -130,6 +130,23 @@ def test_a_record_that_waited_for_a_leader_is_not_written_over_what_only_the_for
     now = replace(view(*MEMBERS, spec=SPEC, formed=second), incident=(2, opened), repeats={2: 0})
     _, effects = step(agent, Viewed(now, True), 100.0)
     assert [only_b in e.record.causes for e in effects if isinstance(e, PutIncident)] == [True]
+
+
+def test_a_new_leader_writes_the_end_of_the_job_after_the_record_that_waited_for_it() -> None:
+    """Who waits for the end of a job reads its incidents then."""
+    second = generation(2, [place("a", 0), place("b", 0)])
+    over = Closed(BEGUN, second, recovered=True, counted=True, witnessed=True, written=False)
+    agent = changed(
+        Agent(policy(spec=SPEC)), generation=second, settled=2, reported=2, closed=over, joined=True, connected=True,
+        unwritten=PutIncident(2, over.record()),
+    )  # fmt: skip
+    done = [member("a", 1, ready=(0,), done=2), member("b", 2, ready=(0,), done=2)]
+    now = replace(view(*done, spec=SPEC, formed=second), incident=(2, OPEN), repeats={2: 0})
+    _, effects = step(agent, Viewed(now, True), 100.0)
+    put = [e for e in effects if isinstance(e, PutIncident | PutState)]
+    assert [type(e) for e in put] == [PutIncident, PutState]
+    assert isinstance(put[-1], PutState)
+    assert put[-1].state.phase is Phase.SUCCEEDED
 
 
 def test_a_record_that_was_left_open_ends_where_the_incident_after_it_begins() -> None:
