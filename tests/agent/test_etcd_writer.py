@@ -144,8 +144,8 @@ def test_the_end_of_a_job_is_written_together_with_its_last_step() -> None:
 
 
 def test_a_job_that_has_succeeded_shows_no_open_incident() -> None:
-    """A rank that is killed at the end of `train` is replaced, and the job is complete at once: whoever waits for the
-    end reads the incidents then."""
+    """A rank that is killed at the end of `train` is replaced, and the job is complete at once: a script that waits for
+    the phase reads the incidents next."""
     office = Office()
     office.client.put(KEYS.member("n"), b"")
     over = IncidentRecord(generation=2, kind="exit", node="n", ranks=(0,), detail="", wall_s=1.0)

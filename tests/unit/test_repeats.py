@@ -133,7 +133,7 @@ def test_a_record_that_waited_for_a_leader_is_not_written_over_what_only_the_for
 
 
 def test_a_new_leader_writes_the_end_of_the_job_after_the_record_that_waited_for_it() -> None:
-    """Who waits for the end of a job reads its incidents then."""
+    """A script that waits for the phase of a job reads its incidents next."""
     second = generation(2, [place("a", 0), place("b", 0)])
     over = Closed(BEGUN, second, recovered=True, counted=True, witnessed=True, written=False)
     agent = changed(

@@ -81,8 +81,8 @@ def reorder(survey: Survey, parts: Mapping[str, Part]) -> bool:
 
 
 def own_tensors(survey: Survey, extras: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The modules' own tensors by name, if they are those that come. `extras`: what else comes, by part. Raises
-    ValueError, and changes nothing."""
+    """The modules' tensors by name. Raises ValueError, and changes nothing, if the table of the received state has
+    others. `extras`: the JSON contents of that state, by part."""
     held, ours = survey.held, survey.extras
     made = tensors_named(list(ours.values()))
     own = [(info, tensor) for info, tensor in held if info.name not in made]
