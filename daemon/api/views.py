@@ -305,10 +305,10 @@ def _ranks(snapshot: Snapshot, job: Job) -> dict[tuple[str, int], Json]:
     for name, node in snapshot.cluster.nodes.items():
         for worker in node.record.workers:
             if worker.job == job.name and (row := rows.get((name, worker.slot))):
-                row |= {"pid": worker.pid, "incarnation": worker.incarnation}
+                row |= {"pid": worker.pid or None, "incarnation": worker.incarnation}
     local = _said_here(snapshot, job)
     said = [*(job.progress.ranks if job.progress else ()), *(local.ranks if local else ())]
-    found = rows | {(row.node, row.slot): msgspec.to_builtins(row) for row in said}
+    found = rows | {(row.node, row.slot): msgspec.to_builtins(row) | {"pid": row.pid or None} for row in said}
     still = goodput.stands_still(newest_progress(snapshot, job))
     times = goodput.of_ranks(job.ranks, _own_ranks(snapshot, job), still=still)
     return {key: row | {"time": times.get(key)} for key, row in found.items()}

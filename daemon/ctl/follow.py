@@ -56,6 +56,42 @@ class ProgressLine:
             self.show(self._shown)
 
 
+class Tracebacks:
+    """Each traceback once: of a worker that fails as one before it did, its last line alone is shown."""
+
+    MOST_LINES = 500
+
+    def __init__(self) -> None:
+        self._begun: dict[str, list[str]] = {}
+        self._shown: dict[tuple[str, ...], str] = {}
+
+    def shown(self, message: str) -> bool:
+        """Whether a traceback that ends with the first line of `message` was shown."""
+        return any(lines[-1] == message.partition("\n")[0] for lines in self._shown)
+
+    def lines(self, source: str, line: str) -> list[str]:
+        """What to show now that `source` has printed `line`: nothing while it is within a traceback."""
+        begun = self._begun.get(source)
+        if begun is None:
+            if line.rstrip() != "Traceback (most recent call last):":
+                return [line]
+            self._begun[source] = [line]
+            return []
+        begun.append(line)
+        if line.startswith(" ") and len(begun) < self.MOST_LINES:
+            return []
+        del self._begun[source]
+        if first := self._shown.get(key := tuple(begun)):
+            return [f"{line}   (as {'above' if first == source else f'[{first}]'})"]
+        self._shown[key] = source
+        return begun
+
+    def rest(self) -> Iterator[tuple[str, list[str]]]:
+        """What no further line has ended."""
+        while self._begun:
+            yield self._begun.popitem()
+
+
 def show(
     client: Client, job: str, *, follow: bool, rank: int | None, tail: int, as_json: bool, notes: bool = False,
     slots: Container[int] | None = None, chosen: Mapping[str, object] | None = None, stamps: bool = False,
@@ -63,7 +99,7 @@ def show(
     """Print lines until the stream ends; returns its last message, {} if it broke. `notes`: also events of the job, and
     on a terminal its progress. `slots`: print the lines of workers in these alone. `chosen`: further parts of the
     query. `stamps`: before each line that is followed, the time at which it arrived."""
-    foot = ProgressLine(sys.stderr)
+    foot, tracebacks = ProgressLine(sys.stderr), Tracebacks()
     query: dict[str, object] = {"tail": tail, "follow": int(follow), "progress": int(notes and not as_json)}
     query |= chosen or {}
     began_s = time.monotonic()
@@ -71,6 +107,14 @@ def show(
         query["rank"] = rank
     end: Json = {}
     as_shown = safe_text.output if sys.stdout.isatty() else str  # into a pipe or a file: as the worker wrote it
+
+    def write(source: str, lines: list[str]) -> None:
+        foot.clear()
+        stamp = _stamp(time.monotonic() - began_s, follow) if stamps else ""
+        sys.stdout.write("".join(f"{stamp}[{source}] {as_shown(line)}\n" for line in lines))
+        sys.stdout.flush()
+        foot.again()
+
     try:
         for message in client.lines(f"/v1/jobs/{name(job)}/logs", query):
             if message.get("end"):
@@ -88,13 +132,12 @@ def show(
                     click.secho(safe_text.line(f"── {message['note']}"), fg="cyan", err=True)
                     foot.again()
             elif "line" in message:
-                foot.clear()
-                stamp = _stamp(time.monotonic() - began_s, follow) if stamps else ""
-                sys.stdout.write(f"{stamp}[{_source(message)}] {as_shown(message['line'])}\n")
-                sys.stdout.flush()
-                foot.again()
+                source = _source(message)
+                write(source, tracebacks.lines(source, message["line"]) if notes else [message["line"]])
             sys.stdout.flush()
     finally:
+        for source, lines in tracebacks.rest():
+            write(source, lines)
         foot.clear()
     if not as_json and (elsewhere := end.get("elsewhere")):
         where = ", ".join(f"{', '.join(map(str, ranks))} on {node}" for node, ranks in elsewhere.items())
@@ -102,7 +145,7 @@ def show(
         said = f"({what}: rank {where}; one of them: elasticctl logs {job} --rank N{' -f' if follow else ''})"
         click.secho(safe_text.line(said), dim=True, err=True)
     if not as_json and end.get("phase") == "failed":
-        _tell_error(client.get(f"/v1/jobs/{name(job)}"))
+        _tell_error(client.get(f"/v1/jobs/{name(job)}"), tracebacks)
     return end
 
 
@@ -122,13 +165,16 @@ def progress_text(row: Json) -> str:
     return "  ".join(parts)
 
 
-def _tell_error(data: Json) -> None:
-    """The rank that failed first, with its traceback."""
+def _tell_error(data: Json, tracebacks: Tracebacks) -> None:
+    """The rank that failed first, with its traceback unless that was shown."""
     if error := data["error"]:
         from .render import failed_first
 
-        click.secho(safe_text.line(f"── {failed_first(error)}:"), fg="red", err=True)
-        click.echo(safe_text.block(error["traceback"].rstrip() or error["message"]), err=True)
+        shown = tracebacks.shown(error["message"])
+        then = f"; all frames: elasticctl incidents {data['job']} --full" if shown else ":"
+        click.secho(safe_text.line(f"── {failed_first(error)}{then}"), fg="red", err=True)
+        if not shown:
+            click.echo(safe_text.block(error["traceback"].rstrip() or error["message"]), err=True)
 
 
 def until_over(

@@ -41,8 +41,20 @@ def from_command(command: Sequence[str], module: bool, program: bool = False) ->
     if module and program:
         raise InvalidJob("--no-python and --module: the command is a program or a Python module, give one of them")
     what, *args = command
+    if not program and not module and (hint := _instead(what)) and ("/" in what or not os.path.isfile(what)):
+        raise InvalidJob(f"script = {what!r}: {hint}")
     key = "program" if program else "module" if module else "script"
     return {key: what, "args": args, "name": job_name(Path(what).stem if not module else what)}
+
+
+def _instead(what: str) -> str:
+    """What to write in place of a launcher before the script; '': it is none."""
+    launcher = Path(what).name
+    if re.fullmatch("python[0-9.]*", launcher):
+        return "the script comes first, as in: elasticctl run train.py; another interpreter: --python PATH"
+    if launcher in ("torchrun", "accelerate", "deepspeed", "mpirun", "srun"):
+        return "elasticctl starts the workers: elasticctl run --workers N train.py (torchrun's options are accepted)"
+    return ""
 
 
 def override(raw: Raw, settings: Iterable[str]) -> None:
@@ -151,12 +163,15 @@ def _program(program: str, here: Path) -> str:
     return str(path)
 
 
-def check_module(raw: Raw, python: str) -> None:
-    """Raise InvalidJob for a module that its interpreter does not find. `python`: interpreter of a job that names
-    none."""
+def check_source(raw: Raw, python: str) -> None:
+    """Raise InvalidJob for a script that its interpreter cannot compile, and for a module that it does not find.
+    `python`: interpreter of a job that names none."""
     from . import modules
 
     module, given, env = raw.get("module"), raw.get("python") or python, raw.get("env") or {}
+    script = raw.get("script")
+    if isinstance(script, str) and script and isinstance(given, str) and (why := modules.uncompiled(script, given)):
+        raise InvalidJob(f"script = {script!r}: {why}")
     if not (isinstance(module, str) and module and isinstance(given, str) and isinstance(env, dict)):
         return
     texts = {name: value for name, value in env.items() if isinstance(value, str)}

@@ -176,8 +176,7 @@ def submit(client: Client, file: str, settings: tuple[str, ...], replace: bool, 
         raw = job_file.from_file(Path(file))
         job_file.override(raw, settings)
         job_file.resolve(raw, Path.cwd())
-        if raw.get("module"):
-            job_file.check_module(raw, client.get("/v1/status")["python"])
+        job_file.check_source(raw, client.get("/v1/status")["python"])
     except job_file.InvalidJob as error:
         raise Failed(400, str(error)) from None
     data = client.post("/v1/jobs", {"spec": raw, "replace": replace, "as": user})

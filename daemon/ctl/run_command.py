@@ -84,7 +84,7 @@ def run(
         job_file.environment(raw, [*(["PATH"] if meant.program else []), *env])
         job_file.override(raw, settings)
         job_file.resolve(raw, Path.cwd())
-        job_file.check_module(raw, cluster["python"])
+        job_file.check_source(raw, cluster["python"])
     except job_file.InvalidJob as error:
         raise Failed(400, str(error)) from None
     for note in meant.notes if not as_json else ():

@@ -15,7 +15,7 @@ from elasticd.api.log_routes import PROGRESS_S, ProgressReports, _told
 from elasticd.api.views import Now
 from elasticd.ctl import follow as follow_job
 from elasticd.ctl.client import Client, Failed
-from elasticd.ctl.follow import ProgressLine
+from elasticd.ctl.follow import ProgressLine, Tracebacks
 
 
 class Terminal(io.StringIO):
@@ -102,3 +102,32 @@ def test_where_there_is_no_terminal_there_is_no_line() -> None:
     out = io.StringIO()
     ProgressLine(out).show("x")
     assert out.getvalue() == ""
+
+
+TRACEBACK = [
+    "Traceback (most recent call last):",
+    '  File "train.py", line 3, in <module>',
+    "    f(5)",
+    "ValueError: 5",
+]
+
+
+def test_a_traceback_is_shown_once_and_the_workers_that_fail_alike_by_their_last_line() -> None:
+    told = Tracebacks()
+    shown = [line for text in ("step 1", *TRACEBACK, "after") for line in told.lines("0", text)]
+    assert shown == ["step 1", *TRACEBACK, "after"]
+    assert [line for text in TRACEBACK for line in told.lines("1", text)] == ["ValueError: 5   (as [0])"]
+    assert [line for text in TRACEBACK for line in told.lines("0", text)] == ["ValueError: 5   (as above)"]
+    other = [*TRACEBACK[:-1], "ValueError: 6"]
+    assert [line for text in other for line in told.lines("1", text)] == other
+    assert (told.shown("ValueError: 6\nand more"), told.shown("ValueError: 7")) == (True, False)
+
+
+def test_the_tracebacks_of_two_workers_may_be_interleaved_and_one_may_not_end() -> None:
+    told = Tracebacks()
+    shown = [line for text in TRACEBACK for rank in "01" for line in told.lines(rank, text)]
+    assert shown == [*TRACEBACK, "ValueError: 5   (as [0])"]
+    assert told.lines("0", TRACEBACK[0]) == told.lines("0", TRACEBACK[1]) == []
+    assert (list(told.rest()), list(told.rest())) == ([("0", TRACEBACK[:2])], [])
+    endless = [line for n in range(600) for line in told.lines("2", f"  frame {n}" if n else TRACEBACK[0])]
+    assert len(endless) == 600, "nothing is kept back for ever"

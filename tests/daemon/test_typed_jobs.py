@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import pathlib
+import re
 import sys
 from typing import Any
 
@@ -116,6 +117,43 @@ def test_a_module_that_is_there_is_found_without_importing_it(packages: pathlib.
 )
 def test_a_module_that_is_not_there_is_named(packages: pathlib.Path, module: str, words: str) -> None:
     assert words in modules.missing(module, sys.executable, str(packages), {})
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("train.py", "def f(:\n", "cannot compile it:\n  File"),
+        ("train.py", "if True:\nx = 1\n", "IndentationError"),
+        ("train.py", "x = '\0'", "null byte"),
+        ("prog.sh", "echo hello world\n", "elasticctl run --no-python -- "),
+        ("prog", "#!/bin/bash\nexec python train.py\n", "elasticctl run --no-python -- "),
+    ],
+)
+def test_a_script_that_does_not_compile_is_refused_before_it_is_submitted(
+    tmp_path: pathlib.Path, name: str, text: str, words: str
+) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(InvalidJob, match=re.escape(words)) as refused:
+        job_file.check_source({"script": str(tmp_path / name)}, sys.executable)
+    assert str(refused.value).startswith(f"script = {str(tmp_path / name)!r}: ")
+
+
+def test_a_script_is_judged_by_the_interpreter_that_is_to_run_it(tmp_path: pathlib.Path) -> None:
+    newer = tmp_path / "python"  # it knows a syntax that ours does not
+    newer.write_text("#!/bin/sh\nexit 0\n")
+    newer.chmod(0o755)
+    (script := tmp_path / "train.py").write_text("brand new syntax\n")
+    job_file.check_source({"script": str(script), "python": str(newer)}, sys.executable)
+    job_file.check_source({"script": str(script), "python": "/no/such/python"}, sys.executable)  # judged on its node
+    (good := tmp_path / "good.py").write_text("#!/usr/bin/env python3\nassert 'a' is not 1\n")  # a SyntaxWarning
+    job_file.check_source({"script": str(good)}, sys.executable)
+
+
+@pytest.mark.parametrize("word", ["python", "/usr/bin/python3.12", "torchrun", "accelerate"])
+def test_a_launcher_before_the_script_is_refused_with_the_way_to_write_it(word: str) -> None:
+    with pytest.raises(InvalidJob, match=r"elasticctl run .*train\.py"):
+        job_file.from_command([word, "train.py"], module=False)
+    assert job_file.from_command(["./python/train.py"], module=False)["script"] == "./python/train.py"
 
 
 def test_missing_module_check_is_silent_if_it_cannot_tell(packages: pathlib.Path) -> None:

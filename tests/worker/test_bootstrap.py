@@ -111,6 +111,31 @@ def test_a_traceback_begins_in_the_script(tmp_path: pathlib.Path) -> None:
     assert lines[1] == f'  File "{tmp_path}/script.py", line 3, in <module>'
 
 
+DEEP = """
+import torch
+from elastic.worker.building import build
+model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+def setup(job):
+    try:
+        model(torch.zeros(5, 5))
+    except RuntimeError as error:
+        raise ValueError("wrong") from error
+build(setup, None)
+"""
+
+
+def test_a_traceback_has_the_frames_of_the_script_and_the_innermost_one(tmp_path: pathlib.Path) -> None:
+    assert exit_code(tmp_path, DEEP, tmp_path / "log") == 1
+    frames = [line.split(", in ")[1] for line in (tmp_path / "log").read_text().splitlines() if ", in " in line]
+    assert frames == ["setup", "forward", "<module>", "setup"]
+
+
+def test_a_script_that_cannot_be_compiled_shows_no_frame_but_its_line(tmp_path: pathlib.Path) -> None:
+    assert exit_code(tmp_path, "def f(:\n    pass\n", tmp_path / "log") == 1
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert (lines[0], lines[-1]) == (f'  File "{tmp_path}/script.py", line 1', "SyntaxError: invalid syntax")
+
+
 @pytest.mark.parametrize(("imported", "frozen"), [("triton", False), ("other", True)])
 def test_frozen_objects_are_ended_where_triton_would_report_them_as_leaked(imported: str, frozen: bool) -> None:
     code = (

@@ -13,14 +13,16 @@ import stat
 import sys
 import time
 import traceback
-from types import TracebackType
+from pathlib import Path
 from typing import NoReturn
+
+import torch
 
 from ...contract import messages
 from ...contract.worker_config import WorkerConfig
 from ...util.processes import die_with
 from ..session import CHANNEL_ENV, PAGE_ENV, WORKER_ENV
-from . import main_module, random_state
+from . import random_state
 from .main_module import run_as_main
 from .program import become_program
 from .title import title, worker_title
@@ -29,7 +31,8 @@ ADOPTION_S = 5.0
 MOST_S = 1e6
 STACKS_AT = 0.9
 """The stacks of a process that does not exit are written to its log after this fraction of its time limit."""
-_RUNNERS = (__file__, main_module.__file__, runpy.__file__, "<frozen runpy>")
+_OURS = (str(Path(__file__).parents[2]) + os.sep, runpy.__file__, "<frozen runpy>")
+_INNER = (*_OURS, str(Path(torch.__file__).parent) + os.sep)
 
 
 def become(order: messages.Fork, descriptors: list[int], agent_pid: int) -> NoReturn:
@@ -127,19 +130,28 @@ def _run(argv: tuple[str, ...]) -> int:
         return _exit_code(stop)
     except BaseException as error:  # noqa: BLE001 - as the interpreter itself does at the top: report and exit 1
         try:
-            traceback.print_exception(type(error), error, _of_the_script(error.__traceback__))
+            print("".join(_of_the_script(error).format()), end="", file=sys.stderr)
         finally:  # printing fails if the log is on a full disk
             handler.record_exception(error)
         return 1
     return 0
 
 
-def _of_the_script(trace: TracebackType | None) -> TracebackType | None:
-    """`trace` without the frames that started the script, unless there are no others."""
-    inner = trace
-    while inner is not None and inner.tb_frame.f_code.co_filename in _RUNNERS:
-        inner = inner.tb_next
-    return inner or trace
+def _of_the_script(error: BaseException) -> traceback.TracebackException:
+    """`error` as the interpreter prints it, without the frames of elastic and of torch between the script's own and the
+    innermost one. The error file, and so ``elasticctl incidents --full``, has all of them."""
+    told = traceback.TracebackException.from_exception(error)
+    seen: set[int] = set()
+    part: traceback.TracebackException | None = told
+    while part is not None and id(part) not in seen:
+        seen.add(id(part))
+        own = [frame for frame in part.stack if not frame.filename.startswith(_INNER)]
+        if own and not part.stack[-1].filename.startswith(_OURS):
+            own += part.stack[-1:] if part.stack[-1] is not own[-1] else []
+        if own or isinstance(error, SyntaxError):
+            part.stack[:] = own
+        part = part.__cause__ or part.__context__
+    return told
 
 
 def _exit_code(stop: SystemExit) -> int:
