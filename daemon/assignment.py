@@ -191,6 +191,7 @@ def _why(cluster: Cluster, job: Job, mine: Mapping[str, int], used: _Used) -> st
             reasons.append(f"{node.name} has {free} of {node.record.slots} slots free, {wanted} are needed")
         elif not used.fits(job, node, on_gpus):
             reasons.append(_lacks_gpus(node, wanted, used.free_gpus(node), spec.backend))
+    reasons += [f"{name} is {'off' if known.left else 'lost'}" for name, known in cluster.absent.items()]
     return "; ".join([f"{len(mine)} of at least {spec.min_nodes} nodes", *reasons])
 
 

@@ -10,7 +10,7 @@ import msgspec
 
 from elastic.contract.decoding import Decoder, Member, R, Stored
 from elastic.contract.keys import ClusterKeys, JobKeys
-from elastic.contract.node_records import AskedRecord, CordonRecord, DrainRecord, NodeRecord
+from elastic.contract.node_records import AskedRecord, CordonRecord, DrainRecord, KnownNode, NodeRecord
 from elastic.contract.rank_records import RanksRecord
 from elastic.contract.records import (
     GenerationRecord,
@@ -89,6 +89,13 @@ class Cluster:
     """Key -> error: a record of an incompatible protocol, or not a valid record. Such a key is left alone."""
     refused: Mapping[str, str] = field(default_factory=dict)
     """Key -> why its signature is not valid. Such a record is not used."""
+    known: Mapping[str, KnownNode] = field(default_factory=dict)
+    """The inventory: every node that was here and was not forgotten."""
+
+    @property
+    def absent(self) -> dict[str, KnownNode]:
+        """Nodes of the inventory that are not there, by name."""
+        return {name: known for name, known in sorted(self.known.items()) if name not in self.nodes}
 
     def by_age(self) -> list[Job]:
         """Jobs whose spec is known, oldest first."""
@@ -141,6 +148,7 @@ class ClusterReader:
             name: Node(record, kv.create_revision, cordons.get(name), drains.get(name))
             for name, (record, kv) in each(NodeRecord, keys.nodes).items()
         }
+        known = {n: r for n, (r, _) in each(KnownNode, keys.known).items()}
         jobs = {}
         for name, mine in _by_job(keys.jobs, kvs).items():
             try:
@@ -151,7 +159,7 @@ class ClusterReader:
             jobs[name] = _job(name, job, mine, take, signed)
         events = {key: kv.value for key, kv in kvs.items() if key.startswith(keys.events)}
         why = {key: refusal.why for key, refusal in (refused or {}).items()}
-        return Cluster(nodes, jobs, cordons, drains, revision, events, foreign, why)
+        return Cluster(nodes, jobs, cordons, drains, revision, events, foreign, why, known)
 
 
 class _Take(Protocol):

@@ -14,7 +14,7 @@ from dataclasses import replace
 import elastic
 from elastic.contract.agent_files import AgentConfig, AgentOrders, EtcdAccess
 from elastic.contract.keys import ClusterKeys
-from elastic.contract.node_records import AgentRow, NodeRecord, WorkerRow
+from elastic.contract.node_records import AgentRow, KnownNode, NodeRecord, WorkerRow
 from elastic.contract.records import Phase
 from elastic.contract.spec import Limits
 from elastic.etcd.client import ClusterSigner, Lease, View
@@ -22,6 +22,7 @@ from elastic.etcd.client import ClusterSigner, Lease, View
 from . import host, reconcile, sandbox
 from .agents import Agents, Gone
 from .assignment import Assignment, plan
+from .chores import Chores
 from .cluster import Cluster, ClusterReader, Job
 from .config import port_range
 from .diagnosis.timeline import Timeline
@@ -36,8 +37,6 @@ from .writer import KEY_MISSING, ClusterWriter
 
 TICK_S = 1.0
 """Longest time between two turns."""
-ALARMS_S = 5.0
-"""Interval between checks for etcd's alarms, and for its version while that is unknown."""
 WORKERS_S = 5.0
 """Minimum interval between changes to the workers in this node's record."""
 CONTACT_S = 5.0
@@ -77,6 +76,7 @@ class DaemonLoop:
         """Job that does not run here yet -> why it will not; '' it will, None: not known yet."""
         self._signer = signer
         self._refuses_anonymous = os.geteuid() == 0 and not settings.etcd.insecure
+        self._chores = Chores(settings, writer)
         self._keys = ClusterKeys(settings.cluster)
         self._reader = ClusterReader(self._keys)
         self._timeline = Timeline(self._keys, settings.node)
@@ -88,8 +88,6 @@ class DaemonLoop:
         self._registered: NodeRecord | None = None
         """Our record as stored in etcd."""
         self._retry_s = 0.0
-        self._version_due_s = 0.0
-        self._alarms_due_s = 0.0
         self._workers_due_s = 0.0
         self._worker_rows: tuple[WorkerRow, ...] = ()
         self._agent_rows: tuple[AgentRow, ...] = ()
@@ -99,8 +97,6 @@ class DaemonLoop:
         self._said: dict[str, str] = {}
         self._contact_said = ("", 0.0)
         """Why etcd could not be reached, as last logged, and the time before which no other reason is logged."""
-        self._compact_mark: tuple[float, int] | None = None
-        """(monotonic time, revision of etcd at that time) from which on its history is kept."""
         self._turn = 0
 
     def run(self) -> Stop:
@@ -120,9 +116,12 @@ class DaemonLoop:
             self._work(time.monotonic())
             self._notify.turned()
 
-    def leave(self) -> None:
-        """Remove our node record: this node accepts no new work. Agents stay."""
+    def leave(self, *, in_order: bool) -> None:
+        """Remove our node record: this node accepts no new work. Agents stay. `in_order`: the inventory says that this
+        elasticd was stopped."""
         if self._lease is not None:
+            if in_order and self._registered is not None and self._contact.connected:
+                self._writer.left(KnownNode.of(self._registered, time.time(), left=True))
             self._lease.close()
 
     # ── events ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -202,9 +201,7 @@ class DaemonLoop:
         if self._contact_said[0]:
             self._say_contact(self._contact)  # a view comes once for each reason, perhaps too early to be logged
         if self._contact.connected:
-            self._check_version(now_s)
-            self._check_alarms(now_s)
-            self._compact(now_s)
+            self._chores.do(self._cluster, self._registered, now_s, time.time())
             self._tell_events()
             if not stays_out:
                 self._keep_registered(now_s)
@@ -233,32 +230,6 @@ class DaemonLoop:
         if self._writer.anonymous is None:
             self._writer.check_anonymous(refuse=self._refuses_anonymous)
         return not (self._refuses_anonymous and self._writer.anonymous is not False)
-
-    def _check_version(self, now_s: float) -> None:
-        if not self._writer.version and now_s >= self._version_due_s:  # again, while no member has answered
-            self._version_due_s = now_s + ALARMS_S
-            self._writer.check_version(refuse=reconcile.refuses_unsound(self._settings))
-
-    def _check_alarms(self, now_s: float) -> None:
-        if now_s >= self._alarms_due_s:
-            self._alarms_due_s = now_s + ALARMS_S
-            self._writer.check_alarms()
-
-    def _compact(self, now_s: float) -> None:
-        """The oldest node's daemon compacts an external etcd up to `compact_every_s` ago: each revision of a progress
-        record takes space, which would be used up within days."""
-        every_s = self._settings.etcd.compact_every_s
-        if (
-            not every_s
-            or not self._settings.etcd.endpoints
-            or not reconcile.is_oldest(self._cluster, self._settings.node)
-        ):
-            self._compact_mark = None
-        elif self._compact_mark is None:
-            self._compact_mark = now_s, self._cluster.revision
-        elif now_s >= self._compact_mark[0] + every_s:
-            self._writer.compact(self._compact_mark[1])
-            self._compact_mark = now_s, self._cluster.revision
 
     def _tell_events(self) -> None:
         self._timeline.members(self._writer.members, time.time())

@@ -72,6 +72,7 @@ class Daemon:
         self._notify = notify
         self._actions: Actions | None = None
         self._leaving = False
+        self._stopped_in_order = False
         self._secret = secret
         self._gpus = bool(gpus.indices)
         self._threads = threads
@@ -117,6 +118,7 @@ class Daemon:
         if self._notifier:
             self._threads.start("notifications", self._notifier.run)
         stop = self._threads.run("loop", self._loop.run)
+        self._stopped_in_order = not stop.code
         (self._log.error if stop.code else self._log.info)("daemon.stopping", why=stop.why, code=stop.code)
         return stop.code
 
@@ -158,7 +160,7 @@ class Daemon:
         self._cleaner.close()
         if self._notifier:
             self._notifier.close()
-        self._loop.leave()
+        self._loop.leave(in_order=self._stopped_in_order)
         self._etcd.close()
 
     def _serve(self) -> None:

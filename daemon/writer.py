@@ -9,10 +9,11 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from elastic.contract.keys import ClusterKeys
-from elastic.contract.node_records import NodeRecord
+from elastic.contract.node_records import KnownNode, NodeRecord
 from elastic.contract.records import JobState, ProtocolVersionMismatch, decode, encode
 from elastic.etcd.client import (
     KV,
+    Absent,
     Delete,
     Etcd,
     EtcdDenied,
@@ -22,6 +23,7 @@ from elastic.etcd.client import (
     LeaseGone,
     MemberHealth,
     ModIs,
+    Op,
     Put,
 )
 
@@ -130,6 +132,23 @@ class ClusterWriter:
                 self._mailbox.post(Updated(lease, record))
 
         self._do("update", work)
+
+    def put_known(self, node: str, row: KnownNode | None, own: bool) -> None:
+        """Write a node's row of the inventory, None: delete it; that of another node only while its record is gone."""
+        key, there = self._keys.known_node(node), [] if own else [Absent(self._keys.node(node))]
+        op: Op = Put(key, encode(row)) if row is not None else Delete(key)
+
+        def work() -> None:
+            self._etcd.txn(there, [op])
+
+        self._do(f"known {node}", work)
+
+    def left(self, row: KnownNode) -> None:
+        """The last write of a daemon that is stopped, in the calling thread. Without etcd the node counts as lost."""
+        try:
+            self._etcd.put(self._keys.known_node(row.node), encode(row))
+        except EtcdError as error:
+            self._log.warning("node.leaves_unsaid", error=str(error))
 
     def put_state(self, job: Job, state: JobState) -> None:
         """Write a job's state, unless it was changed meanwhile: the next view then shows the change."""

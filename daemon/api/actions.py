@@ -206,6 +206,18 @@ class Actions:
             if node in job.state.excluded_nodes and not job.over:
                 self._change(JobState, self._job(job.name).state, pardoned, JobState())
 
+    def forget_node(self, node: str) -> None:
+        """Remove a node that does not come back from the inventory, with its cordon or drain."""
+        self._node(node)
+        cluster = self._board.now.cluster
+        jobs = cluster.jobs_on(node)
+        if node in cluster.nodes or jobs:
+            there = "its elasticd runs" if node in cluster.nodes else f"agents of {', '.join(jobs)} run there"
+            raise Refused(409, f"node {node!r} is not gone: {there}; drain it and stop its elasticd first")
+        self.uncordon(node)
+        if not self._txn([Absent(self._keys.node(node))], [Delete(self._keys.known_node(node))]):
+            raise Refused(409, f"node {node!r} is not gone: it has just come back")
+
     # ── etcd ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _job(self, name: str) -> JobKeys:
@@ -319,9 +331,9 @@ def _absent(job: str, cluster: Cluster) -> Refused:
 
 
 def known_nodes(cluster: Cluster) -> set[str]:
-    """Those with a daemon, and those of which etcd holds a cordon, a drain or an agent."""
+    """Those of the inventory, and those of which etcd holds a record, a cordon, a drain or an agent."""
     members = (node for job in cluster.jobs.values() for node in job.members)
-    return {*cluster.nodes, *cluster.cordons, *cluster.drains, *members}
+    return {*cluster.nodes, *cluster.known, *cluster.cordons, *cluster.drains, *members}
 
 
 def no_node(node: str, known: Iterable[str], cluster: Cluster) -> Refused:

@@ -16,6 +16,7 @@ from .. import addresses, doctor, reach
 from ..asks import Asker, User, ask_each
 from ..cluster import Cluster
 from ..config import port_range
+from ..diagnosis import why
 from ..doctor import ERROR, WARNING, Finding
 from ..log import Log
 from ..published_state import Snapshot
@@ -50,6 +51,18 @@ def without_daemon(cluster: Cluster) -> Iterator[Finding]:
             text=f"no elasticd runs there; its agents of {', '.join(sorted(names))} go on",
             cure=f"start it on {node} (systemctl start elasticd); its log says why it ended",
         )  # fmt: skip
+
+
+def absent(cluster: Cluster, wall_s: float) -> Iterator[Finding]:
+    """Nodes of the inventory that have neither an elasticd nor agents."""
+    at_work = {node for job in cluster.jobs.values() if not job.over for node in job.members}
+    for node in cluster.absent:
+        if node not in at_work:
+            state, reason = why.absence(cluster, node, wall_s)
+            yield Finding(
+                check="node", level=ERROR if state == "lost" else WARNING, node=node, text=f"{state} {reason}",
+                cure=f"start the machine and its elasticd, or: elasticctl nodes forget {node}",
+            )  # fmt: skip
 
 
 class Doctor:
@@ -94,6 +107,7 @@ class Doctor:
         """Everything: this node, etcd, all other nodes."""
         me = self._settings.node
         found = [*self.here(), *self._latency(), *self._members(), *without_daemon(snapshot.cluster)]
+        found += absent(snapshot.cluster, time.time())
         others = sorted(snapshot.cluster.nodes.keys() - {me})
         with reach.listener(self._settings.address, port_range(self._settings.ports)) as listening:
             began_s = time.time()

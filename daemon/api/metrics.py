@@ -25,7 +25,7 @@ from .histogram import Histograms
 from .job_metrics import job_families
 from .observations import Histories, Requests
 
-NODE_STATES = ("ready", "cordoned", "draining", "unhealthy", "no daemon")
+NODE_STATES = ("ready", "cordoned", "draining", "unhealthy", "no daemon", "lost", "off")
 
 
 class FromSnapshot(Collector):

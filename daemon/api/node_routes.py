@@ -11,7 +11,7 @@ import msgspec
 from .. import drain_effects
 from ..published_state import Snapshot
 from . import query_values, views
-from .actions import no_node
+from .actions import known_nodes, no_node
 from .views import SCHEMA, Json
 
 if TYPE_CHECKING:
@@ -63,6 +63,6 @@ def _with_node(h: Request, node: str) -> Snapshot:
     """The newest snapshot, if it knows the node. Raises Refused (404, 503)."""
     snapshot = h.service.board.now
     cluster = snapshot.cluster
-    if node not in cluster.nodes and node not in cluster.drains and not cluster.jobs_on(node):
-        raise no_node(node, cluster.nodes, cluster)
+    if node not in (known := known_nodes(cluster)):
+        raise no_node(node, known, cluster)
     return snapshot

@@ -17,6 +17,9 @@ Json = dict[str, Any]
 SILENT_S = 10.0
 """An agent rewrites its status once a second; if it is older than this, the agent is stopped or its disk is full."""
 
+SHOWN_NODES = 8
+"""At most this many nodes have a line each."""
+
 LARGE_DATABASE_MB = 1600.0
 """Size of etcd's database that is reported: three quarters of its default quota."""
 
@@ -54,8 +57,11 @@ def problems_of(snapshot: Snapshot, identity: Identity, rows: list[Json], now: N
                 f"workers of {agent.job} start seconds later on this node, as new processes, since the zygote is unfit "
                 f"to fork: {agent.status.why_fresh}"
             )
-    verbs = {"unhealthy": "is", "no daemon": "has"}
-    found += [f"{r['node']} {verbs[r['state']]} {r['state']}: {r['reason']}" for r in rows if r["state"] in verbs]
+    verbs = {"unhealthy": "is", "no daemon": "has", "lost": "is"}
+    ill = [f"{r['node']} {verbs[r['state']]} {r['state']}: {r['reason']}" for r in rows if r["state"] in verbs]
+    found += ill[:SHOWN_NODES]
+    if len(ill) > SHOWN_NODES:
+        found.append(f"{len(ill) - SHOWN_NODES} more nodes are lost, unhealthy or without elasticd: elasticctl nodes")
     return found + plain_text(identity)
 
 

@@ -225,6 +225,12 @@ def post_drain(h: Request, query: Query, node: str) -> None:
     node_routes.changed(h, node)
 
 
+def delete_node(h: Request, query: Query, node: str) -> None:
+    h.service.authority.check_node(h.peer(), node, "forget")
+    h.service.actions.forget_node(node)
+    h.send_json(200, {"schema": SCHEMA, "node": node})
+
+
 def _status(h: Request) -> Json:
     """Without log lines of jobs whose logs this user may not read."""
     snapshot = h.service.board.now
@@ -253,6 +259,7 @@ KINDS: Mapping[Callable[..., None], str] = {
     post_cordon: "node.cordoned",
     post_uncordon: "node.uncordoned",
     post_drain: "node.drain_requested",
+    delete_node: "node.forgotten",
     node_routes.post_gc: "node.cleaned",
 }
 """What a change is called in the audit trail."""
@@ -332,6 +339,7 @@ ROUTES: tuple[tuple[str, re.Pattern[str], Answer], ...] = tuple(
         ("POST", f"/v1/nodes/{_NODE}/cordon", post_cordon),
         ("POST", f"/v1/nodes/{_NODE}/uncordon", post_uncordon),
         ("POST", f"/v1/nodes/{_NODE}/drain", post_drain),
+        ("DELETE", f"/v1/nodes/{_NODE}", delete_node),
     )
 )
 

@@ -122,14 +122,17 @@ def nodes(snapshot: Snapshot, me: str, wall_s: float) -> list[Json]:
         for name, slots in {**members, **snapshot.plan.places.get(job.name, {})}.items():
             used.setdefault(name, {})[job.name] = slots
     rows = []
-    for name in sorted({*cluster.nodes, *used}):
+    for name in sorted({*cluster.nodes, *used, *cluster.known}):
         node = cluster.nodes.get(name)
         jobs = used.get(name, {})
         row: Json = {"node": name, "jobs": sorted(jobs), "slots_used": sum(jobs.values())}
-        if node is None:  # its agents run, its daemon does not: a restart, or a crash
-            down = "its elasticd does not answer; the agents there go on"
-            row |= {"state": "no daemon", "reason": down, "slots": None, "gpus": None, "address": "",
-                    "hostname": "", "version": "", "up_since_wall_s": None}  # fmt: skip
+        known = cluster.known.get(name)
+        row["away_since_wall_s"] = (known.away_wall_s or None) if node is None and known else None
+        if node is None:
+            down = "no daemon", "its elasticd does not answer; the agents there go on"
+            state, reason = down if jobs else why.absence(cluster, name, wall_s)
+            facts = {key: getattr(known, key, "") for key in ("address", "hostname", "version")}
+            row |= {"state": state, "reason": reason, "slots": None, "gpus": None, "up_since_wall_s": None, **facts}
         else:
             record = node.record
             state, _, reason = node.why_not.partition(": ")

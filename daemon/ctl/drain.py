@@ -11,7 +11,7 @@ from .. import safe_text
 from .client import Client, name
 from .complete import NODE
 from .exit_codes import ERROR, OK
-from .output import NO_DAEMON, Json, as_json, length, print_json, say
+from .output import ABSENT, NO_DAEMON, Json, as_json, length, print_json, say
 
 LONGEST_ANSWER_S = 60.0
 
@@ -51,7 +51,11 @@ def drain(
         return
     body: Json = {"deadline_s": deadline_s} | ({"reason": reason} if reason else {})
     answer = client.post(f"/v1/nodes/{name(node)}/drain", body) | {"jobs": data["jobs"]}
-    down = answer.get("state") == NO_DAEMON
+    down = answer.get("state") in (NO_DAEMON, *ABSENT)
+    if down and answer["state"] in ABSENT:
+        text = f"{node} is {answer['state']} {answer['reason']}; it takes no new work if it comes back"
+        say(answer, as_json, text)
+        sys.exit(ERROR if wait_ and answer["state"] == "lost" else OK)
     if not wait_:
         later = f"{node} takes no new work, and is drained when elasticd runs there again: now none does"
         say(answer, as_json, later if down else f"{node} is being drained")

@@ -25,7 +25,7 @@ from . import late as ctl_late
 from .client import Client, Failed, Unreachable, name
 from .complete import JOB, NODE
 from .exit_codes import DEGRADED, DENIED, ERROR, FAILED, INTERRUPTED, NO_DAEMON, NO_ETCD, OK, USAGE
-from .output import AS_USER, GONE, OVER, as_json, as_of, length
+from .output import ABSENT, AS_USER, OVER, as_json, as_of, length
 from .output import NO_DAEMON as NO_NODE_DAEMON
 from .output import print_json as _print
 from .output import say as _say
@@ -125,11 +125,14 @@ def jobs(client: Client, as_json: bool) -> None:
     return as_of(data)
 
 
-@main.command()
+@main.group(invoke_without_command=True)
 @as_json
-@click.pass_obj
-def nodes(client: Client, as_json: bool) -> None:
-    """The nodes of the cluster."""
+@click.pass_context
+def nodes(ctx: click.Context, as_json: bool) -> None:
+    """The nodes of the cluster, also those that are lost; or forget one of them."""
+    if ctx.invoked_subcommand:
+        return None
+    client: Client = ctx.obj
     data = client.get("/v1/nodes")
     if as_json:
         return _print(data)
@@ -137,6 +140,15 @@ def nodes(client: Client, as_json: bool) -> None:
 
     render.nodes(data["nodes"])
     return as_of(data)
+
+
+@nodes.command("forget")
+@NODE
+@as_json
+@click.pass_obj
+def nodes_forget(client: Client, node: str, as_json: bool) -> None:
+    """Forget NODE, which is lost or off and does not come back, with its cordon or drain."""
+    _say(client.delete(f"/v1/nodes/{name(node)}"), as_json, f"{node} is forgotten")
 
 
 @main.command()
@@ -241,7 +253,7 @@ def uncordon(client: Client, node: str, as_json: bool) -> None:
     """Undo a cordon or drain of NODE, and let the jobs that excluded it use it again."""
     data = client.post(f"/v1/nodes/{name(node)}/uncordon")
     text = f"{node} takes work again"
-    if (state := data.get("state", "ready")) in (NO_NODE_DAEMON, GONE):
+    if (state := data.get("state", "ready")) in (NO_NODE_DAEMON, *ABSENT):
         text = f"{node} may take work again, once its elasticd runs: now none does"
     elif state == "unhealthy":
         text = f"{node} is neither cordoned nor drained any more, and takes no work still: {data['reason']}"

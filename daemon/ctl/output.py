@@ -30,8 +30,10 @@ def say(data: Json, as_json: bool, text: str, err: bool = False) -> None:
         click.echo(safe_text.line(text), err=err)
 
 
-NO_DAEMON, GONE = "no daemon", "gone"
-"""States of a node on which no elasticd runs: with agents of jobs, and without."""
+NO_DAEMON = "no daemon"
+"""State of a node that has agents of jobs and no elasticd."""
+ABSENT = ("lost", "off", "gone")
+"""States of a node that has neither."""
 
 
 def as_of(data: Json) -> None:

@@ -23,8 +23,8 @@ COLOURS = {
     **dict.fromkeys(("running", "succeeded", "ready", "healthy"), "green"),
     **dict.fromkeys(("pending", "stopping", "cordoned", "draining", "degraded", "starting"), "yellow"),
     **dict.fromkeys(("waiting", "no daemon"), "bold yellow"),
-    **dict.fromkeys(("failed", "unhealthy"), "bold red"),
-    "stopped": "dim",
+    **dict.fromkeys(("failed", "unhealthy", "lost"), "bold red"),
+    **dict.fromkeys(("stopped", "off"), "dim"),
 }
 
 

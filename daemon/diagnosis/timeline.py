@@ -112,7 +112,9 @@ def _of_nodes(before: Cluster, after: Cluster, wall_s: float) -> Iterator[EventR
     for name in sorted(before.nodes.keys() - after.nodes.keys()):
         jobs = ", ".join(sorted(j.name for j in after.jobs.values() if name in j.members and not j.over))
         still = f"; its agents of {jobs} are still there" if jobs else ""
-        yield _event(wall_s, "node.gone", node=name, text=f"its lease ended: elasticd stopped, or node lost{still}")
+        known = after.known.get(name)
+        how = "its elasticd was stopped" if known and known.left else "its lease expired: node lost, or elasticd killed"
+        yield _event(wall_s, "node.gone", node=name, text=f"{how}{still}")
     for name, node in sorted(after.nodes.items()):
         yield from _of_node(before.nodes.get(name), node, wall_s)
 

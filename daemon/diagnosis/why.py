@@ -30,6 +30,10 @@ def of_node(snapshot: Snapshot, name: str, row: Mapping[str, Any], me: str, wall
     node = snapshot.cluster.nodes.get(name)
     if node is None:
         waits = "; its drain waits for elasticd" if name in snapshot.cluster.drains else ""
+        cordon = snapshot.cluster.cordons.get(name)
+        waits += f"; cordoned: {cordon.reason}" if cordon else ""
+        if not row["jobs"]:
+            return f"{row['state']} {row['reason']}{waits}"
         return f"elasticd is down on this node; its agents of {', '.join(row['jobs'])} keep running{waits}"
     parts = [*_blocked(snapshot.cluster, node, row, wall_s), *_disputes(snapshot.cluster, name)]
     past = {job.name for job in snapshot.cluster.jobs.values() if job.over or _has_stepped_with(job, name)}
@@ -199,6 +203,24 @@ def _disputes(cluster: Cluster, node: str, only: str = "") -> Iterator[str]:
 def _names(names: Any) -> str:
     found = sorted(names)
     return ", ".join(found[:8]) + (f" and {len(found) - 8} more" if len(found) > 8 else "")
+
+
+def absence(cluster: Cluster, name: str, wall_s: float) -> tuple[str, str]:
+    """(state, reason) of a node without a record and without agents, as the inventory has it."""
+    known = cluster.known[name]
+    since = f"since {_when(known.away_wall_s, wall_s)}" if known.away_wall_s else "since just now"
+    if not known.left:
+        return "lost", f"{since}: its machine, its network or its elasticd is down"
+    drain = cluster.drains.get(name)
+    return "off", f"{since}: {drain.reason if drain else 'its elasticd was stopped'}"
+
+
+def _when(then_wall_s: float, wall_s: float) -> str:
+    """'14:02:33'; '11-27 14:02:33' of what is older than half a day."""
+    clock = _clock(then_wall_s)
+    if wall_s - then_wall_s < 43200.0 or not clock[0].isdigit():
+        return clock
+    return f"{time.strftime('%m-%d', time.localtime(then_wall_s))} {clock}"
 
 
 def _clock(wall_s: float) -> str:

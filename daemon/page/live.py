@@ -32,7 +32,7 @@ STYLE = (
 @media (prefers-color-scheme: dark) { :root { --good: #57c08a; --bad: #f0796b; --warn: #e3a94f; } }
 a { color: var(--line); text-decoration: none; } a:hover { text-decoration: underline; }
 nav { display: flex; justify-content: space-between; gap: 20px; margin-bottom: 1rem; font-size: .92rem; }
-.healthy, .ready, .running, .succeeded { color: var(--good); } .failed, .unhealthy { color: var(--bad); }
+.healthy, .ready, .running, .succeeded { color: var(--good); } .failed, .unhealthy, .lost { color: var(--bad); }
 .degraded, .waiting, .draining, .cordoned, .nodaemon { color: var(--warn); }
 .problems { border-left: 3px solid var(--warn); padding-left: 10px; margin: 1rem 0; }
 .fit { overflow-x: auto; } td.word { overflow-wrap: normal; } .near { display: none; }

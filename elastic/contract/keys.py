@@ -1,6 +1,7 @@
 """The etcd key of each record. The only module that spells keys.
 
 /elastic/<cluster>/nodes/<node>                    leased   NodeRecord
+/elastic/<cluster>/known/<node>                             KnownNode (the inventory: stays until a user forgets it)
 /elastic/<cluster>/cordons/<node>                           CordonRecord
 /elastic/<cluster>/drains/<node>                            DrainRecord
 /elastic/<cluster>/events/<milliseconds>.<node>.<id>        EventRecord (the newest `KEPT_EVENTS` of the cluster)
@@ -84,6 +85,7 @@ class ClusterKeys:
     def __init__(self, cluster: str) -> None:
         self.root = f"/elastic/{check_name('cluster', cluster)}/"
         self.nodes = f"{self.root}nodes/"
+        self.known = f"{self.root}known/"
         self.cordons = f"{self.root}cordons/"
         self.drains = f"{self.root}drains/"
         self.events = f"{self.root}events/"
@@ -91,6 +93,9 @@ class ClusterKeys:
 
     def node(self, node: str) -> str:
         return f"{self.nodes}{node}"
+
+    def known_node(self, node: str) -> str:
+        return f"{self.known}{node}"
 
     def cordon(self, node: str) -> str:
         return f"{self.cordons}{node}"

@@ -41,6 +41,26 @@ class NodeRecord(Record, frozen=True, kw_only=True):
     refuses: dict[str, str] = msgspec.field(default_factory=dict)  # job -> why this node does not run it
 
 
+class KnownNode(Record, frozen=True, kw_only=True):
+    """The inventory's row of a node, without a lease: what is left of a node whose own record has ended."""
+
+    node: str
+    hostname: str
+    address: str
+    slots: int
+    gpus: int
+    version: str
+    away_wall_s: float = 0.0
+    """When its record ended, by the clock of the daemon that noticed; 0: it is there, or nothing was noticed yet."""
+    left: bool = False
+    """Its elasticd was stopped in order; else nothing announced that it would go."""
+
+    @staticmethod
+    def of(record: NodeRecord, away_wall_s: float = 0.0, left: bool = False) -> KnownNode:
+        facts = {name: getattr(record, name) for name in ("node", "hostname", "address", "slots", "gpus", "version")}
+        return KnownNode(**facts, away_wall_s=away_wall_s, left=left)
+
+
 class CordonRecord(Record, frozen=True, kw_only=True):
     reason: str
     since_wall_s: float
@@ -77,4 +97,4 @@ class EventRecord(Record, frozen=True, kw_only=True):
     text: str = ""
 
 
-prepare(NodeRecord, CordonRecord, DrainRecord, AskedRecord, EventRecord)
+prepare(NodeRecord, KnownNode, CordonRecord, DrainRecord, AskedRecord, EventRecord)

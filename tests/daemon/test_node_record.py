@@ -19,10 +19,11 @@ from elastic.contract.spec import JobSpec
 from elastic.etcd.client import Etcd
 from elasticd import host
 from elasticd.agents import Agents, Running
+from elasticd.chores import ALARMS_S
 from elasticd.event_queue import EventQueue
 from elasticd.gpus import Health
 from elasticd.launch import Detached
-from elasticd.loop import ALARMS_S, RETRY_S, DaemonLoop
+from elasticd.loop import RETRY_S, DaemonLoop
 from elasticd.notify import Notify
 from elasticd.published_state import PublishedState
 from elasticd.settings import Settings
