@@ -332,7 +332,8 @@ class AgentLoop:
         """The script of this worker has failed; its process has yet to exit."""
         process = self.pool.processes[worker_id]
         self.pool.give_grace(process)
-        ended = Exited(worker_id, code, None, process.page.read().step, process.error_file, process.log_file)
+        step, files = process.page.read().step, (process.error_file, process.log_file)
+        ended = Exited(worker_id, code, None, step, *files, misuse=process.misuse)
         error, fingerprint = self._why(ended, slot)
         log.info("worker.failed", slot=slot, worker_id=worker_id, cause=ended.cause)
         self._turn(WorkerFailed(slot, worker_id, ended.cause, code, error, fingerprint, ended.step))

@@ -38,6 +38,8 @@ class Exited:
     """Whether the kernel's out-of-memory killer was active at that moment, and the agent had not killed the process."""
     stopped: bool = False
     """A signal (SIGSTOP) had stopped the process when its agent killed it. Not a debugger, which traces it."""
+    misuse: str = ""
+    """See messages.ScriptEnded."""
 
     @property
     def cause(self) -> str:
@@ -97,6 +99,8 @@ class Process:
     """It was killed because it did not exit in that time."""
     unreadable: str = ""
     """It was killed because of a message that cannot be decoded: the decoder's error."""
+    misuse: str = ""
+    """See messages.ScriptEnded."""
     child: subprocess.Popen[bytes] | None = None
     """Set for a worker that was started as a new process."""
 
@@ -109,7 +113,7 @@ class Process:
             self.unreadable = str(error)
             return None
         if isinstance(message, messages.ScriptEnded):
-            self.script_code, self.late_s = message.code, exit_s
+            self.script_code, self.late_s, self.misuse = message.code, exit_s, message.misuse
             self.exit_deadline_s = time.monotonic() + exit_s
         return message
 
@@ -128,4 +132,5 @@ class Process:
             why=f"it sent a message that its agent cannot read: {self.unreadable}" if self.unreadable else "",
             oom=oom and number == signal.SIGKILL,
             stopped=self.stopped,
+            misuse=self.misuse,
         )

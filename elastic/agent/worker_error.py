@@ -33,10 +33,10 @@ def read_error(ended: Exited, *, node: str, slot: int, rank: int, step: int | No
     """
     message, trace = _from_error_file(ended.error_file)
     lines = last_lines(ended.log_file) if message else ()
-    if not message and ended.code not in (0, None):
+    if not message and (ended.misuse or ended.code not in (0, None)):
         trace = _tail(ended.log_file)
         last = next((line.strip() for line in reversed(trace.splitlines()) if line.strip()), "")
-        message = f"{ended.cause}: {last}" if last else ended.cause
+        message = ended.misuse or (f"{ended.cause}: {last}" if last else ended.cause)  # handled by the script, or none
     if not message:
         return None, ended.cause
     error = WorkerError(
@@ -50,6 +50,7 @@ def read_error(ended: Exited, *, node: str, slot: int, rank: int, step: int | No
         step=step,
         last_lines=lines,
         no_state=_exception(message) == NO_STATE,
+        misuse=bool(ended.misuse),
     )
     return error, fingerprint(message, trace)
 

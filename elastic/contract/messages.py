@@ -315,6 +315,8 @@ class ScriptEnded(Message, frozen=True, kw_only=True):
     """The script has ended with exit code `code`; threads and atexit handlers of its process may still run."""
 
     code: int
+    misuse: str = ""
+    """What elastic has refused, if `elastic.run` ended with that."""
 
 
 FromWorker = (

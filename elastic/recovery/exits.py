@@ -157,7 +157,7 @@ def _detail(event: WorkerExited | WorkerFailed) -> str:
 
 def _report_exit(turn: Turn, worker: Worker, event: WorkerExited | WorkerFailed) -> None:
     detail = _detail(event)
-    if event.code == 0 and turn.policy.managed:
+    if event.code == 0 and turn.policy.managed and not event.error:
         detail = "exited with code 0 before the job was done"
     fingerprint = event.fingerprint or event.cause
     if worker.slot in turn.my_ranks():

@@ -85,14 +85,8 @@ def charge(
         error=error,
         excluded_nodes=_set_aside(state, kept, other_nodes),
     )
-    alike = sum(1 for f in recent if (f.fingerprint, f.step) == (failure.fingerprint, failure.step))
-    crawling = _after_each_step(recent)
-    loop = max(alike, crawling) >= rules.same_failure and not failure.no_state
-    if broken.error is not None and loop:
-        where = f"at step {failure.step}" if failure.step else "before the first step"
-        if crawling > alike:
-            where, alike = "after each step", crawling
-        return _stop(charged, wall_s, f"crash loop: the same failure {where}, {alike} times: {broken.detail}")
+    if fault := _at_fault(recent, broken, rules):
+        return _stop(charged, wall_s, f"{fault}: {broken.detail}")
     # A failed collective of a job that has stepped before is not the job's fault but the network's: the job retries.
     counted = sum(1 for f in recent if f.fingerprint not in OF_THE_NETWORK or not f.step)
     if counted > rules.budget:
@@ -104,6 +98,23 @@ def charge(
             f"the last: {broken.detail}",
         )
     return Charge(charged)
+
+
+def _at_fault(recent: tuple[Failure, ...], broken: BrokenRecord, rules: Restarts) -> str:
+    """Why the next try would fail as well, or '': what elastic refuses, and the same failure again and again."""
+    failure = recent[-1]
+    if broken.error is None or failure.no_state:
+        return ""
+    if broken.error.misuse:
+        return "the script does what elastic refuses, and is not tried again"
+    alike = sum(1 for f in recent if (f.fingerprint, f.step) == (failure.fingerprint, failure.step))
+    crawling = _after_each_step(recent)
+    if max(alike, crawling) < rules.same_failure:
+        return ""
+    where = f"at step {failure.step}" if failure.step else "before the first step"
+    if crawling > alike:
+        where, alike = "after each step", crawling
+    return f"crash loop: the same failure {where}, {alike} times"
 
 
 def _stop(state: JobState, wall_s: float, reason: str) -> Charge:

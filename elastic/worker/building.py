@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 
 from .job import Job, Setup, checked
+from .misuse import MisuseRuntimeError, MisuseTypeError
 from .state.optimizers import SHARDED, sharded, sharded_module
 from .state.state import State
 
@@ -27,8 +28,8 @@ def build(setup: Setup, job: Job) -> State:
             raise
         files = {frame.f_code.co_filename.rpartition("/")[2] for frame, _ in traceback.walk_tb(error.__traceback__)}
         if found := next((said for file, said in _SHARDING.items() if file in files), ""):
-            raise TypeError(found) from error
-        raise RuntimeError(
+            raise MisuseTypeError(found) from error
+        raise MisuseRuntimeError(
             "setup() uses torch.distributed, and the process group is formed after it, anew for each generation: move "
             f"this to train(), where job.broadcast() sends a value of rank 0 to all ranks ({error})"
         ) from error

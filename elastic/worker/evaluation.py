@@ -22,6 +22,7 @@ from .comm.p2p import control_device
 from .data.arguments import plan_of
 from .data.batches import Batch, MapDataset, elsewhere, loaded, move, seed_everything
 from .data.sharding import BatchPlan, rank_range
+from .misuse import MisuseTypeError, MisuseValueError
 
 Measure = Callable[[Batch], Mapping[str, "torch.Tensor | float"]]
 """A batch -> sums over its samples, by name: tensors of one element, or numbers."""
@@ -73,7 +74,7 @@ def evaluate(
             if names is None:
                 names = _checked(sums)
             if sorted(sums) != names:
-                raise ValueError(f"job.evaluate: measure returned {sorted(sums)} for a batch, and {names} before")
+                raise MisuseValueError(f"job.evaluate: measure returned {sorted(sums)} for a batch, and {names} before")
             rows.append(_row(sums, names, device))
     agreed = agree(names or [])  # rank 0 always has a batch
     table = torch.zeros(plan.steps_per_epoch + 1, len(agreed), dtype=torch.float64)
@@ -84,7 +85,9 @@ def evaluate(
     if world_size > 1:
         table = _summed(table)
     if bool(table[-1].any()):
-        raise ValueError(f"job.evaluate: measure returned {agreed} on rank 0 and other names elsewhere (here: {names})")
+        raise MisuseValueError(
+            f"job.evaluate: measure returned {agreed} on rank 0 and other names elsewhere (here: {names})"
+        )
     columns = table[:-1].t().tolist()
     return {name: exact_sum(column) for name, column in zip(agreed, columns, strict=True)} | {COUNT: plan.samples}
 
@@ -132,12 +135,14 @@ class _Parts:
 def _checked(sums: object) -> list[str]:
     """The names. Raises TypeError."""
     if not isinstance(sums, Mapping) or not all(isinstance(name, str) for name in sums):
-        raise TypeError(
+        raise MisuseTypeError(
             f"job.evaluate: measure returned {type(sums).__name__}: return sums by name, such as "
             '{"loss": F.mse_loss(model(batch.x), batch.y, reduction="sum")}'
         )
     if COUNT in sums:
-        raise ValueError(f"job.evaluate: {COUNT!r} is the number of samples, which is added by itself; rename yours")
+        raise MisuseValueError(
+            f"job.evaluate: {COUNT!r} is the number of samples, which is added by itself; rename yours"
+        )
     return sorted(sums)
 
 
@@ -147,7 +152,7 @@ def _row(sums: Mapping[str, Any], names: Sequence[str], device: torch.device) ->
     for name in names:
         value = sums[name]
         if isinstance(value, torch.Tensor) and value.numel() != 1:
-            raise TypeError(
+            raise MisuseTypeError(
                 f"job.evaluate: {name!r} has shape {list(value.shape)}: return one number, the sum over the batch"
             )
         found.append(torch.as_tensor(value, dtype=torch.float64, device=device).reshape(()).detach())

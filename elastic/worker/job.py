@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 from ..contract.messages import GradientSample, LoggedRow
 from ..contract.timeouts import QUIET_S
 from .comm import comm_hooks, ddp, ddp_models
-from .comm.errors import GroupAborted
 from .comm.p2p import control_device
 from .comm.powersgd import PowerSGD
 from .data import batches as data
@@ -29,6 +28,7 @@ from .kept_gradients import KeptGradients
 from .logged import JobLog
 from .loss_reader import LossReader
 from .lr_scaling import ScaledSteps
+from .misuse import MisuseTypeError, MisuseValueError, kept
 from .numerics import Fingerprint, disagreeing, refuse_different
 from .replicas import Replicas
 from .state.state import State
@@ -152,6 +152,7 @@ class Job(JobCalls):
         self._keeper = keeper
         self._group_s = group_s if world_size > 1 else math.inf
         self._gradient_weight.detach_all()
+        self.refused = None
         self._replicas.enter()
         self._scaled.clear()
         self._began_s = time.monotonic()
@@ -171,6 +172,7 @@ class Job(JobCalls):
 
     def left(self, state: State) -> None:
         """`train` has returned on this rank. Not for scripts."""
+        self._goes_on()
         self._log.finish(state.step)
 
     # ── for scripts ─────────────────────────────────────────────────────────────────────────────────────────
@@ -260,6 +262,7 @@ class Job(JobCalls):
         )
         return at_one_place(self._timed(loaded, state))
 
+    @kept
     def commit(self, state: State, loss: torch.Tensor | float | None = None) -> None:
         """Commit this step on this rank. Call it once per optimizer step, as the last statement.
 
@@ -271,7 +274,7 @@ class Job(JobCalls):
         Raises CannotEncodeError or TypeError if the state holds anything that could not be sent to a replacement, and,
         standalone, FloatingPointError for a loss that is NaN or infinite.
         """
-        self._refuse_failed_sums()
+        self._goes_on()
         if skipped := state.clean():  # no optimizer has stepped
             if self._queued():
                 self._before_optimizer(applies=False)  # gradients applied in any other way were not guarded
@@ -332,9 +335,9 @@ class Job(JobCalls):
         one continues.
         """
         if limit_s <= 0:
-            raise ValueError(f"quiet({what!r}, limit_s={limit_s}): a positive number of seconds")
+            raise MisuseValueError(f"quiet({what!r}, limit_s={limit_s}): a positive number of seconds")
         if limit_s >= self._group_s:
-            raise ValueError(
+            raise MisuseValueError(
                 f"quiet({what!r}, limit_s={limit_s:g}): must be below timeouts.group_s ({self._group_s:g} s), after "
                 "which the ranks that wait for this one give up; lower the one, or raise the other in elasticd.toml"
             )
@@ -379,9 +382,10 @@ class Job(JobCalls):
         if said and self.rank == 0:
             print(f"elastic: {said}", file=sys.stderr, flush=True)
 
+    @kept
     def _turned(self, state: State, step: int) -> None:
         """The turn of `step` is over. Ends the generation where the script has caught the error of its step."""
-        self._refuse_failed_sums()
+        self._goes_on()
         self._link.check(state.step)
         data.refuse_uncommitted(state, step)
         state.turned()
@@ -404,7 +408,7 @@ class Job(JobCalls):
         checks whether the group was aborted: the flag is set before the abort begins, so sums that an abort interrupted
         are never taken for complete.
         """
-        self._refuse_failed_sums()
+        self._goes_on()
         self._gradient_weight.before_step(applies=applies)
         if self._queued():
             self._link.contributed()
@@ -414,11 +418,6 @@ class Job(JobCalls):
             self.sampler.applied(self._state)
         if self._keeper is not None:
             self._keeper.settle()
-
-    def _refuse_failed_sums(self) -> None:
-        """Raises GroupAborted, also if the script has handled the error that the failed exchange raised."""
-        if self._gradient_weight.failed:
-            raise GroupAborted("the exchange of gradients has failed, and what is here is no mean over all ranks")
 
     def _compare_replicas(self, state: State) -> None:
         if self.world_size == 1:
@@ -445,5 +444,5 @@ Train = Callable[[Job, State], None]
 def checked(made: object) -> State:
     """The value that `setup` returned. Raises TypeError if it is not a State."""
     if not isinstance(made, State):
-        raise TypeError(f"setup returned {type(made).__name__}: return elastic.State(model=…, optimizer=…)")
+        raise MisuseTypeError(f"setup returned {type(made).__name__}: return elastic.State(model=…, optimizer=…)")
     return made

@@ -14,9 +14,11 @@ import torch.distributed as dist
 
 from ..contract.timeouts import QUIET_S
 from . import evaluation, shared_values
+from .comm.errors import is_communication_error
 from .comm.p2p import control_device
 from .data.batches import MapDataset
 from .lr_scaling import Mode, ScaledSteps, factor
+from .misuse import MisuseError, MisuseIgnored, MisuseRuntimeError, MisuseTypeError
 from .state.modes import Modes
 
 if TYPE_CHECKING:
@@ -36,6 +38,14 @@ class JobCalls(abc.ABC):
     _link: Link
     _scaled: ScaledSteps
     _gradient_weight: GradientWeight
+    refused: MisuseError | None = None
+    """What was refused in this generation, perhaps handled by the script."""
+
+    def _goes_on(self) -> None:
+        """Raises GroupAborted or MisuseIgnored where the script has handled an error that ends its `train`."""
+        self._gradient_weight.refuse_failed()
+        if self.refused is not None:
+            raise MisuseIgnored(self.refused)
 
     def broadcast(self, value: Any = None) -> Any:
         """Rank 0's `value` on every rank; what the other ranks pass is ignored. All ranks call it at the same point.
@@ -83,7 +93,7 @@ class JobCalls(abc.ABC):
         or names that differ, TypeError for a value of several elements.
         """
         if not state.clean():
-            raise RuntimeError(
+            raise MisuseRuntimeError(
                 "job.evaluate between an optimizer's step and job.commit(): a rank that is lost meanwhile would cost "
                 "the whole state. Call it at the top of an iteration, or after job.commit()"
             )
@@ -128,7 +138,9 @@ class JobCalls(abc.ABC):
         Raises TypeError if neither or both of `count` and `total` are given, RuntimeError in `setup`.
         """
         if (count is None) == (total is None):
-            raise TypeError("job.weighted: either count, of this backward alone, or total=job.total(…) of the step")
+            raise MisuseTypeError(
+                "job.weighted: either count, of this backward alone, or total=job.total(…) of the step"
+            )
         everywhere = self.total(count) if total is None else total  # type: ignore[arg-type]  # not None, as checked
         wide = loss_sum if loss_sum.dtype in (torch.float32, torch.float64) else loss_sum.float()
         loss = wide / torch.where(everywhere > 0, everywhere, torch.ones_like(everywhere)).to(wide)
@@ -157,7 +169,7 @@ class JobCalls(abc.ABC):
         another mode, or a `base_world_size` below 1; RuntimeError in `setup`.
         """
         if not self.generation:
-            raise RuntimeError("job.lr_scale belongs in train(): in setup() the world size is not known yet")
+            raise MisuseRuntimeError("job.lr_scale belongs in train(): in setup() the world size is not known yet")
         by = factor(mode, self.world_size, base_world_size)
         self._scaled.scale(optimizers, by)
         return by
@@ -191,7 +203,13 @@ class JobCalls(abc.ABC):
     def _collective(self, method: str) -> Iterator[None]:
         """A span in which this rank may wait for the others. Raises RuntimeError outside of `train`."""
         if not self.generation:
-            raise RuntimeError(f"job.{method} belongs in train(): in setup() the ranks have no process group yet")
+            raise MisuseRuntimeError(f"job.{method} belongs in train(): in setup() the ranks have no process group yet")
+        self._goes_on()
         self._link.contributed()
-        yield
+        try:
+            yield
+        except RuntimeError as error:
+            if is_communication_error(error):
+                self._gradient_weight.fail()
+            raise
         self._link.entered()

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ..contract.messages import LoggedRow
+from .misuse import MisuseTypeError, MisuseValueError
 
 KEPT_ROWS = 1000
 MOST_NAMES = 64
@@ -80,13 +81,19 @@ class JobLog:
         """Raises TypeError or ValueError for what is no number, or too much."""
         for name, value in values.items():
             if not name or len(name) > MOST_NAME_CHARS or not name.isprintable():
-                raise ValueError(f"job.log: {name[:40]!r}: a name has 1 to {MOST_NAME_CHARS} printable characters")
+                raise MisuseValueError(
+                    f"job.log: {name[:40]!r}: a name has 1 to {MOST_NAME_CHARS} printable characters"
+                )
             if name not in self._values and len(self._values) >= MOST_NAMES:
-                raise ValueError(f"job.log: more than {MOST_NAMES} names in one step: {name!r} is one too many")
+                raise MisuseValueError(f"job.log: more than {MOST_NAMES} names in one step: {name!r} is one too many")
             if isinstance(value, bool) or not isinstance(value, numbers.Real | torch.Tensor):
-                raise TypeError(f"job.log: {name} is {type(value).__name__}: a number, or a tensor of one element")
+                raise MisuseTypeError(
+                    f"job.log: {name} is {type(value).__name__}: a number, or a tensor of one element"
+                )
             if isinstance(value, torch.Tensor) and value.numel() != 1:
-                raise TypeError(f"job.log: {name} has {value.numel()} elements: log its mean, or one name for each")
+                raise MisuseTypeError(
+                    f"job.log: {name} has {value.numel()} elements: log its mean, or one name for each"
+                )
             self._values[name] = _Value(value)
 
     def committed(self, step: int) -> None:

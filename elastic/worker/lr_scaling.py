@@ -13,6 +13,8 @@ from typing import Any, Literal
 
 import torch
 
+from .misuse import MisuseValueError
+
 Mode = Literal["none", "linear", "sqrt"]
 
 
@@ -20,7 +22,7 @@ def factor(mode: Mode, world_size: int, base_world_size: int) -> float:
     """By how much rates that were tuned for `base_world_size` ranks are to be multiplied. A function of its arguments
     only, so it is the same after any number of recoveries. Raises ValueError."""
     if isinstance(base_world_size, bool) or not isinstance(base_world_size, int) or base_world_size < 1:
-        raise ValueError(
+        raise MisuseValueError(
             f"job.lr_scale: base_world_size = {base_world_size!r}: the number of ranks for which the learning rate was "
             "chosen, at least 1"
         )
@@ -31,7 +33,7 @@ def factor(mode: Mode, world_size: int, base_world_size: int) -> float:
             return world_size / base_world_size
         case "sqrt":
             return math.sqrt(world_size / base_world_size)
-    raise ValueError(f"job.lr_scale: mode = {mode!r}: 'none', 'linear' or 'sqrt'")
+    raise MisuseValueError(f"job.lr_scale: mode = {mode!r}: 'none', 'linear' or 'sqrt'")
 
 
 class ScaledSteps:

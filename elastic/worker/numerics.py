@@ -11,6 +11,8 @@ import torch.distributed as dist
 import xxhash
 from torch import nn
 
+from .misuse import MisuseRuntimeError
+
 WINDOW_BYTES = 4 * 1024 * 1024
 
 
@@ -87,7 +89,7 @@ def refuse_different(model: nn.Module, *, world_size: int, device: torch.device 
     digest = Fingerprint([param.detach() for param in model.parameters()], sys.maxsize).of(0)
     if ranks := disagreeing(digest, world_size=world_size, device=device):
         which = f"{', '.join(map(str, ranks))} from the majority" if len(ranks) < world_size else "no majority agrees"
-        raise RuntimeError(
+        raise MisuseRuntimeError(
             f"job.ddp: the parameters differ between the ranks ({which}): they were changed in train() on some ranks "
             "only, as in `if job.rank == 0: model.load_state_dict(…)`. Load weights in setup(): its state goes to all "
             "ranks"

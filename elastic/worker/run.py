@@ -18,6 +18,7 @@ from ..checkpoint.interval import IntervalRule
 from ..contract import messages
 from ..contract.beat import Doing
 from ..contract.worker_config import SLOT, RankVariables, WorkerConfig, variable
+from . import misuse
 from .agent_snapshots import AgentSnapshots
 from .building import build
 from .checkpoint_scheduler import CheckpointScheduler, RankPosition
@@ -167,6 +168,13 @@ class ManagedWorker:
         )
 
     def run(self) -> State:
+        try:
+            return self._run()
+        except (misuse.MisuseError, misuse.MisuseIgnored) as error:
+            misuse.note(error)  # the script may handle it, and end in any way
+            raise
+
+    def _run(self) -> State:
         session, settings = self._session, self._settings
         for name in os.environ.pop(variable("plain_defaults"), "").split(","):
             os.environ.pop(name, None)  # torch reads them when a group is formed
@@ -239,10 +247,14 @@ class ManagedWorker:
             self._train_in(group, job, form)
         except (GenerationEnded, GroupAborted, FormError) as error:
             failure = error
-        except Exception as error:
+        except (Exception, misuse.MisuseIgnored) as error:
             # Of any class: a KeyError may be a bug of the script, which is raised, or how torch reports an aborted
             # group, which is not. Without a state, which a second `setup` was to build, there is nothing to go on with.
-            if not hasattr(self, "_state") or not (session.ends(form.generation) or is_communication_error(error)):
+            if not hasattr(self, "_state") or not (
+                session.ends(form.generation)
+                or is_communication_error(error)
+                or (misuse.found_in(error) and session.ends_within(form.generation, misuse.WAIT_S))
+            ):
                 raise
             failure = error
         finally:

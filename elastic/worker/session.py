@@ -45,8 +45,9 @@ class Abortable(Protocol):
     def abort(self, why: str) -> None: ...
 
 
-class GenerationEnded(Exception):
-    """This generation is over for this worker; the process and its state remain. User code must not catch it."""
+class GenerationEnded(BaseException):
+    """This generation is over for this worker; the process and its state remain. As KeyboardInterrupt it is no
+    Exception, so that a loop that skips a bad batch, `except Exception: continue`, does not catch it."""
 
     def __init__(self, why: str, *, between: bool = False) -> None:
         """`between`: see messages.GroupClosed."""
@@ -169,6 +170,12 @@ class Session:
         """Whether `generation` is over, or this rank has passed the step at which it was to stop: others may have left
         the group."""
         return self.over(generation) or (self._yield_generation == generation and self.step >= self._yield_step)
+
+    def ends_within(self, generation: int, limit_s: float) -> bool:
+        """`ends`, or it is over within `limit_s` seconds."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended >= generation, limit_s)
+        return self.ends(generation)
 
     def why(self) -> str:
         return self._why

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from ..checkpoint.dtypes import code_of, dtype_of, nbytes_of
 from ..contract.tensor_table import Table, TensorInfo
 from .comm import p2p
+from .misuse import MisuseTypeError, MisuseValueError
 from .state import broadcast
 from .state.json_codec import CannotEncodeError, decode, encode
 
@@ -46,18 +47,18 @@ def pack(value: Any, device: torch.device) -> tuple[bytes, list[torch.Tensor]]:
     try:
         encoded = encode(value, "value", found, {})
     except CannotEncodeError as error:
-        raise TypeError(
+        raise MisuseTypeError(
             f"cannot be sent: {error.path} is {error.kind}; send None, bool, int, float, str, bytes, list, tuple, set, "
             "dict and dense tensors, and make the rest of them on each rank"
         ) from None
     except RecursionError:
-        raise TypeError("cannot be sent: the value contains itself, or is nested too deeply") from None
+        raise MisuseTypeError("cannot be sent: the value contains itself, or is nested too deeply") from None
     tensors = [tensor.detach() for tensor in found.values()]
     table = tuple(_described(name, tensor, device) for name, tensor in zip(found, tensors, strict=True))
     header = ValueHeader(value=encoded, table=table, devices=tuple(tensor.device.type for tensor in tensors))
     raw = msgspec.json.encode(header)
     if len(raw) > MAX_HEADER_BYTES:
-        raise ValueError(
+        raise MisuseValueError(
             f"cannot be sent: it takes {len(raw) >> 20} MiB as JSON, {MAX_HEADER_BYTES >> 20} MiB at most; "
             "send long lists of numbers and long texts as tensors"
         )
@@ -102,7 +103,7 @@ def broadcast_value(value: Any, *, rank: int, world_size: int, device: torch.dev
         p2p.send_bytes(raw, following)
         header = msgspec.json.decode(raw, type=ValueHeader)
         if header.error:
-            raise TypeError(f"{header.error} (on rank 0)")
+            raise MisuseTypeError(f"{header.error} (on rank 0)")
         tensors = empty(header, device)
         value = None
     if world_size > 1:
@@ -142,7 +143,7 @@ def gather(value: Any, *, rank: int, world_size: int, device: torch.device) -> l
     for numbers, data in zip(everywhere, found, strict=True):
         header = msgspec.json.decode(data[: int(numbers[0])].cpu().numpy().tobytes(), type=ValueHeader)
         if header.error:
-            raise TypeError(header.error)
+            raise MisuseTypeError(header.error)
         headers.append(header)
     pieces = [data[int(numbers[0]) :].cpu() for numbers, data in zip(everywhere, found, strict=True)]
     return [_from_bytes(header, data) for header, data in zip(headers, pieces, strict=True)]
@@ -161,7 +162,11 @@ def _from_bytes(header: ValueHeader, data: torch.Tensor) -> Any:
 def _described(name: str, tensor: torch.Tensor, device: torch.device) -> TensorInfo:
     """Raises TypeError."""
     if tensor.is_quantized or tensor.layout is not torch.strided or type(tensor).__name__ == "DTensor":
-        raise TypeError(f"cannot be sent: {name} is {type(tensor).__name__} ({tensor.layout}); send dense tensors")
+        raise MisuseTypeError(
+            f"cannot be sent: {name} is {type(tensor).__name__} ({tensor.layout}); send dense tensors"
+        )
     if tensor.device.type not in ("cpu", device.type):
-        raise TypeError(f"cannot be sent: {name} lies on {tensor.device}; move it to job.device ({device}) or the CPU")
+        raise MisuseTypeError(
+            f"cannot be sent: {name} lies on {tensor.device}; move it to job.device ({device}) or the CPU"
+        )
     return TensorInfo(name, code_of(tensor.dtype), tuple(tensor.shape), nbytes_of(tensor))

@@ -150,6 +150,7 @@ def _train(job: Job, state: State, train: Train, disk: Disk | None, rule: Interv
         state.begin()
         with kept_group():
             train(job, state)
+        job.left(state)
         return
     saver = LocalSaver(disk.directory, disk.job, generation=generation, rank=job.rank, world_size=job.world_size)
     sink = LocalSnapshots(saver)
@@ -160,6 +161,7 @@ def _train(job: Job, state: State, train: Train, disk: Disk | None, rule: Interv
     try:
         with kept_group():
             train(job, state)
+        job.left(state)
         keeper.finish(state)
         saver.wait()
         sink.tell()

@@ -101,11 +101,17 @@ def test_a_survivor_in_the_middle_of_a_change_is_no_source(loop: str, tmp_path: 
         ("late", "was changed between job.commit() and the next batch"),
     ],
 )
-def test_training_loop_that_cannot_be_kept_exact_is_refused_at_first_step(loop: str, said: str, tmp_path: Path) -> None:
+def test_training_loop_that_cannot_be_kept_exact_ends_the_job_at_the_first_refusal(
+    loop: str, said: str, tmp_path: Path
+) -> None:
     with job_of(loop, tmp_path) as job:
         state = eventually(lambda: (s := job.state()).phase.over and s, 60.0, "the end")
         assert state.phase is Phase.FAILED
         assert state.error is not None
         assert said in state.error.message
-        # What is refused after a commit gets a step further in each of the three tries: then it is a crash loop.
-        assert job.progress() is None or job.progress().step <= 3  # type: ignore[union-attr]
+        assert state.error.misuse
+        assert said in state.reason
+        assert state.restarts == 1, "it is not tried again: the second try would begin behind the change it lost"
+        assert (generation := job.generation()) is not None
+        assert generation.number == 1
+        assert job.progress() is None or job.progress().step <= 10  # type: ignore[union-attr]

@@ -53,6 +53,20 @@ def test_worker_error_falls_back_to_the_log_tail(tmp_path: Path) -> None:
     assert len(error.traceback) == 4000
 
 
+def test_what_elastic_has_refused_is_known_even_if_the_script_has_handled_it(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("last words\n")
+    files = str(tmp_path / "error.json"), str(tmp_path / "log")
+    for code in (0, 3):
+        ended = Exited(5, code, None, 3, *files, misuse="MisuseRuntimeError: state.seen was changed")
+        error, _ = read_error(ended, node="n", slot=2, rank=6, step=3)
+        assert error is not None
+        assert (error.misuse, error.message) == (True, "MisuseRuntimeError: state.seen was changed")
+    (tmp_path / "error.json").write_text(json.dumps({"message": {"message": "KeyError: 'x'"}}))
+    error, _ = read_error(Exited(5, 1, None, 3, *files), node="n", slot=2, rank=6, step=3)
+    assert error is not None
+    assert not error.misuse
+
+
 def test_a_rank_that_found_no_state_is_known_by_the_type_of_its_exception(tmp_path: Path) -> None:
     for message, no_state in (("NoStateError: nothing to resume from", True), ("StateLostError: gone", False)):
         (tmp_path / "error.json").write_text(json.dumps({"message": {"message": message}}))

@@ -12,7 +12,7 @@ middle of the step, while the other waits in the collective that follows.
     sharded       torch's fully_shard in `train`
     calls         `job.broadcast`, `job.evaluate` and gradients in 16 bits; KILL_IN says in which of them the kill is
     powersgd      gradients by PowerSGD, with ERROR_FEEDBACK or without
-    late          the schedule is stepped after the commit
+    late          the schedule is stepped at the end of each epoch, after its last commit
 """
 
 from __future__ import annotations
@@ -126,9 +126,10 @@ def train(job, state):
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
         optimizer = ZeroRedundancyOptimizer(state.model.parameters(), torch.optim.AdamW, lr=1e-2)
-    for batch in job.batches(Sums(), state, batch_size=16, steps=STEPS):
-        loss = turn(job, state, model, other, optimizer, batch)
-        job.commit(state, loss=loss)
+    for end in range(10, STEPS + 1, 10) if LOOP == "late" else [STEPS]:
+        for batch in job.batches(Sums(), state, batch_size=16, steps=end):
+            loss = turn(job, state, model, other, optimizer, batch)
+            job.commit(state, loss=loss)
         if LOOP == "late":
             state.scheduler.step()
     digest = hashlib.sha256()

@@ -96,6 +96,15 @@ def test_the_same_exception_at_the_same_step_is_a_crash_loop() -> None:
     assert "crash loop: the same failure at step 7, 3 times: planted" in book(*loop, rules=Restarts())[1]
 
 
+def test_what_elastic_refuses_ends_the_job_at_the_first_time() -> None:
+    record = broken("MisuseRuntimeError at train.py:7", bug=True)
+    refused = msgspec.structs.replace(record, error=msgspec.structs.replace(record.error, misuse=True))
+    state, stopped = book((0.0, refused))
+    assert stopped == "the script does what elastic refuses, and is not tried again: planted"
+    assert (state.phase, state.restarts) == (Phase.FAILED, 1)
+    assert not book((0.0, msgspec.structs.replace(refused, charged=False)))[1]
+
+
 def test_the_same_exception_at_other_steps_is_none() -> None:
     assert not book(*((float(i), broken("E", bug=True, step=i)) for i in range(9)), rules=Restarts())[1]
 

@@ -21,6 +21,7 @@ import torch
 from ...contract import messages
 from ...contract.worker_config import WorkerConfig
 from ...util.processes import die_with
+from .. import misuse
 from ..session import CHANNEL_ENV, PAGE_ENV, WORKER_ENV
 from . import random_state
 from .main_module import run_as_main
@@ -57,7 +58,7 @@ def _say_ended(channel: int, code: int, told: WorkerConfig) -> None:
             faulthandler.dump_traceback_later(limit_s * STACKS_AT, file=2)
     with contextlib.suppress(OSError):  # closed by the script; or the agent is gone, which ends this process
         if stat.S_ISSOCK(os.fstat(channel).st_mode):
-            os.write(channel, messages.encode(messages.ScriptEnded(code=code)))
+            os.write(channel, messages.encode(messages.ScriptEnded(code=code, misuse=misuse.ends_run)))
 
 
 def _flush() -> None:
@@ -129,6 +130,7 @@ def _run(argv: tuple[str, ...]) -> int:
     except SystemExit as stop:
         return _exit_code(stop)
     except BaseException as error:  # noqa: BLE001 - as the interpreter itself does at the top: report and exit 1
+        misuse.note(error)
         try:
             print("".join(_of_the_script(error).format()), end="", file=sys.stderr)
         finally:  # printing fails if the log is on a full disk

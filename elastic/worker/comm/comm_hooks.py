@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from .. import torch_private
+from ..misuse import MisuseTypeError, MisuseValueError
 from .in_flight import IN_FLIGHT
 from .powersgd import PowerSGD
 
@@ -61,7 +62,7 @@ class Own:
         scaled(bucket.buffer(), weight * group.size())
         future = self._hook(self._state, bucket)
         if not callable(getattr(future, "then", None)):  # torch's futures have no common class that is public
-            raise TypeError(
+            raise MisuseTypeError(
                 f"job.ddp: hook returned {type(future).__name__}: return a torch.futures.Future with the bucket's sum"
             )
         return future, _value
@@ -87,9 +88,11 @@ def chosen(compress: Any, hook: Hook | None, hook_state: Any) -> Exchange:
     """The exchange for these arguments of `job.ddp`. Raises ValueError or TypeError."""
     if hook is not None:
         if compress is not None:
-            raise ValueError("job.ddp: compress and hook exclude each other: a hook does its own compression")
+            raise MisuseValueError("job.ddp: compress and hook exclude each other: a hook does its own compression")
         if not callable(hook):
-            raise TypeError(f"job.ddp: hook is {type(hook).__name__}: a function hook(state, bucket) as torch has them")
+            raise MisuseTypeError(
+                f"job.ddp: hook is {type(hook).__name__}: a function hook(state, bucket) as torch has them"
+            )
         return Own(hook, hook_state)
     match compress:
         case None:
@@ -100,18 +103,18 @@ def chosen(compress: Any, hook: Hook | None, hook_state: Any) -> Exchange:
             return Cast(torch.float16)
         case PowerSGD():
             if not compress.kept:
-                raise ValueError(
+                raise MisuseValueError(
                     "job.ddp: this PowerSGD is no part of the state, and what it has learnt would be lost with a "
                     "process: return it from setup(), State(…, compression=elastic.PowerSGD(model)), and pass "
                     "compress=state.compression"
                 )
             return Blocking(compress)
         case "powersgd":
-            raise ValueError(
+            raise MisuseValueError(
                 "job.ddp: compress='powersgd' has matrices to keep: return State(…, compression="
                 "elastic.PowerSGD(model)) from setup(), and pass compress=state.compression"
             )
-    raise ValueError(f"job.ddp: compress={compress!r}: 'bf16', 'fp16', an elastic.PowerSGD of the state, or None")
+    raise MisuseValueError(f"job.ddp: compress={compress!r}: 'bf16', 'fp16', an elastic.PowerSGD of the state, or None")
 
 
 class Sampler(Protocol):
@@ -216,7 +219,9 @@ def dense(bucket: Any) -> torch.Tensor:
     """The bucket's gradients. Raises TypeError if they are sparse."""
     gradient: torch.Tensor = bucket.buffer()
     if gradient.layout is not torch.strided:
-        raise TypeError("job.ddp: compress is for dense gradients; leave it out, or make the embedding sparse=False")
+        raise MisuseTypeError(
+            "job.ddp: compress is for dense gradients; leave it out, or make the embedding sparse=False"
+        )
     return gradient
 
 

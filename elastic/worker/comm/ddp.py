@@ -20,13 +20,15 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import torch_private
+from ..misuse import MisuseRuntimeError
 from .comm_hooks import Exchange, GradientHook, Sampler, plain
 from .ddp_models import FixedLayout, Told, bucket_options
+from .errors import FailedSums
 from .own_gradients import OwnGradients
 from .parts_loop import HELD, LEFT, TWICE, UNEXCHANGED, USED, PartsLoop, gradients, samples, two_loops
 
 
-class GradientWeight:
+class GradientWeight(FailedSums):
     """This rank's weight in the current step: set by `batches`, read by the gradient hook.
 
     The batch of the next backward is in one of these states:
@@ -76,8 +78,6 @@ class GradientWeight:
         self._kept = False
         """Held since an earlier step, which was committed without applying them."""
         self._sums = 0
-        self.failed = False
-        """An exchange of gradients has failed in this group, even if the script handles the error."""
         self._weighted = False
         """`add_up` was called in this group."""
 
@@ -90,7 +90,7 @@ class GradientWeight:
         if self._sums:
             return 1.0 / self._sums
         if self._unlike is not None:
-            raise RuntimeError(two_loops(self._unlike))
+            raise MisuseRuntimeError(two_loops(self._unlike))
         if self._taken is None and len(self._left) > 1:
             self._mixed = tuple(sorted(self._left))
         self._serve()
@@ -106,6 +106,7 @@ class GradientWeight:
         return self()
 
     def _begins(self, model: nn.Module) -> None:
+        self.refuse_failed()
         if self._parts is not None:
             self._parts.begins(model)
 
@@ -178,10 +179,6 @@ class GradientWeight:
         for model in self._wrapped:
             model.share_buffers(last=last)
 
-    def fail(self) -> None:
-        """Gradients may be sums over some ranks only: they must not be applied in this group any more."""
-        self.failed = True
-
     # ── batches ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def take(self, weight: float, batch: object) -> None:
@@ -191,7 +188,7 @@ class GradientWeight:
         if self._taken is not None and self._taken != weight:
             self._unlike = self._taken, weight
             if 0.0 in self._unlike:
-                raise RuntimeError(two_loops(self._unlike))
+                raise MisuseRuntimeError(two_loops(self._unlike))
         self._now.append(batch)
         self._taken, self._batch, self._ends, self._used = weight, batch, False, False
         if self._parts is not None:
@@ -248,7 +245,7 @@ class GradientWeight:
         """`empty`, for terms that are about to be added up. Raises RuntimeError if they may be of one of several
         batches, of which this rank has samples of some only."""
         if self._taken is None and len(self._left) > 1 and 0.0 in self._left:
-            raise RuntimeError(two_loops(sorted(self._left)))
+            raise MisuseRuntimeError(two_loops(sorted(self._left)))
         return self.empty
 
     @property
@@ -261,14 +258,14 @@ class GradientWeight:
         Raises RuntimeError if they are of several batches with one weight, or if a loop over `batch.parts()` has not
         come to its end, and they lack their exchange or the weight of their last part; or as `Told.refuse_frozen`."""
         if self._mixed:
-            raise RuntimeError(two_loops(self._mixed))
+            raise MisuseRuntimeError(two_loops(self._mixed))
         if self._parts is not None:
             if self._lacking(self._parts):
-                raise RuntimeError(LEFT)
+                raise MisuseRuntimeError(LEFT)
             self._refuse_twice(self._parts)
             # Within the last part another model's backward may still come.
             if self._unexchanged(self._parts, every=not self._parts.open):
-                raise RuntimeError(UNEXCHANGED)
+                raise MisuseRuntimeError(UNEXCHANGED)
             if applies and self._parts.last:
                 self._parts.applied |= self._parts.exchanged
             if not self._parts.open:
@@ -302,7 +299,7 @@ class GradientWeight:
     def refuse_used(self, batch: object) -> None:
         """A loop over the parts of `batch` begins. Raises RuntimeError if it was not taken in this step."""
         if all(samples(batch) != samples(each) for each in self._now):
-            raise RuntimeError(USED)
+            raise MisuseRuntimeError(USED)
 
     def enter_parts(self, batch: float) -> PartsLoop:
         """A loop over several micro-batches of a batch of this weight begins. Raises RuntimeError if gradients are
@@ -311,7 +308,7 @@ class GradientWeight:
         if self._held and not self._sums and self._models:
             found = [any(bool(grad.any()) for grad in gradients([model])) for model in self._models]
             if all(found) if self._kept else any(found):
-                raise RuntimeError(HELD)
+                raise MisuseRuntimeError(HELD)
         for model in self._wrapped:
             model.own.trained = False
         self._parts = PartsLoop(batch, {id(model) for model in self._wrapped if gradients([model])})
@@ -332,7 +329,7 @@ class GradientWeight:
         if self._parts is None or not self._unexchanged(self._parts):
             self._whole_again()
         elif self._parts.applied:
-            raise RuntimeError(UNEXCHANGED)
+            raise MisuseRuntimeError(UNEXCHANGED)
         else:  # they must not be applied
             self._parts.open = False
 
@@ -348,7 +345,7 @@ class GradientWeight:
             sums = [p.grad for p in model.parameters() if id(p) in model.exchanged and p.grad is not None]
             sums = [grad._values() if grad.is_sparse else grad for grad in sums]
             if id(model) in parts.twice and any(bool(g.any()) for g in sums) and all(g.isfinite().all() for g in sums):
-                raise RuntimeError(TWICE)
+                raise MisuseRuntimeError(TWICE)
 
     def _lacking(self, parts: PartsLoop) -> bool:
         """Whether there are gradients that lack their exchange, or the weight of the last micro-batch."""

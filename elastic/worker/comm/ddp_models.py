@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from .. import torch_private
+from ..misuse import MisuseRuntimeError, MisuseValueError
 from .buffers import broadcast_coalesced
 from .own_gradients import OwnGradients
 
@@ -68,7 +69,7 @@ class Told(DistributedDataParallel):
         named = self.module.named_parameters()
         frozen = [name for name, param in named if id(param) in self.exchanged and not param.requires_grad]
         more = f" and {len(frozen) - 3} more" if len(frozen) > 3 else ""
-        raise RuntimeError(f"{', '.join(frozen[:3])}{more} of a model {FROZEN}")
+        raise MisuseRuntimeError(f"{', '.join(frozen[:3])}{more} of a model {FROZEN}")
 
     def share_buffers(self, *, last: bool) -> None:
         """Broadcast rank 0's buffers unless they are already equal; with `last` once a step at least. All ranks call it
@@ -83,14 +84,17 @@ class Told(DistributedDataParallel):
             self._sync_buffers()
             self._alike, self.shared = True, last
 
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if self.own.begins is not None and torch.is_grad_enabled():
+            self.own.begins(self)  # before anything of DDP's, which fails after a backward that has failed
+        return super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+
     def _check_sync_bufs_pre_fwd(self) -> bool:
         due = not self._alike and super()._check_sync_bufs_pre_fwd()  # type: ignore[no-untyped-call]
         trains = torch.is_grad_enabled()
         self.own.trained |= trains
         if trains:
             self.own.waits = self.require_backward_grad_sync
-            if self.own.begins is not None:
-                self.own.begins(self)
         if trains and any(module.training for module in self._writers):
             self._alike = False
         elif due:
@@ -158,7 +162,7 @@ def refuse_subgroup(options: Mapping[str, Any], world_size: int) -> None:
     elif (mesh := options.get("device_mesh")) is not None:
         name, size = "device_mesh", mesh.size()
     if size != world_size:
-        raise ValueError(
+        raise MisuseValueError(
             f"job.ddp: a {name} of {max(size, 0)} of the {world_size} ranks: each rank's gradients have the weight of "
             f"its samples among those of all ranks, and all have the same model. Leave {name} out"
         )

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ..misuse import MisuseRuntimeError
+
 _TWICE = "default process group twice"
 """Of torch's message for an `init_process_group` beside the job's group."""
 
@@ -37,7 +39,7 @@ def kept_group() -> Iterator[None]:
         yield
     except ValueError as error:
         if _TWICE in str(error) and dist.is_initialized():
-            raise RuntimeError(
+            raise MisuseRuntimeError(
                 "train() calls init_process_group(), and the job's group is formed already: leave it out. "
                 "dist.get_rank() and all collectives work in train(); for a group of some ranks use job.new_group(…)"
             ) from error
@@ -45,7 +47,7 @@ def kept_group() -> Iterator[None]:
     finally:
         dist.destroy_process_group = real
     if not dist.is_initialized():
-        raise RuntimeError(
+        raise MisuseRuntimeError(
             "train() has ended torch's default process group, which is the job's: leave out destroy_process_group(), "
             "elastic.run calls it when all ranks are done"
         )

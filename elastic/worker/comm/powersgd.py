@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..misuse import MisuseRuntimeError, MisuseValueError
+
 
 class PowerSGD:
     """A part of the State, and the value of `compress` in `job.ddp`.
@@ -43,11 +45,11 @@ class PowerSGD:
         seed: int = 0,
     ) -> None:
         if matrix_rank < 1:
-            raise ValueError(f"PowerSGD: matrix_rank = {matrix_rank}: at least 1")
+            raise MisuseValueError(f"PowerSGD: matrix_rank = {matrix_rank}: at least 1")
         if start_step < 0:
-            raise ValueError(f"PowerSGD: start_step = {start_step}: at least 0")
+            raise MisuseValueError(f"PowerSGD: start_step = {start_step}: at least 0")
         if not min_rate >= 1.0:
-            raise ValueError(f"PowerSGD: min_rate = {min_rate}: at least 1")
+            raise MisuseValueError(f"PowerSGD: min_rate = {min_rate}: at least 1")
         self.kept = False
         """Whether it is part of a State."""
         self._start, self._feedback = start_step, error_feedback
@@ -71,7 +73,7 @@ class PowerSGD:
         """Raises ValueError if it was made for other parameters."""
         shapes = {name: tuple(q.shape) for name, q in self._q.items()}
         if (theirs := {name: tuple(q.shape) for name, q in state["q"].items()}) != shapes:
-            raise ValueError(f"PowerSGD: matrices of {theirs} were kept, and this model's are {shapes}")
+            raise MisuseValueError(f"PowerSGD: matrices of {theirs} were kept, and this model's are {shapes}")
         self._done = state["done"]
         self._q = {name: q.clone() for name, q in state["q"].items()}
 
@@ -80,7 +82,9 @@ class PowerSGD:
         not the one that this was built for."""
         params = dict(model.named_parameters())
         if missing := [name for name in self._q if name not in params]:
-            raise ValueError(f"PowerSGD was built for another model: this one has no {missing[0]}; use one per model")
+            raise MisuseValueError(
+                f"PowerSGD was built for another model: this one has no {missing[0]}; use one per model"
+            )
         self._names = {id(param): name for name, param in params.items()}
         self._errors.clear()
 
@@ -95,7 +99,7 @@ class PowerSGD:
         large: list[tuple[str, torch.Tensor]] = []
         for param, gradient in pairs:
             if (name := self._names.get(id(param))) is None:
-                raise RuntimeError("one PowerSGD is used for two models: build one for each")
+                raise MisuseRuntimeError("one PowerSGD is used for two models: build one for each")
             if name in self._q and self._done >= self._start and gradient.is_contiguous():
                 large.append((name, gradient))
             else:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset
 
+from ..misuse import MisuseTypeError, MisuseValueError
 from .sharding import BatchPlan
 
 
@@ -14,14 +15,14 @@ def plan_of(dataset: Any, batch_size: Any) -> BatchPlan:
     """Raises TypeError for data that has no samples by their number, or a `batch_size` that is no whole number;
     ValueError for an empty dataset or batch."""
     if isinstance(dataset, DataLoader):
-        raise TypeError(
+        raise MisuseTypeError(
             "the dataset is a DataLoader, which takes a rank's samples in its own order: give its dataset, and its "
             "batch_size (here that of all ranks together), num_workers and collate to job.batches"
         )
     one = getattr(type(dataset), "__getitem__", Dataset.__getitem__)  # torch's own only raises
     by_number = one is not Dataset.__getitem__ or hasattr(dataset, "__getitems__")
     if not by_number or not hasattr(dataset, "__len__"):
-        raise TypeError(
+        raise MisuseTypeError(
             f"the dataset is {type(dataset).__name__}, without len(dataset) or dataset[i]: data that can only be read "
             "in order is for job.streams"
         )
@@ -33,7 +34,7 @@ def whole(name: str, value: Any) -> int:
     try:
         return operator.index(value)
     except TypeError:
-        raise TypeError(f"{name} = {value!r}: a whole number") from None
+        raise MisuseTypeError(f"{name} = {value!r}: a whole number") from None
 
 
 def at_most(name: str, value: Any) -> int | None:
@@ -41,5 +42,5 @@ def at_most(name: str, value: Any) -> int | None:
     if value is None:
         return None
     if (found := whole(name, value)) < 0:
-        raise ValueError(f"{name} = {found}: 0 or more; leave it out for no limit")
+        raise MisuseValueError(f"{name} = {found}: 0 or more; leave it out for no limit")
     return found

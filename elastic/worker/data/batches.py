@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, StackDataset, Subset, default_collate
 from .. import torch_private
 from ..boot.inherited_sockets import leave_parents_sockets
 from ..comm.ddp import GradientWeight
+from ..misuse import MisuseRuntimeError, MisuseTypeError
 from .arguments import at_most, plan_of
 from .collate import collated
 from .columns import cut
@@ -81,13 +82,13 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     def __iter__(self) -> Iterator[Any]:
         """The parts of `data` for a dataset of tuples: ``for x, y in job.batches(…)``. Raises TypeError for others."""
         if not isinstance(self.data, (tuple, list)):
-            raise TypeError(f"a batch of {type(self.data).__name__} has no parts to unpack: it is in batch.data")
+            raise MisuseTypeError(f"a batch of {type(self.data).__name__} has no parts to unpack: it is in batch.data")
         return iter(self.data)
 
     @property
     def _pair(self) -> Any:
         if not (isinstance(self.data, (tuple, list)) and len(self.data) == 2):
-            raise TypeError(
+            raise MisuseTypeError(
                 "batch.x and batch.y are for datasets of pairs (x, y); this one's batches are in batch.data"
             )
         return self.data
@@ -149,7 +150,7 @@ def refuse_uncommitted(state: HasStep, step: int) -> None:
     """The turn of `step` has ended. Raises RuntimeError if it was not committed, or more than once."""
     if state.step != step + 1:
         taken = " A loop of which a batch is taken in some steps only is made anew there: next(job.batches(…))"
-        raise RuntimeError(
+        raise MisuseRuntimeError(
             f"step {step} ended with state.step = {state.step}: call job.commit(state) once, "
             "at the end of each turn, after the optimizer's step; to accumulate gradients: micro_batch=…."
             f"{taken if state.step > step + 1 else ''}"

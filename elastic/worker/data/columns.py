@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
+from ..misuse import MisuseTypeError, MisuseValueError
 from .containers import opened
 
 _PLAIN = (str, bytes, int, float, complex, type(None))
@@ -38,7 +39,7 @@ def cut(data: Any, size: int, start: int, stop: int, *, own: bool = False) -> An
             return node[start:stop]
         if isinstance(node, PackedSequence) or (found := opened(node)) is None:
             if hasattr(node, "to") or (top and not isinstance(node, _PLAIN)):
-                raise TypeError(
+                raise MisuseTypeError(
                     f"batch.parts(): {type(node).__name__} has no samples that could be cut into micro-batches: let "
                     "collate return tensors, in a dict, tuple or dataclass"
                 )
@@ -65,7 +66,7 @@ def joined(parts: Sequence[Any], each: int) -> Any:
         return list(itertools.chain.from_iterable(parts))
     if isinstance(first, Mapping):
         if any(part.keys() != first.keys() for part in parts):
-            raise ValueError(
+            raise MisuseValueError(
                 f"job.streams: a stream's samples have the keys {', '.join(map(str, first))}, those of another one "
                 f"{next(', '.join(map(str, part)) for part in parts if part.keys() != first.keys())}"
             )
@@ -79,7 +80,7 @@ def joined(parts: Sequence[Any], each: int) -> Any:
 
 def _rows(tensor: torch.Tensor, size: int, start: int, stop: int) -> torch.Tensor:
     if len(tensor) != size:
-        raise TypeError(
+        raise MisuseTypeError(
             f"batch.parts(): a tensor of shape {list(tensor.shape)} in a batch of {size} samples: each tensor "
             "that collate makes needs the samples in its first dimension to be cut into micro-batches"
         )
@@ -136,8 +137,8 @@ def _holds_tensors(node: Any) -> bool:
     return found is not None and any(map(_holds_tensors, found[0]))
 
 
-def _unclear(node: Sequence[Any], size: int) -> TypeError:
-    return TypeError(
+def _unclear(node: Sequence[Any], size: int) -> MisuseTypeError:
+    return MisuseTypeError(
         f"batch.parts(): a {type(node).__name__} of {len(node)} times {type(node[0]).__name__} in a batch of {size} "
         "samples may be a list of samples or of columns: let collate return columns in a dict, with tensors stacked"
     )

@@ -10,6 +10,8 @@ from collections.abc import Generator, Iterator
 from types import CodeType
 from typing import Any, NamedTuple
 
+from ..misuse import MisuseRuntimeError
+
 
 class _Place(NamedTuple):
     code: CodeType | None
@@ -43,7 +45,7 @@ def at_one_place(loop: Generator[Any, None, None]) -> Iterator[Any]:
                 code, offset = caller.f_code, caller.f_lasti
                 place = _place(code, offset)
                 if place in left and place != last:
-                    raise RuntimeError(
+                    raise MisuseRuntimeError(
                         f"{place} and {last} take batches of one loop in turn. After a failure train() begins at the "
                         "first of them again, and the loop at the step that was interrupted: the batches would change "
                         "places. Take each batch at one place, and let state.step say what is done with it, as in "

@@ -18,6 +18,8 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
+from ..misuse import MisuseValueError
+
 Ints = TypeVar("Ints", bound=Any)
 """int, or a numpy array of uint64 (this module does not import numpy)."""
 
@@ -48,9 +50,9 @@ class BatchPlan:
 
     def __post_init__(self) -> None:
         if self.samples < 1:
-            raise ValueError(f"samples = {self.samples}: a dataset needs at least one sample")
+            raise MisuseValueError(f"samples = {self.samples}: a dataset needs at least one sample")
         if self.batch_size < 1:
-            raise ValueError(f"batch_size = {self.batch_size}: the global batch needs at least one sample")
+            raise MisuseValueError(f"batch_size = {self.batch_size}: the global batch needs at least one sample")
 
     @property
     def steps_per_epoch(self) -> int:
@@ -94,7 +96,7 @@ def micro_sizes(size: int, most: int | None) -> tuple[int, ...]:
     The larger ones come first. No samples give one micro-batch of 0: the rank still takes part in the exchange.
     """
     if most is not None and most < 1:
-        raise ValueError(f"micro_batch = {most}: a micro-batch needs at least one sample")
+        raise MisuseValueError(f"micro_batch = {most}: a micro-batch needs at least one sample")
     parts = 1 if most is None or size <= most else -(-size // most)
     each, over = divmod(size, parts)
     return tuple(each + (i < over) for i in range(parts))
@@ -108,7 +110,7 @@ class SampleOrder:
         self._shuffle = shuffle and samples > 1
         bits = max(2, (samples - 1).bit_length())
         if bits > 62:
-            raise ValueError(f"samples = {samples}: more than 2**62")
+            raise MisuseValueError(f"samples = {samples}: more than 2**62")
         self.domain = 1 << bits
         """`permute` is one of range(domain), the next power of two."""
         self._low_bits = bits // 2

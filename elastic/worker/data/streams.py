@@ -27,6 +27,7 @@ from torch.utils.data import IterableDataset, default_collate
 from .. import shared_values, torch_private
 from ..boot.inherited_sockets import leave_parents_sockets
 from ..comm.ddp import GradientWeight
+from ..misuse import MisuseValueError
 from .batches import Batch, as_is, elsewhere, move, refuse_uncommitted, seed_everything
 from .columns import joined
 from .sharding import most_of, rank_range
@@ -120,13 +121,13 @@ def _collates(
 def _checked(count: int, batch_size: int, world_size: int, state: HasStreams) -> dict[str, int]:
     """The numbers that the positions of the streams depend on."""
     if batch_size % count:
-        raise ValueError(f"batch_size = {batch_size}: must be a multiple of count = {count} streams")
+        raise MisuseValueError(f"batch_size = {batch_size}: must be a multiple of count = {count} streams")
     if world_size > count:
         raise ValueError(f"count = {count} streams: not enough for a world of {world_size}")
     numbers = {"count": count, "batch_size": batch_size}
     for name, number in numbers.items():
         if (kept := (state.streams or {}).get(name, number)) != number:
-            raise ValueError(
+            raise MisuseValueError(
                 f"{name} = {number}: the streams of the steps so far had {name} = {kept}, and their positions fit no "
                 "other number; use that again, or begin a new job"
             )
@@ -178,12 +179,12 @@ class _Stream:
             return next(self._iterator)
         except StopIteration:
             if self._once:
-                raise ValueError(
+                raise MisuseValueError(
                     "a stream has ended and is a generator or iterator, which can be read once only: make(stream, "
                     "count) must return an iterable that can be read again from its beginning, such as an object whose "
                     "__iter__ is the generator function"
                 ) from None
-            raise ValueError("a stream has fewer samples than one step takes from it") from None
+            raise MisuseValueError("a stream has fewer samples than one step takes from it") from None
 
     def state(self) -> dict[str, Any]:
         return {"pass": self._pass, "loader": self._loader.state_dict()}

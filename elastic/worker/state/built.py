@@ -7,6 +7,7 @@ from typing import Any
 
 from ...checkpoint.plain import tensors_named
 from ...contract.tensor_table import Table, TensorInfo
+from ..misuse import MisuseTypeError
 
 
 class Built:
@@ -22,13 +23,13 @@ class Built:
         tensors = _own(table, extra)
         if tensors != self._tensors:
             name = next(n for n in {**self._tensors, **tensors} if tensors.get(n) != self._tensors.get(n))
-            raise TypeError(
+            raise MisuseTypeError(
                 _refusal(f"state.{name}", _described(self._tensors.get(name)), _described(tensors.get(name)))
             )
         for name, counts in _groups(extra).items():
             if counts != self._groups.get(name):
                 was, now = (f"groups of {c} parameters" for c in (self._groups.get(name), counts))
-                raise TypeError(_refusal(f"state.{name}", was, now))
+                raise MisuseTypeError(_refusal(f"state.{name}", was, now))
 
 
 def _described(info: TensorInfo | None) -> str:

@@ -10,6 +10,7 @@ import torch
 from ...checkpoint.dtypes import CODES, code_of, dtype_of, nbytes_of
 from ...checkpoint.memcpy import device_type, movable
 from ...contract.tensor_table import TensorInfo
+from ..misuse import MisuseTypeError
 from .copies import writable
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
@@ -63,7 +64,7 @@ def _info(name: str, tensor: torch.Tensor) -> TensorInfo:
     if tensor.is_quantized or tensor.layout is not torch.strided or other:
         odd = "quantised" if tensor.is_quantized else "sparse" if tensor.layout is not torch.strided else ""
         kind = type(tensor).__name__
-        raise TypeError(
+        raise MisuseTypeError(
             f"state.{name} is {odd or f'a {kind}'} ({kind}, {tensor.layout}, {tensor.dtype}): only dense tensors that "
             f"are whole on each rank can be kept; keep it dense (tensor.to_dense(), tensor.dequantize()) in the state "
             f"and make the other form of it where it is used"

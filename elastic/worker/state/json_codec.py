@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..misuse import MisuseTypeError
+
 Codec = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 Codecs = Mapping[type, Codec]
 """type -> (function to an encodable value, function back)."""
@@ -28,7 +30,7 @@ _BIG = 1 << 53
 """Integers from this magnitude on are written as text: not every JSON reader keeps them exactly."""
 
 
-class CannotEncodeError(TypeError):
+class CannotEncodeError(MisuseTypeError):
     """A value has no exact form in JSON. The message names its path and the remedies."""
 
     def __init__(self, path: str, value: Any) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ..misuse import MisuseRuntimeError, MisuseTypeError
 from .described import storage_of
 from .unkept import Unkept
 
@@ -122,7 +123,7 @@ class Optimizers:
         elif self._within(optimizer):
             self.own(optimizer)  # torch calls the hooks of this optimizer next, including these
         elif self.refuses:
-            raise RuntimeError(refusal(optimizer, name, param))
+            raise MisuseRuntimeError(refusal(optimizer, name, param))
         else:
             self._changing()
 
@@ -149,7 +150,7 @@ def _refuse_unkept(name: str, optimizer: torch.optim.Optimizer, others: Iterable
         if not stepped:
             return
     number, index, param = stepped[0]
-    raise TypeError(
+    raise MisuseTypeError(
         f"state.{name} steps a parameter of shape {tuple(param.shape)} (number {index} of its group {number}) that no "
         f"other part of the state holds: it would be lost with a process, and the replicas would differ unseen. Return "
         f"the module that has it from setup() with the rest, State(…, criterion=criterion), and wrap that with job.ddp "
@@ -164,7 +165,7 @@ def _refuse_more(name: str, optimizer: torch.optim.Optimizer) -> None:
     if any(isinstance(item, torch.optim.Optimizer) for item in inner):
         return
     if more := sorted(map(str, optimizer.state_dict().keys() - {"state", "param_groups"})):
-        raise TypeError(
+        raise MisuseTypeError(
             f"state.{name} ({type(optimizer).__name__}) has more in its state_dict() than state and param_groups: "
             f"{', '.join(more)}. That would be lost with a process. Keep it in optimizer.state, under a name, or in "
             f"the options of a parameter group"

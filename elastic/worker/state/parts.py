@@ -15,6 +15,7 @@ import torch
 from ...checkpoint.plain import tensors_named
 from ...contract.tensor_table import TensorInfo
 from .. import torch_private
+from ..misuse import MisuseTypeError
 from . import taken
 from .copies import Copy, immutable, writable
 from .described import Like, fitting, storage_of
@@ -367,9 +368,11 @@ class OptimizerPart:
         others: dict[Any, Any] = {key: item for key, item in self.value.state.items() if id(key) not in known}
         for key in others:
             if isinstance(key, torch.Tensor):
-                raise TypeError(f"state.{self.name} keeps state for a tensor that is in none of its parameter groups")
+                raise MisuseTypeError(
+                    f"state.{self.name} keeps state for a tensor that is in none of its parameter groups"
+                )
             if type(key) is not str:
-                raise TypeError(f"state.{self.name} keeps state under {key!r}: neither a parameter nor a text")
+                raise MisuseTypeError(f"state.{self.name} keeps state under {key!r}: neither a parameter nor a text")
         return others
 
 
@@ -377,7 +380,7 @@ def _texts(held: Mapping[Any, Any], path: str) -> list[str]:
     """The names in an optimizer's entry for a parameter, sorted. Raises TypeError for a key that is not text."""
     for key in sorted(held, key=str):
         if type(key) is not str:
-            raise TypeError(f"state.{path} has an entry {key!r}: only names can be kept, this is no text")
+            raise MisuseTypeError(f"state.{path} has an entry {key!r}: only names can be kept, this is no text")
     return sorted(held)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
+from ..misuse import MisuseTypeError
 from .optimizers import sharded_module
 
 
@@ -16,14 +17,14 @@ def refuse_sharded(name: str, module: torch.nn.Module) -> None:
     if not found:
         found = "DTensor" if any(type(p).__name__ == "DTensor" for p in module.parameters()) else ""
     if found:
-        raise TypeError(sharded_module(name, found))
+        raise MisuseTypeError(sharded_module(name, found))
 
 
 def refuse_lazy(name: str, module: torch.nn.Module) -> None:
     """Raises TypeError if a tensor has no shape yet."""
     held = [*module.named_parameters(), *module.named_buffers()]
     if found := next((key for key, tensor in held if torch.nn.parameter.is_lazy(tensor)), ""):
-        raise TypeError(f"state.{name}.{found} has no shape yet: run one forward of the lazy module in setup()")
+        raise MisuseTypeError(f"state.{name}.{found} has no shape yet: run one forward of the lazy module in setup()")
 
 
 def listed(names: Iterable[str]) -> str:

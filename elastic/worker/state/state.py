@@ -10,6 +10,7 @@ import torch
 
 from ...contract.tensor_table import Table, TensorInfo
 from .. import gc_pause
+from ..misuse import MisuseRuntimeError, MisuseTypeError, MisuseValueError
 from ..torch_private import pytree
 from . import left_behind
 from .built import Built
@@ -69,9 +70,9 @@ class State:
         self._built: Built | None = None
         for name, value in parts.items():
             if name.startswith("_") or hasattr(type(self), name):
-                raise ValueError(f"state.{name}: this name is taken; choose another")
+                raise MisuseValueError(f"state.{name}: this name is taken; choose another")
             if "." in name:  # tensors are named by part and path
-                raise ValueError(f"state.{name}: no dot in the name of a part; choose another")
+                raise MisuseValueError(f"state.{name}: no dot in the name of a part; choose another")
             self._parts[name] = self._part(name, value)
         self.table()  # raises now, not at the first checkpoint, for what cannot be encoded
         self.extra()
@@ -110,7 +111,7 @@ class State:
             return ModulePart(name, value, self._codecs)
         if isinstance(value, torch.optim.Optimizer):
             if is_sharded(value):
-                raise TypeError(f"state.{name}: {sharded(type(value).__name__)}")
+                raise MisuseTypeError(f"state.{name}: {sharded(type(value).__name__)}")
             self._optimizers.own(value)
             return optimizer_part(name, value, self._codecs)
         if isinstance(value, torch.amp.GradScaler):
@@ -182,14 +183,13 @@ class State:
         self._flags().loop_begins()
 
     def turned(self) -> None:
-        """The loop asks for its next batch. Raises RuntimeError if the state was changed after the commit.
-
-        A generation may end in the commit; changes made after it in the loop would then be lost.
-        """
+        """The loop asks for its next batch. Raises RuntimeError if the state was changed after the commit: a generation
+        may end in the commit, and changes made after it in the loop would then be lost."""
         if not self._changing and (name := self._point.differs()) is not None:
-            raise RuntimeError(
+            raise MisuseRuntimeError(
                 f"state.{name} was changed between job.commit() and the next batch: a failure in between would leave "
-                f"the change out. Make it before job.commit(), or after the next batch was taken"
+                "the change out. Make it before job.commit(), or after the next batch was taken; what ends an epoch "
+                "stands in `for epoch in job.epochs(…):`, see docs/loop.md"
             )
 
     def rewind(self) -> str | None:

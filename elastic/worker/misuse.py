@@ -1,0 +1,88 @@
+"""Errors for what the script does wrong with elastic's API or state: the next try would do the same.
+
+    MisuseError
+      MisuseRuntimeError, MisuseTypeError, MisuseValueError: also what their names say, and documented as that
+      state.json_codec.CannotEncodeError
+
+The first that leaves `elastic.run` is reported to the agent, and ends the job at once. An error that follows from the
+end of a generation is none of these.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+S = TypeVar("S", bound="Keeps")
+
+WAIT_S = 1.0
+"""A refusal may follow from a failed collective whose error the script has handled. The agent knows of the lost rank
+within this time."""
+
+
+class MisuseError(Exception):
+    """elastic refuses what the script does. The message has the cure."""
+
+
+class MisuseRuntimeError(MisuseError, RuntimeError):
+    """At this point of the script, or in this order of calls."""
+
+
+class MisuseTypeError(MisuseError, TypeError):
+    """With values of this type."""
+
+
+class MisuseValueError(MisuseError, ValueError):
+    """With this value."""
+
+
+class MisuseIgnored(BaseException):
+    """The script has handled a refusal of its step (the cause), and goes on. Not an Exception, as what has handled the
+    first one would handle this one as well."""
+
+    def __init__(self, refused: MisuseError) -> None:
+        super().__init__(f"the script has caught this error of elastic's, and goes on: {refused}")
+        self.__cause__ = refused
+
+
+class Keeps(Protocol):
+    refused: MisuseError | None
+
+
+def kept(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    """Decorator of a method whose refusal counts even if the script handles it: it is kept in `refused`."""
+
+    @functools.wraps(method)
+    def keeping(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return method(self, *args, **kwargs)
+        except MisuseError as error:
+            self.refused = error
+            raise
+
+    return keeping
+
+
+ends_run = ""
+"""What was refused when `elastic.run`, or the script, ended with that; for the report of this process's exit."""
+
+
+def note(error: BaseException) -> None:
+    """`error` leaves `elastic.run`, or the script."""
+    global ends_run
+    if refused := found_in(error):
+        ends_run = f"{type(refused).__name__}: {refused}"
+
+
+def found_in(error: BaseException | None) -> MisuseError | None:
+    """`error`, or the refusal that it was raised from."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, MisuseError):
+            return error
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return None
