@@ -21,7 +21,7 @@ from elastic.contract.timeouts import RELATIONS
 
 from . import addresses, config, host, launch, lean, ownership, shutdown
 from .api.views import SCHEMA, Identity, Json
-from .errors import AlreadyRuns, CannotStart, DaemonError, InvalidConfig
+from .errors import AlreadyRuns, CannotStart, DaemonError, InvalidConfig, Unsaved
 from .etcd import cluster_key, trust
 from .first_process import become_init
 from .masking import masked_setting
@@ -29,7 +29,7 @@ from .notify import Notify
 from .page import access
 from .safe_text import block
 from .settings import Settings
-from .shutdown import stop_all
+from .shutdown import stop_all, unsaved
 
 FLAGS = ("cluster", "node", "address", "state_dir", "socket", "slots", "log_level")
 """Settings with a flag of their own; all others are set by --set."""
@@ -44,7 +44,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         loaded = config.load(args.config, os.environ, _flags(args))
         if args.stop:
-            said = stop_all(Path(host.state_dir_of(loaded.settings)))
+            state_dir = Path(host.state_dir_of(loaded.settings))
+            if not args.discard and (lost := unsaved(state_dir)):
+                raise Unsaved(
+                    f"{'; '.join(lost)}: these steps would be lost, so nothing was ended. Let it train to its end, or "
+                    "end it all the same with: elasticd --stop --discard. A job keeps its steps with: elasticctl run "
+                    "--checkpoints DIR"
+                )
+            said = stop_all(state_dir)
             print("\n".join(said) or "nothing runs")
             return 1 if any(shutdown.NOT in line for line in said) else 0
         gpus = host.gpus(loaded.settings.gpus)
@@ -72,7 +79,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--config", type=Path, default=os.environ.get("ELASTICD_CONFIG"), help="TOML file of settings")
     parser.add_argument("--check", action="store_true", help="check the settings and end")
     parser.add_argument("--make-cluster-key", action="store_true", help="generate the cluster's key and end")
-    parser.add_argument("--stop", action="store_true", help="end the daemon, its agents and its embedded etcd")
+    parser.add_argument(
+        "--stop",
+        action="store_true",
+        help="end the daemon, its agents and its embedded etcd; "
+        "jobs that are not over go on from their checkpoints when elasticd is started again",
+    )
+    parser.add_argument(
+        "--discard", action="store_true", help="with --stop: also the steps of jobs without checkpoints"
+    )
     parser.add_argument("--version", action="version", version=f"elasticd {elastic.__version__}")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="e.g. timeouts.lease_ttl_s=4")
     parser.add_argument("--etcd", dest="etcd.endpoints", metavar="HOST:PORT,…", help="etcd's endpoints")

@@ -7,6 +7,10 @@ import os
 import signal
 from pathlib import Path
 
+import msgspec
+
+from elastic.contract.agent_files import AgentStatus
+from elastic.util.files import read_file
 from elastic.util.processes import has_ended
 
 from . import host, launch, leftovers
@@ -27,6 +31,25 @@ def stop_all(state_dir: Path) -> list[str]:
         if not any(NOT in line for line in ended) and (pids := leftovers.end(lock.parent)):
             said.append(f"what the {what} has left ({', '.join(map(str, pids))})")
     return said + _end_holder("etcd", state_dir / "etcd" / "lock")
+
+
+def unsaved(state_dir: Path) -> list[str]:
+    """Jobs whose steps are lost if the agents of this state directory end: no checkpoint is written, and all of their
+    ranks are here. A plain script keeps its state itself."""
+    lost = []
+    for lock in sorted(state_dir.glob("jobs/*/agent/lock")):
+        try:
+            status = msgspec.json.decode(read_file(lock.parent / "status.json"), type=AgentStatus)
+            alive = launch.holder(lock) is not None
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            continue  # it has not begun, or another user wrote to it
+        seen = status.progress
+        if not alive or seen is None or status.phase == "finishing":
+            continue
+        here = len(status.ranks) >= seen.world_size
+        if here and seen.managed and seen.step and not seen.checkpoint_interval:
+            lost.append(f"{lock.parent.parent.name} is at step {seen.step} and has no folder for checkpoints")
+    return lost
 
 
 def _end_holder(what: str, lock: Path) -> list[str]:

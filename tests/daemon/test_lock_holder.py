@@ -7,12 +7,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 from support.procs import Procs, alive
 from support.wait import eventually
 
-from elastic.contract.agent_files import MARK_ENV, mark
+from elastic.contract.agent_files import MARK_ENV, AgentStatus, mark
+from elastic.contract.records import ProgressRecord, RankRow
 from elasticd import launch, shutdown
 from elasticd.main import main
 
@@ -84,3 +87,36 @@ def test_a_lock_of_our_own_is_ours(tmp_path: Path) -> None:
     with (tmp_path / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert launch.holder(tmp_path / "lock") == os.getpid()
+
+
+@pytest.mark.parametrize(
+    ("facts", "lost"),
+    [
+        ({}, True),
+        ({"checkpoint_interval": "auto"}, False),
+        ({"managed": False}, False),
+        ({"world_size": 4}, False),
+        ({"step": 0}, False),
+    ],
+)
+def test_elasticd_stop_ends_nothing_where_a_job_would_lose_its_steps(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], facts: dict[str, Any], lost: bool
+) -> None:
+    folder = tmp_path / "jobs" / "train" / "agent"
+    folder.mkdir(parents=True)
+    known = ProgressRecord(**{"generation": 1, "world_size": 1, "step": 145, "steps_per_s": 9.0, "loss": None,
+                              "wall_s": 0.0, "managed": True} | facts)  # fmt: skip
+    row = RankRow(rank=0, node="a", slot=0, pid=1, phase="computing", step=145, incarnation=0)
+    status = AgentStatus(pid=1, incarnation="x", job="train", node="a", phase="running", reason="", leader=True,
+                         generation=1, etcd_ok=True, written_wall_s=0.0, ranks=(row,), progress=known)  # fmt: skip
+    (folder / "status.json").write_bytes(msgspec.json.encode(status))
+    with Procs() as procs:
+        agent = held(procs, folder / "lock", 1)
+        assert main(["--stop", f"--state-dir={tmp_path}"]) == int(lost)
+        assert alive(agent.pid) is lost
+        if lost:
+            said = capfd.readouterr().err
+            assert "train is at step 145 and has no folder for checkpoints" in said
+            assert "elasticd --stop --discard" in said
+            assert main(["--stop", "--discard", f"--state-dir={tmp_path}"]) == 0
+            assert not alive(agent.pid)
