@@ -40,7 +40,7 @@ from .loop import DaemonLoop
 from .notify import Notify
 from .published_state import PublishedState
 from .run_as import RunAs, groups
-from .settings import Settings
+from .settings import HttpSettings, Settings
 from .threads import Threads
 from .writer import ClusterWriter
 
@@ -175,7 +175,14 @@ class Daemon:
                     holder.append(metrics.exposition(lambda: self._board.now, self._identity, self._requests))
                 return holder[0]()
 
-            server = api.metrics_server(settings.http.listen, self._board, exposition, self._log)
+            try:
+                server = api.metrics_server(settings.http.listen, self._board, exposition, self._log)
+            except CannotStart as error:
+                # Another user's elasticd on this machine has the default port. A port that was asked for must be had.
+                if settings.http.listen != HttpSettings().listen:
+                    raise
+                server = api.metrics_server("127.0.0.1:0", self._board, exposition, self._log)
+                self._log.warning("http.other_port", why=str(error), url=server.url, cure="set http.listen")
             identity = dataclasses.replace(identity, metrics=server.url)
             self._identity = identity
             self._add("metrics", server)

@@ -62,8 +62,8 @@ class EtcdSettings(SettingsTable, frozen=True, kw_only=True):
 
 class HttpSettings(SettingsTable, frozen=True, kw_only=True):
     listen: str = "127.0.0.1:9461"
-    """host:port for /metrics (Prometheus) and /healthz. Port 0: a free one, shown by `elasticctl status`.
-    Empty: neither is served."""
+    """host:port for /metrics (Prometheus) and /healthz. Port 0: a free one, shown by `elasticctl status`; so it is,
+    with a warning in the log, where the default is taken. Empty: neither is served."""
 
 
 class PageSettings(SettingsTable, frozen=True, kw_only=True):

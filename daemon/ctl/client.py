@@ -153,7 +153,8 @@ def _why(path: str, error: OSError, tried: str) -> str:
         case FileNotFoundError():
             return (
                 f"no elasticd on this machine: there is no socket {tried}. Start it (systemctl start elasticd, or "
-                f"just: elasticd), or name its socket with --socket or ELASTICCTL_SOCKET"
+                f"just: elasticd), or name its socket with --socket or ELASTICCTL_SOCKET. One that was started and has "
+                "ended says why in its output"
             )
         case ConnectionRefusedError():
             return (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pathlib
 import re
@@ -23,6 +24,7 @@ from support.wait import eventually, holds, stretched
 
 from elastic.contract.records import PROTOCOL
 from elastic.etcd.client import Etcd
+from elasticd.settings import HttpSettings
 
 pytestmark = pytest.mark.etcd
 
@@ -219,12 +221,28 @@ def test_a_second_daemon_in_the_same_folder_is_refused(nodes: Nodes, node: Node)
     assert "another elasticd" in twin.log.read_text()
 
 
+def test_a_default_port_that_is_taken_is_a_warning_and_another_one_is_used(nodes: Nodes, node: Node) -> None:
+    """A second user of the machine could not start elasticd at all."""
+    listen = HttpSettings().listen
+    host, _, port = listen.rpartition(":")
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # by another process: taken in any case
+            stack.enter_context(socket.create_server((host, int(port))))
+        endpoint = node.get("/v1/status")["etcd"]["endpoints"][0]
+        second = nodes.add("neighbour", http__listen=listen, etcd__endpoints=endpoint)
+        (warning,) = [e for e in second.events() if e["event"] == "http.other_port"]
+        assert listen in warning["why"]
+        assert second.get("/v1/status")["metrics"].startswith(warning["url"])
+        assert not warning["url"].endswith(f":{port}")
+        second.kill(signal.SIGTERM)
+
+
 def test_a_second_daemon_of_the_same_name_stays_out(nodes: Nodes, node: Node) -> None:
     endpoint = node.get("/v1/status")["etcd"]["endpoints"][0]
     twin = nodes.add("namesake", start=False, node="solo", etcd__endpoints=endpoint)
     twin.start(wait_s=0)
     eventually(lambda: any("is already called 'solo'" in str(e.get("what")) for e in twin.events()), 10)
-    assert node.get("/v1/nodes")["nodes"][0]["up_since_wall_s"]
+    assert {row["node"]: row for row in node.get("/v1/nodes")["nodes"]}["solo"]["up_since_wall_s"]
     assert "not registered" in twin.get("/v1/status")["problems"][0]
     twin.kill(signal.SIGTERM)
 
@@ -320,7 +338,8 @@ def test_two_nodes_share_a_job(nodes: Nodes, node: Node) -> None:
     eventually(lambda: second.agent_pid("wide"), 10)
     assert {row["node"] for row in second.get("/v1/nodes")["nodes"]} >= {"solo", "second"}
     second.kill(signal.SIGTERM)
-    eventually(lambda: "second" not in [row["node"] for row in node.get("/v1/nodes")["nodes"]], 5, "it signed off")
+    away = lambda row: row["node"] == "second" and row["away_since_wall_s"]  # noqa: E731
+    eventually(lambda: any(map(away, node.get("/v1/nodes")["nodes"])), 5, "it signed off")
 
 
 def test_damaged_files_cost_no_agent(nodes: Nodes) -> None:
