@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -21,7 +21,12 @@ from elastic.contract.records import (
     ProtocolVersionMismatch,
     SpecRecord,
 )
+from elastic.contract.report_size import read_incident
 from elastic.etcd.client import Refusal
+
+KEPT_INCIDENTS = 250
+"""Of a job, the newest. Its agents keep about as many in etcd; its user may have written more."""
+_DECODERS: dict[Any, Any] = {IncidentRecord: read_incident}
 
 
 class KeyValue(Stored, Protocol):
@@ -131,7 +136,7 @@ class ClusterReader:
             if kv is None:
                 return None
             try:
-                return self._decoder.read(kind, kv.key, kv)
+                return self._decoder.read(kind, kv.key, kv, _DECODERS.get(kind))
             except ProtocolVersionMismatch as error:
                 foreign[kv.key] = str(error)
             except (msgspec.DecodeError, UnicodeDecodeError) as error:  # ValidationError among them
@@ -191,7 +196,7 @@ def _job(name: str, job: JobKeys, mine: Mapping[str, KeyValue], take: _Take, sig
         ranks=_ranks(job, mine, take),
         asked=take(AskedRecord, mine.get(job.asked)) or AskedRecord(),
         # The keys of failed checkpoints do not sort by step: 9 comes after 10.
-        incidents=tuple(sorted((i for i in incidents if i is not None), key=lambda i: i.wall_s)),
+        incidents=tuple(sorted((i for i in incidents if i is not None), key=lambda i: i.wall_s)[-KEPT_INCIDENTS:]),
     )
 
 

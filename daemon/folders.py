@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from elastic.util.files import read_descriptor
+
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 """O_NONBLOCK: opening a named pipe must not wait for a writer."""
@@ -60,6 +62,17 @@ def open_file(folder: int, name: str) -> int:
         os.close(descriptor)
         raise PermissionError(f"{name} is no regular file")
     return descriptor
+
+
+def read_file(folder: Folder, name: str, most_bytes: int) -> bytes:
+    """A whole file in a directory that another user writes to. Raises OSError: for a link on the way, for no regular
+    file, and FileTooLarge."""
+    with folder.opened() as opened:
+        descriptor = open_file(opened, name)
+        try:
+            return read_descriptor(descriptor, most_bytes, name)
+        finally:
+            os.close(descriptor)
 
 
 def regular_files(folder: int) -> Iterator[tuple[int, str]]:

@@ -9,8 +9,6 @@ from pathlib import Path
 
 from .errors import CannotStart
 
-MAX_READ_BYTES = 4 * 1024 * 1024
-
 
 def private(folder: Path) -> None:
     """Create `folder`, if it does not exist, for this user only (mode 0700). Raises CannotStart if it is a link or

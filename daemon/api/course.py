@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-
 import msgspec
 
 from elastic.contract.agent_files import History
 from elastic.contract.records import GenerationRecord, SpecRecord
 
-from ..folders import Folder, open_file
+from ..folders import Folder, read_file
 from .views import Json
 
 MOST_BYTES = 1024 * 1024
@@ -23,12 +21,8 @@ def read(logs: Folder, spec: SpecRecord | None = None) -> Json | None:
     """`logs`: the job's folder of logs, beside the agent's; `spec`: the job, if etcd has it: the file may be that of an
     earlier one of its name. None: no agent of the job has written a point here."""
     try:
-        with Folder(logs.root, (*logs.names[:-1], "agent")).opened() as folder:
-            descriptor = open_file(folder, "history.json")
-            try:
-                found = _DECODER.decode(os.read(descriptor, MOST_BYTES))
-            finally:
-                os.close(descriptor)
+        agent = Folder(logs.root, (*logs.names[:-1], "agent"))
+        found = _DECODER.decode(read_file(agent, "history.json", MOST_BYTES))
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     if spec is not None and found.submitted_wall_s != spec.submitted_wall_s:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import math
-import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from elastic.contract.agent_files import GradientSamples
+from elastic.contract.agent_files import GRADIENTS_BYTES, GradientSamples
 from elastic.contract.records import ProgressRecord
 
 from ..asks import ask_each
 from ..diagnosis import gradients
 from ..errors import Refused
-from ..folders import Folder, open_file
+from ..folders import Folder, read_file
 from . import query_values
 from .actions import no_job
 from .job_routes import asking, other_nodes
@@ -29,12 +28,6 @@ AHEAD_S = 6.0
 """A sample is requested for a step this long ahead: orders reach all nodes before it."""
 LATE_S = 1.0
 """So long after a step each rank's sample of it is in its file."""
-MOST_BYTES = 64 * 1024 * 1024
-"""A million parameters' names and norms; the file may be another user's."""
-
-MOST_ROWS = 12_000
-"""Of one node: its answer to another one is limited to 2 MiB. Of more parameters their layers are given."""
-
 _DECODER = msgspec.json.Decoder(GradientSamples)
 
 
@@ -95,19 +88,11 @@ def _passed(step: int, progress: ProgressRecord | None) -> bool:
 def read(logs: Folder, submitted_wall_s: float) -> list[Json]:
     """The samples of this node's ranks. `logs`: the job's folder of logs, beside the agent's."""
     try:
-        with Folder(logs.root, (*logs.names[:-1], "agent")).opened() as folder:
-            descriptor = open_file(folder, "gradients.json")
-            try:
-                content = b""
-                while len(content) < MOST_BYTES and (piece := os.read(descriptor, 1 << 20)):
-                    content += piece
-                found = _DECODER.decode(content)
-            finally:
-                os.close(descriptor)
+        agent = Folder(logs.root, (*logs.names[:-1], "agent"))
+        found = _DECODER.decode(read_file(agent, "gradients.json", GRADIENTS_BYTES))
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return []
     if found.submitted_wall_s != submitted_wall_s:
         return []
     rows: list[Json] = msgspec.to_builtins(found.ranks)
-    most = MOST_ROWS // max(1, len(rows))
-    return [row | {"rows": gradients.collapsed(row["rows"], most)} for row in rows]
+    return rows

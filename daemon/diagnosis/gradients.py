@@ -32,21 +32,6 @@ def layers(samples: Sequence[Json]) -> list[Json]:
     return list(found.values())
 
 
-def collapsed(rows: Sequence[Sequence[Any]], most: int) -> list[Any]:
-    """At most `most` rows are left as they are; of more, the parameters of a layer become one row."""
-    if len(rows) <= most:
-        return list(rows)
-    found: dict[str, list[Any]] = {}
-    for name, own, mean, weight, trained, bad in rows:
-        layer = name.rpartition(".")[0] or name
-        held = found.setdefault(layer, [f"{layer}.*", None, None, None, False, False])
-        for at, value in ((1, own), (2, mean), (3, weight)):
-            if value is not None:
-                held[at] = ((held[at] or 0.0) ** 2 + value**2) ** 0.5
-        held[4], held[5] = held[4] or trained, held[5] or bad
-    return list(found.values())
-
-
 def in_short(samples: Iterable[Json]) -> dict[int, Sample]:
     """By rank."""
     short = {}

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import math
 import time
 from pathlib import Path
 
 import msgspec
 
 from ..contract import messages
-from ..contract.agent_files import GradientSamples, RankSample
+from ..contract.agent_files import GRADIENTS_BYTES, GradientSamples, RankSample
 from ..contract.messages import GradientRow
 from ..contract.rank_records import Sample
 from ..util.files import replace_file
 
 NAMED = 4
 """Parameters without a gradient in the record in etcd; all are in the file."""
+
+
+MOST_ROWS = 12_000
+"""Of all ranks of this node; of more parameters their layers are given."""
 
 
 class GradientFile:
@@ -47,9 +53,15 @@ class GradientFile:
         return sample
 
     def write(self) -> None:
-        content = GradientSamples(submitted_wall_s=self._submitted_wall_s, ranks=tuple(self._ranks.values()))
+        ranks, most = tuple(self._ranks.values()), MOST_ROWS // max(1, len(self._ranks))
+        while True:
+            rows = (msgspec.structs.replace(rank, rows=collapsed(rank.rows, most)) for rank in ranks)
+            content = GradientSamples(submitted_wall_s=self._submitted_wall_s, ranks=tuple(rows))
+            if len(raw := msgspec.json.encode(content)) <= GRADIENTS_BYTES or not most:
+                break
+            most //= 2
         with contextlib.suppress(OSError):  # a full disk: the old file stays, and the job continues
-            replace_file(self._path, msgspec.json.encode(content), mode=0o640)
+            replace_file(self._path, raw, mode=0o640)
 
 
 def in_short(sample: RankSample) -> Sample:
@@ -76,3 +88,26 @@ def by_layer(rows: tuple[GradientRow, ...]) -> dict[str, tuple[float | None, flo
 
 def _root(squares: list[float]) -> float | None:
     return sum(squares) ** 0.5 if squares else None
+
+
+def collapsed(rows: tuple[GradientRow, ...], most: int) -> tuple[GradientRow, ...]:
+    """At most `most` rows are left as they are; of more, the parameters of a layer become one row. Should they still be
+    too many, the first of them stay."""
+    if len(rows) <= most:
+        return rows
+    layers: dict[str, list[GradientRow]] = {}
+    for row in rows:
+        layers.setdefault(row.name.rpartition(".")[0] or row.name, []).append(row)
+    found = (
+        GradientRow(
+            f"{layer}.*", _norm([row.own for row in parts]), _norm([row.mean for row in parts]),
+            _norm([row.weight for row in parts]), any(row.trained for row in parts), any(row.bad for row in parts),
+        )
+        for layer, parts in itertools.islice(layers.items(), most)
+    )  # fmt: skip
+    return tuple(found)
+
+
+def _norm(parts: list[float | None]) -> float | None:
+    known = [part for part in parts if part is not None]
+    return math.hypot(*known) if known else None

@@ -18,11 +18,15 @@ import stat
 from collections import deque
 from collections.abc import Iterator
 
+from ..util.files import read_descriptor
+
 _NO_RESERVE = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF, errno.ENODEV}
 
 
 FOLDER_MODE, FILE_MODE = 0o750, 0o640
 """Weights are readable only by the owner and the group (the directory's group, if it is setgid)."""
+METADATA_BYTES = 256 * 1024 * 1024
+"""Of a manifest, or of a shard's note, at most: written and read whole."""
 _FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _MOST_LINKS = 40
 """Symbolic links on one path, as in Linux."""
@@ -193,8 +197,12 @@ class Files:
             os.close(fd)
 
     def read(self, path: str) -> bytes:
-        with open(open_file(path), "rb") as file:
-            return file.read()
+        """A whole file of metadata. Raises FileTooLarge for more than METADATA_BYTES."""
+        fd = open_file(path)
+        try:
+            return read_descriptor(fd, METADATA_BYTES, os.path.basename(path))
+        finally:
+            os.close(fd)
 
     def names(self, path: str) -> list[str]:
         """Names in a directory, sorted; empty for a directory that does not exist."""

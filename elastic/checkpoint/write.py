@@ -25,7 +25,7 @@ from ..contract.tensor_table import Table
 from . import manifest as m
 from .arena import Arena
 from .errors import SaveFailed, ShardsMissing
-from .files import REAL, Files
+from .files import METADATA_BYTES, REAL, Files
 from .layout import pad
 from .names import final_names, head_of, tmp_name
 from .pieces import each
@@ -120,7 +120,11 @@ def _write_pieces(path: str, data: memoryview, shard: m.Shard, files: Files, thr
 
 
 def _write_whole(path: str, raw: bytes, files: Files, *, safe: bool = True) -> None:
-    """Write a small file atomically; with `safe` also across a crash, once its directory is synced."""
+    """Write a small file atomically; with `safe` also across a crash, once its directory is synced. Raises SaveFailed
+    for one that would not be read."""
+    if len(raw) > METADATA_BYTES:
+        what = f"{os.path.basename(path)} would have {len(raw) / 1e6:.0f} MB, and at most {METADATA_BYTES / 1e6:.0f}"
+        raise SaveFailed(f"{what} are read: the state that is not tensors is too large; keep it as a tensor")
     aside = path + ".part"
     fd = files.create(aside)
     try:

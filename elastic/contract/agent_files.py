@@ -25,6 +25,8 @@ from .records import PROTOCOL, ProgressRecord, RankRow
 from .timeouts import Timeouts
 
 LEFT = "left.json"
+GRADIENTS_BYTES = 2_000_000
+"""Of gradients.json at most: one daemon's answer to another has 2 MiB."""
 MARK_ENV = "ELASTIC_AGENT_DIR"
 """Environment variable of all processes that the agent's workers start: it names their agent, should that crash."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from pathlib import Path
@@ -33,17 +34,37 @@ def _new_file(path: str, mode: int) -> int:
         return os.open(path, flags, mode)
 
 
+class FileTooLarge(OSError):
+    """A file has more than its reader takes."""
+
+
 def read_file(path: Path, most_bytes: int = MAX_READ_BYTES, *, from_end: bool = False) -> bytes:
-    """The beginning or the end of a file that another user may have written. Raises OSError, also for a link or a pipe
-    in its place: a link may lead to a file that the other may not read, a pipe would wait for a writer."""
+    """A file that another user may have written, or its last `most_bytes`. Raises OSError: FileTooLarge, and also for a
+    link or a pipe in its place. A link may lead to a file that the other may not read, a pipe would wait for a writer.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(descriptor, "rb") as file:
+    try:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
             raise PermissionError(f"{path} is no regular file")
         if from_end:
-            file.seek(max(0, found.st_size - most_bytes))
-        return file.read(most_bytes)
+            return os.pread(descriptor, most_bytes, max(0, found.st_size - most_bytes))
+        return read_descriptor(descriptor, most_bytes, str(path))
+    finally:
+        os.close(descriptor)
+
+
+def read_descriptor(descriptor: int, most_bytes: int, name: str) -> bytes:
+    """All of an open regular file. `name`: for the error. Raises OSError, and FileTooLarge before anything of a file is
+    read that has more: a sparse one costs its owner nothing."""
+    if (nbytes := os.fstat(descriptor).st_size) <= most_bytes:
+        content = bytearray()
+        while piece := os.read(descriptor, most_bytes + 1 - len(content)):  # it may grow meanwhile
+            content += piece
+        nbytes = len(content)
+        if nbytes <= most_bytes:
+            return bytes(content)
+    raise FileTooLarge(errno.EFBIG, f"{name} has {nbytes} bytes, and {most_bytes} at most are read")
 
 
 def last_line(path: Path, most_bytes: int) -> str:

@@ -55,3 +55,16 @@ def test_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_looking_takes_no_torch() -> None:
     code = "import sys, elastic.checkpoint.__main__, elastic.checkpoint.client; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+def test_a_folder_with_an_endless_manifest_does_not_hide_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(str(tmp_path), 10)
+    (tmp_path / "step-99").mkdir()
+    with (tmp_path / "step-99" / "manifest.json").open("wb") as file:
+        file.truncate(40_000_000_000)
+    assert main(["list", str(tmp_path), "--json"]) == 1
+    rows = json.loads(capsys.readouterr().out)
+    assert [(row.get("step"), row["state"]) for row in rows] == [(10, "good"), (None, "unreadable")]
+    assert "40000000000 bytes" in rows[1]["detail"]
