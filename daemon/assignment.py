@@ -2,11 +2,16 @@
 etcd and carries out its own part, so that no two nodes take the same place.
 
     1. Running work stays: a node with a live member, or with a running agent, keeps its place in that job.
-    2. Jobs are served in the order of submission. A job below its maximum takes the oldest nodes that accept work,
-       are not excluded for it, run jobs of its user, and have enough free slots. With backend auto all have GPUs, or
-       none has: ranks with NCCL and ranks without do not form one group.
+    2. Jobs are served in the order of submission; those that have agents and lack nodes for their minimum come first.
+       A job below its maximum takes the oldest nodes that accept work, are not excluded for it, run jobs of its user,
+       and have enough free slots. With backend auto all have GPUs, or none has: ranks with NCCL and ranks without do
+       not form one group.
        Draining and excluded nodes do not count: their replacements come before they leave.
-    3. A job with more members than its maximum gives up the youngest (it was scaled down), and its excluded
+    3. A job that never formed takes no node before it can have its minimum: it is queued, and holds back no other job.
+       Once it has waited for RESERVED_AFTER_S, nodes for its minimum are reserved for it, the freest first, so that
+       smaller jobs do not overtake it for ever. A job that the cluster's nodes could not hold if they were empty
+       reserves nothing.
+    4. A job with more members than its maximum gives up the youngest (it was scaled down), and its excluded
        nodes, if it has its minimum without them.
 
 A job in a final phase, or about to stop, gets no new node. A job without a spec is left alone.
@@ -18,10 +23,14 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from elastic.contract.node_records import KnownNode
 from elastic.contract.records import Phase
+from elastic.contract.spec import JobSpec
 from elastic.contract.spec_values import MAX_WORKERS_PER_NODE
 
 from .cluster import Cluster, Job, Node, slots_wanted
+
+RESERVED_AFTER_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +42,10 @@ class Assignment:
     """Job -> node -> why it should leave the job."""
     waiting: Mapping[str, str] = field(default_factory=dict)
     """Job -> why it has fewer nodes than its minimum."""
+    queue: tuple[str, ...] = ()
+    """Jobs that have no node and wait for their minimum, the oldest first."""
+    never: frozenset[str] = frozenset()
+    """Jobs that wait for more than the cluster's nodes could hold if they were empty."""
 
     def of(self, node: str) -> dict[str, int]:
         """Job -> workers, of one node."""
@@ -43,33 +56,78 @@ class Assignment:
         return {job: nodes[node] for job, nodes in self.surplus.items() if node in nodes}
 
 
-def plan(cluster: Cluster, running: Mapping[str, int], me: str) -> Assignment:
-    """`running`: job -> workers of the agents on node `me`, which may not be members yet."""
+def plan(cluster: Cluster, running: Mapping[str, int], me: str, wall_s: float = 0.0) -> Assignment:
+    """`running`: job -> workers of the agents on node `me`, which may not be members yet. `wall_s`: now; reservations
+    follow from it, so that daemons whose clocks differ reserve at different times, and never overbook."""
     used = _Used()
     places: dict[str, dict[str, int]] = {}
     surplus: dict[str, dict[str, str]] = {}
+    staying: dict[str, list[str]] = {}
     for job in cluster.jobs.values():
         if job.over:
             continue
         places[job.name] = _standing(cluster, job, running, me)
+        staying[job.name] = [n for n in places[job.name] if not _leaving(cluster, job, n)]
         for node, slots in places[job.name].items():
             used.add(job, node, slots)
-    waiting: dict[str, str] = {}
-    for job in cluster.by_age():
+    waiting, queue, never = dict[str, str](), list[Job](), set[str]()
+    alive = [job for job in cluster.by_age() if not job.over]
+    for job in sorted(alive, key=lambda job: not _is_incomplete(job, staying[job.name])):
         assert job.spec is not None
-        if job.over:
-            continue
         mine, spec = places[job.name], job.spec.spec
-        staying = [n for n in mine if not _leaving(cluster, job, n)]
         if job.state.phase is not Phase.STOPPING:
-            for new in _candidates(cluster, job, mine, used)[: max(0, spec.max_nodes - len(staying))]:
-                mine[new.name] = slots_wanted(job.spec, new.record.slots)
-                used.add(job, new.name, mine[new.name])
-        if extra := _surplus(job, staying, list(mine)):
+            new = _candidates(cluster, job, mine, used)[: max(0, spec.max_nodes - len(staying[job.name]))]
+            if len(staying[job.name]) + len(new) < spec.min_nodes and (not mine or job.generation is None):
+                new = []
+                if not _could_run(cluster, job):
+                    never.add(job.name)
+                elif not mine:
+                    queue.append(job)
+                    if wall_s - job.state.since_wall_s >= RESERVED_AFTER_S:
+                        _reserve(cluster, job, used)
+            for each in new:
+                mine[each.name] = slots_wanted(job.spec, each.record.slots)
+                used.add(job, each.name, mine[each.name])
+        if extra := _surplus(job, staying[job.name], list(mine)):
             surplus[job.name] = extra
         if len(mine) < spec.min_nodes:
-            waiting[job.name] = _why(cluster, job, mine, used)
-    return Assignment(places, surplus, waiting)
+            waiting[job.name] = _why(cluster, job, mine, used, job.name in never)
+    by_age = tuple(job.name for job in sorted(queue, key=lambda job: job.submitted))
+    return Assignment(places, surplus, waiting, by_age, frozenset(never))
+
+
+def _is_incomplete(job: Job, staying: list[str]) -> bool:
+    """Whether it has agents, and too few: it is completed before a new job is begun."""
+    return bool(staying and job.spec and len(staying) < job.spec.spec.min_nodes)
+
+
+def _could_run(cluster: Cluster, job: Job) -> bool:
+    """Whether the nodes of the cluster, lost ones included, could hold the job's minimum if they were empty and took
+    work."""
+    assert job.spec is not None
+    spec, on_gpus, fit = job.spec.spec, _on_gpus(cluster, job, {}), 0
+    for node in _remembered(cluster):
+        wanted = slots_wanted(job.spec, node.slots)
+        fit += wanted <= node.slots and (wanted <= node.gpus if on_gpus else not (_wants_gpus(job) and node.gpus))
+    return fit >= spec.min_nodes
+
+
+def _remembered(cluster: Cluster) -> list[KnownNode]:
+    """All nodes, lost ones included."""
+    return [*(KnownNode.of(node.record) for node in cluster.nodes.values()), *cluster.absent.values()]
+
+
+def _reserve(cluster: Cluster, job: Job, used: _Used) -> None:
+    """Hold nodes for its minimum: those on which the most of the slots that it needs are free, then the oldest."""
+    assert job.spec is not None
+
+    def lacks(node: Node) -> int:
+        assert job.spec is not None
+        return max(0, slots_wanted(job.spec, node.record.slots) - used.free(node))
+
+    large = _candidates(cluster, job, {}, _Used())
+    for node in sorted(large, key=lacks)[: job.spec.spec.min_nodes]:  # stable: then the oldest
+        used.hold(job, node)
 
 
 class _Used:
@@ -78,6 +136,13 @@ class _Used:
     def __init__(self) -> None:
         self._slots: Counter[str] = Counter()
         self._gpus: Counter[str] = Counter()
+        self.held: dict[str, str] = {}
+        """Node -> the job that it is reserved for."""
+
+    def hold(self, job: Job, node: Node) -> None:
+        assert job.spec is not None
+        self.held[node.name] = job.name
+        self.add(job, node.name, slots_wanted(job.spec, node.record.slots))
 
     def add(self, job: Job, node: str, slots: int) -> None:
         self._slots[node] += slots
@@ -85,7 +150,7 @@ class _Used:
             self._gpus[node] += slots
 
     def free(self, node: Node) -> int:
-        return node.record.slots - self._slots[node.name]
+        return max(0, node.record.slots - self._slots[node.name])
 
     def free_gpus(self, node: Node) -> int:
         return node.record.gpus - self._gpus[node.name]
@@ -172,11 +237,13 @@ def _candidates(cluster: Cluster, job: Job, mine: Mapping[str, int], used: _Used
     ]
 
 
-def _why(cluster: Cluster, job: Job, mine: Mapping[str, int], used: _Used) -> str:
+def _why(cluster: Cluster, job: Job, mine: Mapping[str, int], used: _Used, never: bool) -> str:
     """The reasons, as text: why each node that the job does not have is not assigned to it."""
     assert job.spec is not None
     spec, on_gpus = job.spec.spec, _on_gpus(cluster, job, mine)
     reasons = []
+    if never:
+        reasons.append(f"can never run here: it needs {_size(spec)}, the cluster has {_capacity(cluster, on_gpus)}")
     for node in sorted(cluster.nodes.values(), key=lambda n: n.name):
         if node.name in mine:
             continue
@@ -187,12 +254,28 @@ def _why(cluster: Cluster, job: Job, mine: Mapping[str, int], used: _Used) -> st
             reasons.append(f"{node.name} is excluded for this job (elasticctl uncordon {node.name} takes it back)")
         elif job.name in node.record.refuses:
             reasons.append(f"{node.name} does not run this job: {node.record.refuses[job.name]}")
+        elif used.held.get(node.name, job.name) != job.name:
+            reasons.append(f"{node.name} is reserved for {used.held[node.name]}, which has waited longer")
         elif wanted > free:
             reasons.append(f"{node.name} has {free} of {node.record.slots} slots free, {wanted} are needed")
         elif not used.fits(job, node, on_gpus):
             reasons.append(_lacks_gpus(node, wanted, used.free_gpus(node), spec.backend))
     reasons += [f"{name} is {'off' if known.left else 'lost'}" for name, known in cluster.absent.items()]
-    return "; ".join([f"{len(mine)} of at least {spec.min_nodes} nodes", *reasons])
+    count = [] if never else [f"{len(mine)} of at least {spec.min_nodes} nodes"]
+    return "; ".join([*count, *reasons])
+
+
+def _size(spec: JobSpec) -> str:
+    """'16 workers on 2 nodes', its minimum."""
+    nodes = f"{spec.min_nodes} node{'' if spec.min_nodes == 1 else 's'}"
+    each = spec.workers_per_node
+    return nodes if isinstance(each, str) else f"{spec.min_nodes * each} workers on {nodes}"
+
+
+def _capacity(cluster: Cluster, on_gpus: bool) -> str:
+    nodes = _remembered(cluster)
+    total = sum(node.gpus if on_gpus else node.slots for node in nodes)
+    return f"{total} {'GPUs' if on_gpus else 'slots'} on {len(nodes)} node{'' if len(nodes) == 1 else 's'}"
 
 
 def _lacks_gpus(node: Node, wanted: int, free: int, backend: str) -> str:

@@ -192,7 +192,7 @@ class DaemonLoop:
         stays_out = self._stays_out()
         node = self._settings.node
         running = {job: agent.config.slots for job, agent in self._agents.running.items()}
-        self._plan = plan(self._cluster, running, node)
+        self._plan = plan(self._cluster, running, node, time.time())
         self._refuses = {
             job.name: self._run_as.why_not(job.spec)
             for job in self._cluster.by_age()

@@ -25,6 +25,7 @@ GAUGES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("elasticd_job_world_size", "Ranks of the present generation.", ("world_size",)),
     ("elasticd_job_generation", "Number of the present generation.", ("generation",)),
     ("elasticd_job_nodes", "Nodes with a living agent.", ("members",)),
+    ("elasticd_job_queue_position", "Place in the queue of a job that waits for its nodes.", ("queue_position",)),
     ("elasticd_job_progress_age_seconds", "Since progress was last reported.", ("progress_age_s",)),
     ("elasticd_job_last_recovery_seconds", "Duration of the newest recovery.", ("last_incident", "took_s")),
     ("elasticd_job_no_progress_seconds", "While no step is made: for how long; else absent.", ("no_progress", "for_s")),

@@ -244,7 +244,7 @@ class Waits:
         if not why or why == self._said or now_s - self._since[1] < WAITS_S:
             return ""
         self._said = why
-        return f"{self._job} waits for: {why}"
+        return f"{self._job} {'' if self._job in snapshot.plan.never else 'waits for: '}{why}"
 
 
 class ProgressReports:

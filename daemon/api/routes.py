@@ -174,7 +174,8 @@ def post_job(h: Request, query: Query) -> None:
         raise Refused(400, f"{field} holds {masking.MASK}, which hides a secret in a status: give the value itself")
     owner = h.service.authority.submitter(h.peer(), wanted, named(wanted))
     name = h.service.actions.submit(spec, h.peer(), owner, replace)
-    h.send_json(201, {"schema": SCHEMA, "job": name})
+    plan = h.service.board.now.plan
+    h.send_json(201, {"schema": SCHEMA, "job": name, "note": plan.waiting[name] if name in plan.never else ""})
 
 
 def post_stop(h: Request, query: Query, job: str) -> None:

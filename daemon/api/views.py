@@ -75,7 +75,7 @@ def status(snapshot: Snapshot, identity: Identity, now: Now) -> Json:
         "python": identity.python,
         "wall_s": now.wall_s,
         "etcd": etcd(snapshot, identity, now),
-        "health": _worst([*(j["health"] for j in jobs), "degraded" if problems else "healthy"]),
+        "health": "degraded" if problems else "healthy",
         "problems": problems,
         "nodes": nodes_,
         "jobs": jobs,
@@ -182,6 +182,8 @@ def job_row(snapshot: Snapshot, job: Job, now: Now) -> Json:
         "managed": progress.managed if progress else None,
         "restarts": job.state.restarts,
         "waiting_for": waiting,
+        "queue_position": queue.index(job.name) + 1 if job.name in (queue := snapshot.plan.queue) else None,
+        "can_never_run": job.name in snapshot.plan.never,
         "no_progress": _no_progress(job, progress, now),
         "incidents": len(job.incidents),
         "last_incident": incident(snapshot, job, job.incidents[-1], now) if job.incidents else None,
@@ -396,7 +398,11 @@ def _waiting(snapshot: Snapshot, job: Job, progress: ProgressRecord | None) -> s
     if progress and progress.waiting_for and at_work:
         return progress.waiting_for
     if why := snapshot.plan.waiting.get(job.name):
-        return why
+        queue = snapshot.plan.queue
+        turn = (
+            f"its turn, number {queue.index(job.name) + 1} of {len(queue)} in the queue: " if job.name in queue else ""
+        )
+        return f"{turn}{why}"
     return snapshot.trouble.get(job.name, "") if job.name not in snapshot.agents else ""
 
 
@@ -422,14 +428,10 @@ def _health(job: Job, row: Mapping[str, Any]) -> str:
         return "healthy"
     checkpoint = row["checkpoint"]
     still = row["no_progress"]
-    troubled = phase is Phase.WAITING or bool(row["waiting_for"]) or bool(checkpoint and checkpoint["error"])
+    waits = bool(row["waiting_for"]) and not (phase is Phase.PENDING and row["queue_position"])
+    troubled = phase is Phase.WAITING or waits or bool(checkpoint and checkpoint["error"])
     troubled = troubled or bool(still and not still["declared"])
     return "degraded" if troubled else "healthy"
-
-
-def _worst(healths: list[str]) -> str:
-    order = ("healthy", "degraded", "failed")
-    return max(healths, key=order.index)
 
 
 def _number(value: float | None) -> float | None:

@@ -1,7 +1,7 @@
 """The command `elasticctl`: inspects and controls a cluster through the daemon of this node.
 
-Exit codes: 0 ok · 1 refused or failed · 2 wrong usage, or an invalid value · 3 degraded: needs attention · 4 a job has
-failed · 5 no daemon answers · 6 etcd cannot be reached, and the command needs it · 7 another user's job, or
+Exit codes: 0 ok · 1 refused or failed · 2 wrong usage, or an invalid value · 3 degraded: needs attention · 4 the job
+has failed · 5 no daemon answers · 6 etcd cannot be reached, and the command needs it · 7 another user's job, or
 a command for admins.
 """
 
@@ -192,7 +192,8 @@ def submit(client: Client, file: str, settings: tuple[str, ...], replace: bool, 
     except job_file.InvalidJob as error:
         raise Failed(400, str(error)) from None
     data = client.post("/v1/jobs", {"spec": raw, "replace": replace, "as": user})
-    _say(data, as_json, f"{data['job']} is submitted; see: elasticctl status {data['job']}")
+    note = f"; it {data['note']}" if data.get("note") else ""
+    _say(data, as_json, f"{data['job']} is submitted{note}; see: elasticctl status {data['job']}")
 
 
 @main.command()

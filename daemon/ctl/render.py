@@ -56,8 +56,8 @@ def watch(show: Callable[[], None]) -> None:
 def status(data: Json) -> None:
     """Cluster, nodes, jobs and problems."""
     out, data = console(), shown(data)
-    health = _failed_jobs(data["jobs"]) if data["health"] == "failed" else _health(data)
-    head = Text.assemble("cluster ", (data["cluster"], "bold"), "  node ", (data["node"], "bold"), "  ", health)
+    head = Text.assemble("cluster ", (data["cluster"], "bold"), "  node ", (data["node"], "bold"), "  ")
+    head = Text.assemble(head, _coloured(data["health"]), *_job_counts(data["jobs"]))
     _say(out, head)
     _say(out, etcd_line(data["etcd"]))
     if data["address_why"]:
@@ -120,7 +120,10 @@ def job(data: Json) -> None:
     """One job with its ranks and its last incidents."""
     out, data = console(), shown(data)
     spec = data["spec"] or {}
-    _say(out, Text.assemble("job ", (data["job"], "bold"), "  ", _coloured(data["phase"]), "  ", _health(data)))
+    _say(
+        out,
+        Text.assemble("job ", (data["job"], "bold"), "  ", _coloured(data["phase"]), "  ", _coloured(data["health"])),
+    )
     if not data["etcd"]["connected"]:
         _say(out, etcd_line(data["etcd"]))
     runs = spec.get("script") or spec.get("program") or f"-m {spec.get('module', '?')}"
@@ -391,15 +394,12 @@ def _remarks(out: Console, job: Json) -> None:
     _say(out, Text.assemble((f"{' ' if well else '!'} {job['job']} ", "dim" if well else "yellow"), job["why"]))
 
 
-def _health(data: Json) -> Text:
-    return _coloured(data["health"])
-
-
-def _failed_jobs(rows: Sequence[Json]) -> Text:
-    """'job train has failed': the node, which stands before it, is not what has failed."""
-    names = [row["job"] for row in rows if row["health"] == "failed"]
-    text = f"job {names[0]} has failed" if len(names) == 1 else f"{len(names)} jobs have failed"
-    return Text(text, COLOURS["failed"])
+def _job_counts(rows: Sequence[Json]) -> list[Text]:
+    """'  jobs: 1 failed, 2 queued, 3 running', what needs a look first. Of those that are over the failed ones only."""
+    kinds = ["queued" if row.get("queue_position") else row["phase"] for row in rows]
+    order = ("failed", "waiting", "queued", "pending", "stopping", "running")
+    found = [Text(f"{n} {kind}", COLOURS.get(kind, "")) for kind in order if (n := kinds.count(kind))]
+    return [Text.assemble(", " if at else "  jobs: ", text) for at, text in enumerate(found)]
 
 
 def _coloured(word: str) -> Text:

@@ -98,7 +98,9 @@ def run(
     began_s: float | None = time.monotonic()
     try:
         asked = {"spec": raw, "replace": replace, "as": user}
-        say(client.post("/v1/jobs", asked), as_json, f"{raw['name']} is submitted", err=True)
+        data = client.post("/v1/jobs", asked)
+        note = f"; it {data['note']}" if data.get("note") else ""
+        say(data, as_json, f"{raw['name']} is submitted{note}", err=True)
     except Failed as error:
         if not by_id or error.status != 409:
             raise

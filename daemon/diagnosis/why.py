@@ -76,7 +76,7 @@ def _alive(snapshot: Snapshot, job: Job, row: Mapping[str, Any], waits_for_start
         held = f"; waits for {verdict['held_by']}" if verdict["held_by"] else ""
         parts.append(f"recovering for {_age(last['age_s'])} from {verdict['class']}: {verdict['what']}{held}")
     elif row["waiting_for"] and not (waits_for_start and starting):
-        parts.append(f"waiting for: {row['waiting_for']}")
+        parts.append(f"{'' if row['can_never_run'] else 'waiting for: '}{row['waiting_for']}")
     elif job.state.phase in (Phase.PENDING, Phase.WAITING) and job.state.reason:
         parts.append(f"waiting: {job.state.reason}")
     disputes = [text for name in job.members for text in _disputes(cluster, name, only=job.name)]

@@ -68,7 +68,8 @@ def test_a_job_gets_no_more_slots_than_there_are_gpus() -> None:
     made = plan(cluster([node("a", 4, gpus=2)], [job("j1", workers=3)]), {}, "a")
     assert where(made) == {"j1": []}
     assert made.waiting["j1"] == (
-        "0 of at least 1 nodes; a has 2 of 2 GPUs free, 3 are needed, one per worker (backend auto): "
+        "can never run here: it needs 3 workers on 1 node, the cluster has 2 GPUs on 1 node; "
+        "a has 2 of 2 GPUs free, 3 are needed, one per worker (backend auto): "
         "set slots = 2 on a, or submit with fewer workers per node or backend gloo"
     )
     assert where(plan(cluster([node("a", 4, gpus=2)], [job("j1", workers=3, backend="gloo")]), {}, "a")) == {
@@ -84,8 +85,10 @@ def test_gpus_that_another_job_has_are_not_handed_out_again() -> None:
 
 
 def test_nccl_by_name_takes_no_node_without_a_gpu() -> None:
-    made = plan(cluster([node("a"), node("b", gpus=2)], [job("j1", backend="nccl", nodes="2:2")]), {}, "a")
-    assert where(made) == {"j1": ["b"]}
+    both = [node("a"), node("b", gpus=2)]
+    assert where(plan(cluster(both, [job("j1", backend="nccl", nodes="1:2")]), {}, "a")) == {"j1": ["b"]}
+    made = plan(cluster(both, [job("j1", backend="nccl", nodes="2:2")]), {}, "a")
+    assert where(made) == {"j1": []}
     assert "a has no GPU, and the job asks for backend nccl" in made.waiting["j1"]
 
 
@@ -322,11 +325,17 @@ class World:
             assert len(members) <= target.spec.spec.max_nodes or target.over, f"{target.name} has too many nodes"
             if target.over or target.state.phase is Phase.STOPPING or len(members) == target.spec.spec.max_nodes:
                 continue
-            for name, me in self.nodes.items():
-                free = me.record.slots - used[name]
-                fits = slots_wanted(target.spec, me.record.slots) <= free
-                usable = not me.why_not and name not in target.state.excluded_nodes and name not in members
-                assert not (fits and usable), f"{name} idles though {target.name} could use it"
+            idle = [
+                name
+                for name, me in self.nodes.items()
+                if slots_wanted(target.spec, me.record.slots) <= me.record.slots - used[name]
+                and not me.why_not
+                and name not in target.state.excluded_nodes
+                and name not in members
+            ]
+            # A job that never formed begins with its minimum, or not at all.
+            begins = target.generation or len(members) + len(idle) >= target.spec.spec.min_nodes
+            assert not (idle and begins), f"{idle} idle though {target.name} could use them"
 
 
 @pytest.mark.parametrize("seed", range(100))

@@ -338,8 +338,8 @@ def test_two_nodes_share_a_job(nodes: Nodes, node: Node) -> None:
     eventually(lambda: second.agent_pid("wide"), 10)
     assert {row["node"] for row in second.get("/v1/nodes")["nodes"]} >= {"solo", "second"}
     second.kill(signal.SIGTERM)
-    away = lambda row: row["node"] == "second" and row["away_since_wall_s"]  # noqa: E731
-    eventually(lambda: any(map(away, node.get("/v1/nodes")["nodes"])), 5, "it signed off")
+    states = lambda: {row["node"]: row["state"] for row in node.get("/v1/nodes")["nodes"]}  # noqa: E731
+    eventually(lambda: states()["second"] == "off", 5, "it signed off")
 
 
 def test_damaged_files_cost_no_agent(nodes: Nodes) -> None:

@@ -22,6 +22,7 @@ from elastic.contract.step_parts import StepParts
 from elastic.etcd.client import MemberHealth
 from elasticd.api import metrics, routes, views
 from elasticd.api.observations import Histories, Requests
+from elasticd.assignment import Assignment
 from elasticd.cluster import Job, Node
 from elasticd.published_state import Contact, Snapshot
 
@@ -56,7 +57,8 @@ def full() -> str:
     requests = Requests()
     requests.etcd_called("KV.Txn", 0.02, "EtcdUnavailable")
     requests.api.observe(0.004, "GET", "/v1/jobs/{job}", "200")
-    return text(snapshot(job(**FULL), contact=Contact(True, 99.5, "", "3.5", members=MEMBERS)), requests=requests)
+    contact = Contact(True, 99.5, "", "3.5", members=MEMBERS)
+    return text(snapshot(job(**FULL), contact=contact, plan=Assignment(queue=("train",))), requests=requests)
 
 
 def samples(exposed: str) -> dict[str, float]:

@@ -313,13 +313,28 @@ def test_status_lists_etcd_alarms_with_their_remedy() -> None:
     assert seen["health"] == "degraded"
 
 
-def test_first_line_says_that_a_job_has_failed_and_not_the_node(capsys: pytest.CaptureFixture[str]) -> None:
-    failed = job(state=JobState(phase=Phase.FAILED))
-    for jobs, said in ([failed], "job train has failed"), ([failed, replace(failed, name="b")], "2 jobs have failed"):
-        render.status(status(*jobs))
-        assert capsys.readouterr().out.splitlines()[0] == f"cluster main  node a  {said}"
+def test_health_of_the_cluster_is_apart_from_its_jobs(capsys: pytest.CaptureFixture[str]) -> None:
+    """One user's crash is no fault of the cluster; what the jobs do is counted beside."""
+    failed, new = job(state=JobState(phase=Phase.FAILED), members={}), job(state=JobState(), progress=None, members={})
+    jobs = [replace(failed, name=name) for name in "bc"] + [replace(new, name="d"), replace(new, name="e")]
+    seen = status(*jobs, plan=Assignment(queue=("d",), waiting={"d": "0 of at least 3 nodes"}))
+    assert seen["health"] == "healthy"
+    rows = {row["job"]: row for row in seen["jobs"]}
+    assert [rows[name]["health"] for name in "bd"] == ["failed", "healthy"]
+    assert (rows["d"]["queue_position"], rows["e"]["queue_position"]) == (1, None)
+    assert rows["d"]["why"] == "waiting for: its turn, number 1 of 1 in the queue: 0 of at least 3 nodes"
+    render.status(seen)
+    counts = "jobs: 2 failed, 1 queued, 1 pending"
+    assert capsys.readouterr().out.splitlines()[0] == f"cluster main  node a  healthy  {counts}"
     render.status(status(job()))
-    assert capsys.readouterr().out.splitlines()[0] == "cluster main  node a  degraded"
+    assert capsys.readouterr().out.splitlines()[0] == "cluster main  node a  degraded  jobs: 1 running"
+
+
+def test_a_job_that_can_never_run_is_degraded_and_says_so() -> None:
+    said = "can never run here: it needs 16 workers on 2 nodes, the cluster has 4 slots on 2 nodes"
+    new = job(state=JobState(), progress=None, members={}, generation=None, incidents=())
+    (row,) = status(new, plan=Assignment(never=frozenset({"train"}), waiting={"train": said}))["jobs"]
+    assert (row["health"], row["why"], row["can_never_run"]) == ("degraded", said, True)
 
 
 def test_status_shows_logged_values_that_are_not_finite(capsys: pytest.CaptureFixture[str]) -> None:
