@@ -32,7 +32,7 @@ def read_error(ended: Exited, *, node: str, slot: int, rank: int, step: int | No
     The fingerprint is the exception's type and the line that raised it: equal for the same bug, whatever the values.
     """
     message, trace = _from_error_file(ended.error_file)
-    lines = last_lines(ended.log_file) if message else ()
+    raised, lines = _exception(message), last_lines(ended.log_file) if message else ()
     if not message and (ended.misuse or ended.code not in (0, None)):
         trace = _tail(ended.log_file)
         last = next((line.strip() for line in reversed(trace.splitlines()) if line.strip()), "")
@@ -49,7 +49,8 @@ def read_error(ended: Exited, *, node: str, slot: int, rank: int, step: int | No
         signal=ended.signal,
         step=step,
         last_lines=lines,
-        no_state=_exception(message) == NO_STATE,
+        no_state=raised == NO_STATE,
+        exception=raised,
         misuse=bool(ended.misuse),
     )
     return error, fingerprint(message, trace)

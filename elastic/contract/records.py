@@ -79,6 +79,8 @@ class WorkerError(msgspec.Struct, frozen=True, kw_only=True):
     """Of its log, where `traceback` is not taken from that."""
     no_state: bool = False
     """No rank found a state to resume from (NoStateError)."""
+    exception: str = ""
+    """The exception's type, if it was one."""
     misuse: bool = False
     """elastic has refused what the script does (`worker.misuse`): the next try would do the same."""
 

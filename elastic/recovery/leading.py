@@ -142,6 +142,14 @@ def _pauses(turn: Turn) -> str:
     return f"{count} generations in a row broke before their first step; again within {pause_s:g} s: {broken.detail}"
 
 
+def _has_stepped(turn: Turn) -> bool | None:
+    """Whether any step of the job is known, of its earlier agents too; None: it is plain, of which none would be."""
+    progress, view = turn.agent.progress, turn.agent.etcd.view
+    recorded = view.progress.step if view.progress else 0
+    known = bool(progress.step or progress.reached[1] or view.saved_step or recorded)
+    return known if known or turn.policy.managed else None
+
+
 def _publish(turn: Turn, change: Change) -> None:
     agent, view = turn.agent, turn.agent.etcd.view
     number = agent.formed.generation.number + 1 if agent.formed.generation else 1
@@ -158,7 +166,10 @@ def _publish(turn: Turn, change: Change) -> None:
     charged = Charge(view.state)
     if broken is not None and told:
         before = agent.formed.generation.before if agent.formed.generation else None
-        charged = charge(view.state, broken, turn.policy.spec.restarts, turn.wall_s, _spare(turn), before=before)
+        charged = charge(
+            view.state, broken, turn.policy.spec.restarts, turn.wall_s, _spare(turn), before=before,
+            stepped=_has_stepped(turn),
+        )  # fmt: skip
         # Its agent stops the job, too, and tries once: etcd may have been away, or the state changed at that moment.
         if turn.policy.spec.on_bad_numbers == "stop" and (bad := bad_numbers(broken)):
             charged = Charge(after(view.state, PhaseTrigger.FAILED, bad.detail, turn.wall_s), bad.detail)

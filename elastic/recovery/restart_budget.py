@@ -37,6 +37,15 @@ NUMBERS_LEFT_OUT = 2
 skipped after etcd has lost its data. Where more are, above those of the checkpoints, a row begins anew."""
 
 
+OF_THE_TEXT = frozenset(
+    {"SyntaxError", "IndentationError", "TabError", "ImportError", "ModuleNotFoundError", "NameError"}
+)
+"""Exceptions that the text of a program, or what is installed, causes: the next try raises them again."""
+
+OF_THE_TYPES = frozenset({"AttributeError", "TypeError", "ValueError", "KeyError", "IndexError", "AssertionError"})
+"""Exceptions that mostly are of that kind, too: before the first step of a job they are taken for it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Charge:
     state: JobState
@@ -52,10 +61,12 @@ def charge(
     other_nodes: int | None,
     *,
     before: int | None = None,
+    stepped: bool | None = None,
 ) -> Charge:
     """Count one failure against the budget. `other_nodes`: how many living nodes the job could go on with besides the
     failing one, beyond its minimum (0: no node can be spared, none is excluded; None: unknown, no further one is).
-    `before`: number of the generation before the one that failed; None: one less."""
+    `before`: number of the generation before the one that failed; None: one less. `stepped`: whether the job has made a
+    step; None: it is a plain one, of which that is not known."""
     if not broken.charged:
         return Charge(state)
     error = broken.error or state.error
@@ -85,7 +96,7 @@ def charge(
         error=error,
         excluded_nodes=_set_aside(state, kept, other_nodes),
     )
-    if fault := _at_fault(recent, broken, rules):
+    if fault := _at_fault(recent, broken, rules, stepped=stepped, first=not state.restarts):
         return _stop(charged, wall_s, f"{fault}: {broken.detail}")
     # A failed collective of a job that has stepped before is not the job's fault but the network's: the job retries.
     counted = sum(1 for f in recent if f.fingerprint not in OF_THE_NETWORK or not f.step)
@@ -100,13 +111,19 @@ def charge(
     return Charge(charged)
 
 
-def _at_fault(recent: tuple[Failure, ...], broken: BrokenRecord, rules: Restarts) -> str:
-    """Why the next try would fail as well, or '': what elastic refuses, and the same failure again and again."""
+def _at_fault(
+    recent: tuple[Failure, ...], broken: BrokenRecord, rules: Restarts, *, stepped: bool | None, first: bool
+) -> str:
+    """Why the next try would fail as well, or '': what elastic refuses, a mistake in the program that shows before the
+    first step, and the same failure again and again. `first`: nothing has failed before."""
     failure = recent[-1]
     if broken.error is None or failure.no_state:
         return ""
     if broken.error.misuse:
         return "the script does what elastic refuses, and is not tried again"
+    sure = OF_THE_TEXT if stepped is None else OF_THE_TEXT | OF_THE_TYPES
+    if first and not stepped and not failure.step and broken.error.exception in sure:
+        return "the script fails before its first step, and would again"
     alike = sum(1 for f in recent if (f.fingerprint, f.step) == (failure.fingerprint, failure.step))
     crawling = _after_each_step(recent)
     if max(alike, crawling) < rules.same_failure:

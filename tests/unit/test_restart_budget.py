@@ -285,3 +285,28 @@ def test_missing_state_is_charged_to_the_budget_and_not_as_crash_loop() -> None:
     lacking = [(float(i), broken(LACKING, step=0, bug=True)) for i in range(11)]
     assert book(*lacking[:10], rules=rules)[1] == ""
     assert "restarts.budget" in book(*lacking, rules=rules)[1]
+
+
+@pytest.mark.parametrize(
+    ("exception", "facts", "at_once"),
+    [
+        ("ModuleNotFoundError", {"stepped": None}, True),
+        ("ModuleNotFoundError", {"stepped": False}, True),
+        ("ModuleNotFoundError", {"stepped": True}, False),  # of a newcomer's environment: the others have the state
+        ("TypeError", {"stepped": False}, True),
+        ("TypeError", {"stepped": None}, False),  # a plain script may have trained for hours
+        ("RuntimeError", {"stepped": False}, False),  # torch raises it for everything
+        ("FileNotFoundError", {"stepped": False}, False),  # a file system may be mounted late
+        ("", {"stepped": False}, False),
+    ],
+)
+def test_a_mistake_in_the_program_that_shows_before_the_first_step_is_not_tried_again(
+    exception: str, facts: dict[str, bool | None], at_once: bool
+) -> None:
+    record = broken("x at train.py:1", step=0, bug=True)
+    assert record.error is not None
+    record = msgspec.structs.replace(record, error=msgspec.structs.replace(record.error, exception=exception))
+    verdict = charge(JobState(phase=Phase.RUNNING), record, RULES, 1.0, 0, **facts)
+    assert (verdict.stopped == "the script fails before its first step, and would again: planted") is at_once
+    again = charge(JobState(phase=Phase.RUNNING, restarts=1), record, RULES, 1.0, 0, **facts)
+    assert not again.stopped, "something else has failed before: this may follow from it"
