@@ -138,6 +138,22 @@ def rebuild_buckets(reducer: Any) -> Any:
     return reducer._rebuild_buckets()
 
 
+def reducers_end_first() -> None:
+    """Have every DistributedDataParallel of this process end its reducer before it lets go of its group.
+
+    After `destroy_process_group()` the reducer may hold the group alone. Its destructor then ends the group without
+    releasing the GIL, and joins gloo's threads; one of them may just be waiting for the GIL, to drop the context of
+    Python that a backward leaves with each all-reduce (torch 2.13). So a script whose DDP is a function's local hung
+    at the end of the function. The Python object of a group releases the GIL when it ends the group.
+    """
+    torch.nn.parallel.DistributedDataParallel.__del__ = _end_reducer  # type: ignore[attr-defined]
+
+
+def _end_reducer(model: torch.nn.Module) -> None:
+    for name in ("logger", "reducer"):  # the logger holds the reducer
+        vars(model).pop(name, None)
+
+
 # ── modules, scalers, data loaders ──────────────────────────────────────────────────────────────────────────
 
 SCALER_STATE = ("_scale", "_growth_tracker", "_init_scale", "_growth_factor", "_backoff_factor", "_growth_interval")

@@ -165,7 +165,10 @@ def test_output_of_the_local_ranks_asked_for_alone(capsys: pytest.CaptureFixture
 BECOME = """
 import os, sys
 from elastic.worker.boot.program import become_program
-os.environ["ELASTIC_CHANNEL_FD"], os.environ["ELASTIC_BEAT_FD"] = map(str, os.pipe())
+ends = os.pipe()
+os.environ["ELASTIC_CHANNEL_FD"], os.environ["ELASTIC_BEAT_FD"] = map(str, ends)
+for end in ends:  # as in a worker
+    os.set_inheritable(end, True)
 sys.exit(become_program(sys.argv[1:]))
 """
 

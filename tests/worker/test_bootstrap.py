@@ -136,6 +136,49 @@ def test_a_script_that_cannot_be_compiled_shows_no_frame_but_its_line(tmp_path: 
     assert (lines[0], lines[-1]) == (f'  File "{tmp_path}/script.py", line 1', "SyntaxError: invalid syntax")
 
 
+# The interval makes sure that the main thread is not asked to release the GIL: what it needs is one of the short spans
+# in which a thread of gloo's has told of its last all-reduce, and still holds it. One turn in ten to a hundred has one.
+LOCALS = """
+import faulthandler, sys
+import torch, torch.distributed as dist
+
+faulthandler.dump_traceback_later(30, exit=True)
+sys.setswitchinterval(60.0)
+
+def turn():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+    model(torch.ones(2, 2)).sum().backward()
+    dist.destroy_process_group()
+
+for _ in range(150):
+    turn()
+"""
+
+
+def test_ddp_in_a_local_of_a_function_that_ends_with_its_group_ends(tmp_path: pathlib.Path) -> None:
+    assert exit_code(tmp_path, LOCALS, tmp_path / "log") == 0
+
+
+def test_a_script_that_goes_on_by_exec_keeps_its_channel_and_its_page(tmp_path: pathlib.Path) -> None:
+    then = "import os; [os.fstat(int(os.environ[name])) for name in ('ELASTIC_CHANNEL_FD', 'ELASTIC_BEAT_FD')]"
+    script = f"import os, sys\nos.execv(sys.executable, [sys.executable, '-S', '-c', {then!r}])\n"
+    assert exit_code(tmp_path, script, tmp_path / "log") == 0
+
+
+def test_an_interrupt_is_the_exception_that_python_makes_of_it(tmp_path: pathlib.Path) -> None:
+    script = """
+import os, signal, time
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(60)
+except KeyboardInterrupt:
+    print("caught")
+"""
+    assert exit_code(tmp_path, script, tmp_path / "log") == 0
+    assert (tmp_path / "log").read_text() == "caught\n"
+
+
 @pytest.mark.parametrize(("imported", "frozen"), [("triton", False), ("other", True)])
 def test_frozen_objects_are_ended_where_triton_would_report_them_as_leaked(imported: str, frozen: bool) -> None:
     code = (

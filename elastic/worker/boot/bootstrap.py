@@ -78,8 +78,8 @@ def _flush() -> None:
 def _take_place(order: messages.Fork, descriptors: list[int], agent_pid: int) -> None:
     os.setsid()  # its own process group: killing that also kills its children (data loaders)
     channel, page, log = descriptors
-    os.set_inheritable(channel, False)
-    os.set_inheritable(page, False)
+    for descriptor in (channel, page):  # kept by a script, or a program, that goes on by exec: it is the same process
+        os.set_inheritable(descriptor, True)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.dup2(log, 1)
@@ -91,8 +91,9 @@ def _take_place(order: messages.Fork, descriptors: list[int], agent_pid: int) ->
         os.sched_yield()  # the intermediate process exits within microseconds
     if not die_with(agent_pid):
         os._exit(1)  # the agent is gone
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a new interpreter
     os.environ.clear()
     os.environ.update(order.env)
     os.environ[CHANNEL_ENV], os.environ[PAGE_ENV] = str(channel), str(page)
@@ -123,6 +124,9 @@ def _run(argv: tuple[str, ...]) -> int:
         return become_program(argv[1:])
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+    from ..torch_private import reducers_end_first
+
+    reducers_end_first()
     handler = get_error_handler()
     handler.initialize()
     try:

@@ -8,8 +8,6 @@ import sys
 from collections.abc import Sequence
 from errno import ENOEXEC
 
-from ..session import CHANNEL_ENV, PAGE_ENV
-
 NOT_FOUND, NOT_EXECUTABLE = 127, 126
 """Exit codes of a program that cannot be run, as those of a shell."""
 
@@ -21,8 +19,6 @@ def become_program(command: Sequence[str]) -> int:
     The channel and the beat page stay open: a shell script that ends with ``exec python train.py`` has the same process
     id, and elastic.run in it is managed as in any worker.
     """
-    for name in (CHANNEL_ENV, PAGE_ENV):
-        os.set_inheritable(int(os.environ[name]), True)
     for number in (signal.SIGPIPE, signal.SIGXFSZ):  # ignored by Python, and what is ignored stays so
         signal.signal(number, signal.SIG_DFL)
     sys.stdout.flush()
