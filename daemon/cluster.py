@@ -107,8 +107,16 @@ class Cluster:
         return sorted((j for j in self.jobs.values() if j.spec), key=lambda j: j.submitted)
 
     def jobs_on(self, node: str) -> list[str]:
-        """Names of the jobs that have a live agent on this node."""
-        return sorted(job.name for job in self.jobs.values() if node in job.members)
+        """Names of the jobs that have an agent on this node: as a member in etcd, or as a process there."""
+        there = self.nodes[node].record.jobs if node in self.nodes else ()
+        return sorted({*there, *(job.name for job in self.jobs.values() if node in job.members)})
+
+    def is_empty(self, node: str) -> bool:
+        """Whether no agent runs on this node, as far as is known. One that is drained is empty only once its daemon has
+        written that it drains: it starts no agent from then on."""
+        known = self.nodes.get(node)
+        heard = known is None or known.drain is None or known.record.draining == known.drain.reason
+        return heard and not self.jobs_on(node)
 
 
 class ClusterReader:

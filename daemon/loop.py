@@ -93,7 +93,7 @@ class DaemonLoop:
         self._agent_rows: tuple[AgentRow, ...] = ()
         self._ready = False
         self._overdue: dict[str, float] = {}
-        self._aside, self._deserted = reconcile.Since(), reconcile.Since()
+        self._aside, self._deserted, self._drained = reconcile.Since(), reconcile.Since(), reconcile.Since()
         self._said: dict[str, str] = {}
         self._contact_said = ("", 0.0)
         """Why etcd could not be reached, as last logged, and the time before which no other reason is logged."""
@@ -268,6 +268,7 @@ class DaemonLoop:
             reason=reason or None,
             workers=self._workers(),
             agents=self._agent_rows,
+            jobs=tuple(sorted(self._agents.running)),
             refuses={job: why for job, why in self._refuses.items() if why},
         )
 
@@ -362,17 +363,22 @@ class DaemonLoop:
         return self._health.sick if self._agents.running[job].config.gpus else ""
 
     def _end_overdue(self, now_s: float) -> None:
-        """Agents end by themselves when their job is over or stopping; those that do not are signalled."""
+        """Agents end by themselves when their job is over or stopping, or at the deadline of a drain; those that do not
+        are signalled."""
+        drain = self._cluster.drains.get(self._settings.node)
+        drained_s = self._drained.lasts_s(str(drain), drain is not None, now_s)
+        late_s = drained_s - drain.deadline_s if drain and drain.deadline_s else 0.0
         for name in list(self._agents.running):
             job = self._cluster.jobs.get(name)
             ends = job is not None and (job.over or job.state.phase is Phase.STOPPING)
             said = self._agents.running[name].status
             earlier = job is not None and reconcile.of_an_earlier_job(job, said)
-            if job is None or not (ends or earlier or self._of_another_user(job)):
+            if job is None or not (ends or earlier or late_s > 0 or self._of_another_user(job)):
                 self._overdue.pop(name, None)
                 continue
             since_s = self._overdue.setdefault(name, now_s)
-            number = reconcile.signal_for(job, now_s - since_s, self._agents.running[name].ending_s is not None, said)
+            told = self._agents.running[name].ending_s is not None
+            number = reconcile.signal_for(job, now_s - since_s, told, said, late_s)
             if number is not None:
                 self._agents.signal(name, number)
                 self._agents.running[name].ending_s = now_s

@@ -166,14 +166,18 @@ def of_an_earlier_job(job: Job, said: AgentStatus | None) -> bool:
     return said is not None and job.spec is not None and 0.0 < said.submitted_wall_s < job.spec.submitted_wall_s
 
 
-def signal_for(job: Job, overdue_s: float, told: bool, said: AgentStatus | None = None) -> signal.Signals | None:
+def signal_for(
+    job: Job, overdue_s: float, told: bool, said: AgentStatus | None = None, late_s: float = 0.0
+) -> signal.Signals | None:
     """The signal for an agent that outlives its job, if it is due. `said`: its status. An agent of an earlier job that
-    already ends its workers may do so because that job has succeeded: they have the time of one that has."""
+    already ends its workers may do so because that job has succeeded: they have the time of one that has. `late_s`: for
+    how long the deadline of the node's drain has passed; an agent then ends its workers by itself, unless it is frozen:
+    SIGTERM would not reach it."""
     spec = job.spec.spec if job.spec else None
     finishing = said is not None and said.phase == "finishing" and of_an_earlier_job(job, said)
     exits = finishing or job.state.phase is Phase.SUCCEEDED
     ends_s = max(spec.stop_grace_s, spec.exit_timeout_s if exits else 0.0) if spec else 0.0
     grace_s = ends_s + END_AFTER_S
-    if overdue_s > 2 * grace_s:
+    if overdue_s > 2 * grace_s or late_s > grace_s:
         return signal.SIGKILL
     return signal.SIGTERM if overdue_s > grace_s and not told else None

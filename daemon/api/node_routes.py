@@ -25,9 +25,10 @@ LONGEST_WAIT_S = 60.0
 def get_node(h: Request, query: Query, node: str) -> None:
     snapshot = _with_node(h, node)
     if (wait_s := query_values.seconds(query, "wait_empty_s")) > 0:
-        snapshot = h.service.board.wait(lambda s: not s.cluster.jobs_on(node), min(wait_s, LONGEST_WAIT_S))
+        snapshot = h.service.board.wait(lambda s: s.cluster.is_empty(node), min(wait_s, LONGEST_WAIT_S))
     found = row(snapshot, h.service.identity.node, node)
-    h.send_json(200, {"schema": SCHEMA} | found | {"jobs": snapshot.cluster.jobs_on(node)})
+    there = {"jobs": snapshot.cluster.jobs_on(node), "empty": snapshot.cluster.is_empty(node)}
+    h.send_json(200, {"schema": SCHEMA} | found | there)
 
 
 def row(snapshot: Snapshot, me: str, node: str) -> Json:

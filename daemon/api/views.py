@@ -121,6 +121,9 @@ def nodes(snapshot: Snapshot, me: str, wall_s: float) -> list[Json]:
         members = {name: 0 if job.over else member.record.slots for name, member in job.members.items()}
         for name, slots in {**members, **snapshot.plan.places.get(job.name, {})}.items():
             used.setdefault(name, {})[job.name] = slots
+    for there in cluster.nodes.values():
+        for left in there.record.jobs:
+            used.setdefault(there.name, {}).setdefault(left, 0)
     rows = []
     for name in sorted({*cluster.nodes, *used, *cluster.known}):
         node = cluster.nodes.get(name)

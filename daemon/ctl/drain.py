@@ -24,7 +24,7 @@ LONGEST_ANSWER_S = 60.0
     help="When the node goes away, whether it is empty or not.",
 )  # fmt: skip
 @click.option("--dry-run", is_flag=True, help="Only show what it would do to the jobs there.")
-@click.option("--wait", "wait_", is_flag=True, help="Return when no job runs on NODE any more.")
+@click.option("--wait", "wait_", is_flag=True, help="Return when no agent of a job runs on NODE any more.")
 @click.option("--timeout", "timeout_s", type=length, default="1h", show_default=True, metavar="TIME",
               help="With --wait: give up after this long, with exit code 1. The drain goes on.")  # fmt: skip
 @as_json
@@ -62,24 +62,26 @@ def drain(
         return
     left = until_empty(client, node, timeout_s)
     if as_json:
-        print_json(answer | {"jobs_left": left})
-    elif left:
+        print_json(answer | {"jobs_left": left["jobs"], "empty": left["empty"], "state": left["state"]})
+    elif left["state"] in ABSENT:
+        click.echo(safe_text.line(f"{node} is {left['state']} {left['reason']}"), err=True)
+    elif not left["empty"]:
         then = f"it is drained when elasticd runs on {node} again" if down else "the drain goes on"
-        click.echo(safe_text.line(f"{node} still has {', '.join(left)} after {timeout_s:g} s; {then}"), err=True)
+        has = f"still has {', '.join(left['jobs'])}" if left["jobs"] else "has not seen the drain"
+        click.echo(safe_text.line(f"{node} {has} after {timeout_s:g} s; {then}"), err=True)
     else:
-        click.echo(safe_text.line(f"{node} is drained: no job runs there"))
-    sys.exit(ERROR if left else OK)
+        click.echo(safe_text.line(f"{node} is drained: no agent runs there"))
+    sys.exit(OK if left["empty"] and left["state"] not in ABSENT else ERROR)
 
 
-def until_empty(client: Client, node: str, timeout_s: float) -> list[str]:
-    """Names of the jobs that still run on `node` at the timeout; none: it is empty."""
+def until_empty(client: Client, node: str, timeout_s: float) -> Json:
+    """The node's answer once no agent runs there or its elasticd is lost, or at the timeout."""
     end_s = time.monotonic() + timeout_s
     while True:
         left_s = min(LONGEST_ANSWER_S, max(0.0, end_s - time.monotonic()))
         data = client.get(f"/v1/nodes/{name(node)}", {"wait_empty_s": left_s}, timeout_s=left_s + 10)
-        jobs: list[str] = data["jobs"]
-        if not jobs or time.monotonic() >= end_s:
-            return jobs
+        if data["empty"] or time.monotonic() >= end_s:
+            return data
 
 
 COMMANDS: dict[str, click.Command] = {"drain": drain}

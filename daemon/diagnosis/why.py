@@ -175,7 +175,9 @@ def _blocked(cluster: Cluster, node: Node, row: Mapping[str, Any], wall_s: float
     if draining := node.drain or node.record.draining:
         reason = node.drain.reason if node.drain else node.record.draining
         since = f" for {_age(wall_s - node.drain.since_wall_s)}" if node.drain else ""
-        left = f"; {', '.join(row['jobs'])} still here" if row["jobs"] else "; nothing runs here any more"
+        jobs = ", ".join(cluster.jobs_on(node.name))
+        none = "nothing runs here any more" if cluster.is_empty(node.name) else "its elasticd has yet to see that"
+        left = f"; {jobs} still here" if jobs else f"; {none}"
         assert draining
         yield f"draining{since}: {reason}{left}"
     if not node.record.healthy:

@@ -38,6 +38,7 @@ class NodeRecord(Record, frozen=True, kw_only=True):
     reason: str | None = None  # why the node takes no work, if it is not healthy
     workers: tuple[WorkerRow, ...] = ()  # for queries at other nodes; a few seconds old
     agents: tuple[AgentRow, ...] = ()  # those that are starting; a few seconds old, too
+    jobs: tuple[str, ...] = ()  # those that have an agent process here, starting, frozen and leaving ones included
     refuses: dict[str, str] = msgspec.field(default_factory=dict)  # job -> why this node does not run it
 
 

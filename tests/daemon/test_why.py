@@ -161,6 +161,9 @@ def test_job_shows_the_refusal_of_etcd_in_the_words_of_etcd() -> None:
     )
 
 
+DRAIN = DrainRecord(reason="b", since_wall_s=995.0)
+
+
 @pytest.mark.parametrize(
     ("why", "made"),
     [
@@ -168,7 +171,8 @@ def test_job_shows_the_refusal_of_etcd_in_the_words_of_etcd() -> None:
         ("train is importing torch for 14 s", IMPORTS),
         ("takes no work: GPU 3: XID 79", node(healthy=False, reason="GPU 3: XID 79")),
         ("cordoned for 12 s: new disk", node(cordon=CordonRecord(reason="new disk", since_wall_s=988.0))),
-        ("draining for 5 s: b; nothing runs here any more", node(drain=DrainRecord(reason="b", since_wall_s=995.0))),
+        ("draining for 5 s: b; nothing runs here any more", node(draining="b", drain=DRAIN)),
+        ("draining for 5 s: b; its elasticd has yet to see that", node(drain=DRAIN)),
         ("draining: GPU 0; nothing runs here any more", node(draining="GPU 0")),
     ],
 )  # fmt: skip
