@@ -4,7 +4,7 @@ LOOP says which; RECORD_DIR is the folder for what it writes. Once, at step KILL
 middle of the step, while the other waits in the collective that follows.
 
     adversarial   two optimizers, and the kill between their steps
-    closure       the backward runs within `optimizer.step(closure)`
+    closure       the backward runs within `optimizer.step(closure)`, in a loop of its own that skips what fails
     manual        parameters are changed without an optimizer, and a collective follows before the commit
     restored      everything that a step changes beside parameters: buffers, extra state, a schedule, counters
     stranger      an optimizer that is not part of the state
@@ -17,11 +17,13 @@ middle of the step, while the other waits in the collective that follows.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import pathlib
 import signal
+import types
 
 import torch
 import torch.distributed as dist
@@ -126,6 +128,11 @@ def train(job, state):
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
         optimizer = ZeroRedundancyOptimizer(state.model.parameters(), torch.optim.AdamW, lr=1e-2)
+    while LOOP == "closure" and state.step < STEPS:
+        x = torch.randn(8, 6, generator=torch.Generator().manual_seed(2 * state.step + job.rank))
+        with contextlib.suppress(Exception):
+            loss = turn(job, state, model, other, optimizer, types.SimpleNamespace(x=x, y=x.sum(1, keepdim=True).sin()))
+            job.commit(state, loss=loss)
     for end in range(10, STEPS + 1, 10) if LOOP == "late" else [STEPS]:
         for batch in job.batches(Sums(), state, batch_size=16, steps=end):
             loss = turn(job, state, model, other, optimizer, batch)
