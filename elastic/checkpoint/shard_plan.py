@@ -1,13 +1,15 @@
 """Which rank saves which tensors: replicated state is split into one shard per rank, in whole tensors.
 
-Every rank computes the same split from the same table, without communication.
+Every rank computes the same split from the same table, without communication. Tensors within plain values and objects
+are not split: a rank may have others than the rest (`if rank == 0: state.best = …`). They stay together with the JSON
+that names them, of one rank.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from ..contract.tensor_table import Table
 
@@ -29,6 +31,16 @@ def assign_shards(table: Table, count: int) -> tuple[tuple[int, ...], ...]:
         shards[shard].append(index)
         heapq.heapreplace(lightest, (load + table[index].nbytes, shard))
     return tuple(tuple(sorted(shard)) for shard in shards)
+
+
+def split(table: Table, apart: Collection[str], count: int) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
+    """(`assign_shards` of the others, indices into `table` of the tensors named in `apart`)."""
+    together = tuple(index for index, info in enumerate(table) if info.name not in apart)
+    cuts = assign_shards(tuple(table[index] for index in together), count)
+    return (
+        tuple(tuple(together[index] for index in cut) for cut in cuts),
+        tuple(index for index, info in enumerate(table) if info.name in apart),
+    )
 
 
 def beside_shards(shard: int, shards: int, part: int, parts: int) -> tuple[int, ...]:

@@ -27,7 +27,8 @@ import torch.distributed as dist
 
 from ..checkpoint import interval as checkpoint_interval
 from ..checkpoint.layout import file_order
-from ..checkpoint.shard_plan import assign_shards, beside_shards
+from ..checkpoint.plain import tensors_named
+from ..checkpoint.shard_plan import beside_shards, split
 from ..contract.tensor_table import ALONE, Beside, Table
 from . import gc_pause
 from .session import GenerationEnded
@@ -179,6 +180,8 @@ class CheckpointScheduler:
         self._prepared = False
         self._cut_for: tuple[Table, int, int] = ((), 0, 0)
         self._cut: tuple[int, ...] = ()
+        self._positions: dict[int, int] = {}
+        """Index of a tensor here -> its position in the complete table; of values' and objects' tensors at the end."""
         self._beside = ALONE
         self._chosen: tuple[int, ...] = ()
         self._own: Table = ()
@@ -405,14 +408,18 @@ class CheckpointScheduler:
         if (table, shard, shards) != self._cut_for:
             state.refuse_growth(table, extra)
             self._cut_for = table, shard, shards
-            cuts = assign_shards(table, shards)
+            cuts, apart = split(table, tensors_named(extra), shards)
+            own = cuts[shard] if shard else (*cuts[0], *apart)
             # In the order of the file: the description of tensors kept beside a shard gives the position of each.
-            self._cut = tuple(cuts[shard][i] for i in file_order([table[i] for i in cuts[shard]]))
+            self._cut = tuple(own[i] for i in file_order([table[i] for i in own]))
+            self._positions = {i: n for n, i in enumerate((*sorted(i for cut in cuts for i in cut), *apart))}
             others: tuple[int, ...] = ()
             if self._snapshots and self._shared:
                 held = beside_shards(shard, shards, place.local_index, place.local_world_size)
                 others = tuple(i for k in held for i in cuts[k])
-            self._beside = Beside(tuple(table[i] for i in others), others)
+                if shard and not place.local_index:  # this rank's JSON is read with the node's snapshot
+                    others += apart
+            self._beside = Beside(tuple(table[i] for i in others), tuple(self._positions[i] for i in others))
             changing = state.volatile()
             self._chosen = (*self._cut, *others)
             self._volatile = frozenset(place for place, i in enumerate(self._chosen) if table[i].name in changing)
@@ -425,7 +432,7 @@ class CheckpointScheduler:
             shards=shards,
             table=self._own,
             tensors=[tensors[i][1] for i in self._chosen],
-            extra=extra_of(extra, mine),
+            extra=extra_of(extra, [self._positions[i] for i in mine]),
             interval=self.describe(),
             beside=beside,
             part=place.local_index if self._snapshots else None,

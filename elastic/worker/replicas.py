@@ -44,11 +44,11 @@ class Replicas:
         self._gradients = gradients
         self._only_say = only_say
         self._exchanges = 0
-        self._said = self._said_drift = False
+        self._said = self._said_drift = self._said_plain = False
 
     def enter(self) -> None:
         """A generation begins."""
-        self._exchanges, self._said, self._said_drift = 0, False, False
+        self._exchanges, self._said, self._said_drift, self._said_plain = 0, False, False, False
 
     def _window(self, state: State) -> dict[str, torch.Tensor]:
         """The same parameters on all ranks; none once it was said that some differ."""
@@ -66,7 +66,8 @@ class Replicas:
         if self._said or self._exchanges & (self._exchanges - 1):
             return 0, 0
         unexchanged = _unexchanged(state, self._gradients.exchanged)
-        return _digest({**_values(unexchanged), **_table(state)}), _digest(_values(self._window(state)))
+        said = {**_values(self._window(state)), **({} if self._said_plain else _plain(state))}
+        return _digest({**_values(unexchanged), **_table(state)}), _digest(said)
 
     def refuse(self, state: State, *, rank: int, world_size: int, step: int) -> None:
         """The digests of `state` differ. All ranks call. Raises RuntimeError, the same on all, that names what differs;
@@ -86,6 +87,11 @@ class Replicas:
             told, error = _values_text(step, values), exchanges
         elif drift.names and not self._said_drift:
             told, error = _drift_text(step, drift), False
+        elif not self._said_plain and (plain := _differing(_plain(state), rank, world_size)).names:
+            self._said_plain = True
+            if rank == 0:
+                print(f"elastic: {_plain_text(step, plain)}", file=sys.stderr, flush=True)
+            return
         else:
             return
         if error and not self._only_say:
@@ -145,6 +151,13 @@ def _sample(tensor: torch.Tensor, stride: int) -> torch.Tensor:
 
 def _table(state: State) -> Rows:
     return {name: f"{tensor.dtype} {list(tensor.shape)}" for name, tensor in state.optimizer_tensors()}
+
+
+def _plain(state: State) -> Rows:
+    """Plain values, and of tensors within them the names."""
+    extra = state.extra()
+    values = {name: extra["parts"][name] for name, kind in extra["kinds"].items() if kind == "value"}
+    return {name: xxhash.xxh3_64_hexdigest(repr(value).encode(errors="replace")) for name, value in values.items()}
 
 
 class _Difference(NamedTuple):
@@ -207,6 +220,15 @@ def _table_text(step: int, found: _Difference, *, lacks: bool) -> str:
         f"({_listed(found.ranks)} against rank 0): the optimizer keeps a part of its state on each rank, and a rank "
         "that is lost would take its part with it, as elastic restores a replacement from one other rank. Use the form "
         f"of the optimizer that runs on all parameters on each rank, with job.ddp{other if lacks else ''}"
+    )
+
+
+def _plain_text(step: int, found: _Difference) -> str:
+    return (
+        f"state.{', state.'.join(found.names)} is not the same on each rank after step {step} "
+        f"({_listed(found.ranks)} from rank 0). The state is one for all ranks, and one of them gives it to those that "
+        "are replaced: what rank 0 alone keeps is lost with it. Set it on all ranks, where they know different things "
+        "by job.broadcast(…)"
     )
 
 

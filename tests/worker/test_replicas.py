@@ -54,6 +54,7 @@ def build(kind: type[torch.optim.Optimizer]) -> State:
         model=model,
         criterion=criterion,
         optimizer=kind([*model.parameters(), *criterion.parameters()], lr=0.01),
+        best=None,
     )
 
 
@@ -83,6 +84,8 @@ def step(job: Job, state: State, model: Any, criterion: Any, how: str) -> None:
     if how.endswith("renormalised rows") and job.rank:
         with torch.no_grad():
             state.model[1].weight[0] *= 0.5
+    if how.endswith("best on rank 0 only") and not job.rank:
+        state.best = {"weight": torch.zeros(2) + state.step}
     if "averaged" in how:
         with torch.no_grad():
             for param in state.criterion.parameters():
@@ -192,6 +195,15 @@ def test_where_nothing_is_known_to_exchange_gradients_it_is_said_once(how: str, 
     first, second = run_ranks(on_ranks, world_size=2, how=how, steps=5)
     assert first[:2] == second[:2] == ["", 5]
     assert first[2].count(said) == first[2].count("elastic:") == 1
+    assert second[2] == ""
+
+
+@pytest.mark.slow
+def test_a_value_that_one_rank_alone_keeps_is_said_once() -> None:
+    first, second = run_ranks(on_ranks, world_size=2, how="wrapped, best on rank 0 only", steps=5)
+    assert first[:2] == second[:2] == ["", 5]
+    assert first[2].count("state.best is not the same on each rank after step 1 (rank 1 from rank 0)") == 1
+    assert first[2].count("elastic:") == 1
     assert second[2] == ""
 
 

@@ -32,22 +32,30 @@ def build(seed: int) -> State:
     model = torch.nn.Sequential(
         torch.nn.Linear(4, 8).bfloat16(), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 3), torch.nn.BatchNorm1d(3)
     )
-    return State(model=model, optimizer=torch.optim.AdamW(model.parameters()), seen=torch.arange(3), level=0.5)
+    return State(
+        model=model, optimizer=torch.optim.AdamW(model.parameters()), best=None, seen=torch.arange(3), level=0.5
+    )
 
 
-def saved(agents: list[Agent]) -> State:
-    """Step 1, half of it in each agent's memory."""
-    state = build(1)
-    for p in state.model.parameters():
-        p.grad = torch.ones_like(p)
-    state.optimizer.step()
-    state.committed(1)
+def saved(agents: list[Agent], *, nodes: int = 1, only_on: int | None = None) -> list[State]:
+    """The ranks' states after step 1, half of it in each agent's memory. Rank `only_on` alone keeps weights."""
+    states = []
     for rank, agent in enumerate(agents):
-        keeper = CheckpointScheduler(AgentSnapshots(agent), IntervalRule(every_steps=1), shared=True)  # type: ignore[arg-type]
-        keeper.enter(RankPosition(1, rank, len(agents), rank, len(agents)), 0)
+        states.append(state := build(1))
+        for p in state.model.parameters():
+            p.grad = torch.ones_like(p)
+        state.optimizer.step()
+        if rank == only_on:
+            state.best = {name: tensor.clone() for name, tensor in state.model.state_dict().items()}
+        state.committed(1)
+        keeper = CheckpointScheduler(
+            AgentSnapshots(agent), IntervalRule(every_steps=1), shared=True, snapshots=nodes > 1
+        )  # type: ignore[arg-type]
+        here = len(agents) // nodes
+        keeper.enter(RankPosition(1, rank, len(agents), rank % here, here), 0)
         keeper._put(state, save=True)
         keeper.settle()
-    return state
+    return states
 
 
 def same(one: State, other: State) -> bool:
@@ -55,17 +63,28 @@ def same(one: State, other: State) -> bool:
     return all(a[0] == b[0] and torch.equal(a[1], b[1]) for a, b in pairs) and one.extra() == other.extra()
 
 
-def test_from_the_memory_of_the_agents(agents: list[Agent]) -> None:
-    state, newcomer = saved(agents), build(2)
+@pytest.mark.parametrize("only_on", [None, 0, 1])
+def test_from_the_memory_of_the_agents(agents: list[Agent], only_on: int | None) -> None:
+    """Values come from one rank, where the ranks have others: the first of the node."""
+    states, newcomer = saved(agents, only_on=only_on), build(2)
     HeldSnapshots([arena for agent in agents for arena in agent.arenas if arena.header().whole]).load(newcomer)
     assert newcomer.version == (1, 1)
-    assert same(state, newcomer)
+    assert same(states[0], newcomer)
 
 
-def test_from_disk(agents: list[Agent], tmp_path: Path) -> None:
-    state, newcomer = saved(agents), build(2)
+@pytest.mark.parametrize("only_on", [None, 0, 1])
+def test_from_the_memory_of_one_of_two_nodes(agents: list[Agent], only_on: int | None) -> None:
+    states = saved(agents, nodes=2, only_on=only_on)
+    for agent, state in zip(agents, states, strict=True):
+        HeldSnapshots([arena for arena in agent.arenas if arena.header().whole]).load(newcomer := build(2))
+        assert same(state, newcomer)
+
+
+@pytest.mark.parametrize("only_on", [None, 0, 1])
+def test_from_disk(agents: list[Agent], tmp_path: Path, only_on: int | None) -> None:
+    states, newcomer = saved(agents, only_on=only_on), build(2)
     for agent in agents:
         write_shard(next(arena for arena in agent.arenas if arena.header().whole), str(tmp_path), "job")
     commit(str(tmp_path), "job", step=1, generation=1, shards=2, world_size=2)
     Disk(str(tmp_path), "job").load(newcomer)
-    assert same(state, newcomer)
+    assert same(states[0], newcomer)
