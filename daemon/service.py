@@ -189,7 +189,7 @@ class Daemon:
         if settings.page.listen:
             self._serve_page(identity)
         authority = _authority(settings)
-        actions = Actions(self._etcd, self._keys, self._board, authority, self._run_as.why_not_now)
+        actions = Actions(self._etcd, self._keys, self._board, authority, self._run_as.why_not_now, settings.per_user)
         self._actions = actions
         audit = Audit(self._etcd, self._keys, settings.node, self._log)
         self._watch_preemption(actions, audit)

@@ -86,6 +86,16 @@ class RunAsSettings(SettingsTable, frozen=True, kw_only=True):
     """Run jobs of root too, as root, where elasticd is a service of systemd."""
 
 
+class PerUserSettings(SettingsTable, frozen=True, kw_only=True):
+    jobs: Annotated[int, msgspec.Meta(ge=0)] = 5000
+    """Jobs that one user may have in etcd, finished ones that are not forgotten among them, and may submit to one node
+    in an hour. Admins may submit more. 0: no limit."""
+
+    specs_mb: Annotated[float, msgspec.Meta(ge=0)] = 32.0
+    """MB that the descriptions of these jobs may have together: every daemon holds them in memory, and etcd for an hour
+    after they are forgotten. 0: no limit."""
+
+
 class NotifySettings(SettingsTable, frozen=True, kw_only=True):
     webhook: str = ""
     """URL (http:// or https://) to which each notification is posted as JSON; empty: to none. A chat's URL is
@@ -196,6 +206,7 @@ class Settings(SettingsTable, frozen=True, kw_only=True):
     http: HttpSettings = HttpSettings()
     page: PageSettings = PageSettings()
     run_as: RunAsSettings = RunAsSettings()
+    per_user: PerUserSettings = PerUserSettings()
     retention: RetentionSettings = RetentionSettings()
     notify: NotifySettings = NotifySettings()
     timeouts: Timeouts = Timeouts()

@@ -9,6 +9,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import msgspec
@@ -21,9 +22,11 @@ from elastic.contract.spec import InvalidSpec, parse_job
 from elastic.etcd.client import Absent, Compare, Delete, Etcd, EtcdError, EtcdForged, EtcdUnavailable, ModIs, Op, Put
 
 from ..authority import Account, Authority, Peer
-from ..cluster import Cluster
+from ..cluster import Cluster, Job
 from ..errors import Refused
 from ..published_state import PublishedState, Snapshot
+from ..quotas import Quotas, check_spec
+from ..settings import PerUserSettings
 from ..writer import KEY_MISSING
 
 SEEN_S = 2.0
@@ -36,10 +39,16 @@ RefusalOf = Callable[[SpecRecord], str]
 
 
 class Actions:
-    """Every method raises Refused (400, 403, 404, 409, or 503 when etcd cannot be reached)."""
+    """Every method raises Refused (400, 403, 404, 409, 429, or 503 when etcd cannot be reached)."""
 
     def __init__(
-        self, etcd: Etcd, keys: ClusterKeys, board: PublishedState, authority: Authority, refusal: RefusalOf
+        self,
+        etcd: Etcd,
+        keys: ClusterKeys,
+        board: PublishedState,
+        authority: Authority,
+        refusal: RefusalOf,
+        per_user: PerUserSettings,
     ) -> None:
         """`refusal`: why this node runs no jobs of a user."""
         self._etcd = etcd
@@ -47,6 +56,7 @@ class Actions:
         self._board = board
         self._authority = authority
         self._refusal = refusal
+        self._quotas = Quotas(per_user)
 
     def submit(self, raw: Mapping[str, Any], peer: Peer, owner: Account, replace: bool = False) -> str:
         """Validate a job's description and create the job of user `owner`. Returns its name."""
@@ -70,6 +80,8 @@ class Actions:
         )
         if why := self._refusal(record):
             raise Refused(403, f"job {spec.name!r} cannot be submitted here: {why}")
+        check_spec(spec)
+        self._take(peer, record, self._board.now.cluster.jobs)
         state = JobState(phase=Phase.PENDING, since_wall_s=now_s)
         # What agents of an earlier job have written since that was forgotten, or have restored in part, goes as well.
         ops = [*_all_but_spec_and_state(keys), Put(keys.spec, encode(record)), Put(keys.state, encode(state))]
@@ -88,11 +100,17 @@ class Actions:
         record = msgspec.structs.replace(
             spec, submitted_wall_s=time.time(), submitted_by=peer.user, submission=uuid.uuid4().hex
         )
+        self._take(peer, record)
         pending = JobState(phase=Phase.PENDING, since_wall_s=record.submitted_wall_s)
         puts = [Put(keys.spec, encode(record)), Put(keys.state, encode(pending))]
         # In one transaction: a failure on the way loses nothing, and what another request has started anew stays.
         if not self._txn([same, ModIs(keys.state, revision)], [*_all_but_spec_and_state(keys), *puts]):
             raise _overtaken(job)
+
+    def _take(self, peer: Peer, record: SpecRecord, jobs: Mapping[str, Job] = MappingProxyType({})) -> None:
+        """Count a description that is about to be written. Raises Refused (429)."""
+        if not self._authority.is_admin(peer):
+            self._quotas.take(peer, record.spec, jobs)
 
     def _make_room(self, keys: JobKeys, name: str, replace: bool, peer: Peer) -> None:
         state, revision = self._read(JobState, keys.state)
@@ -123,6 +141,7 @@ class Actions:
         def scaled(record: SpecRecord) -> SpecRecord:
             self._authority.check_job(peer, job, record, "scale")
             raw = msgspec.to_builtins(record.spec) | {"nodes": nodes}
+            self._take(peer, record)
             try:
                 return msgspec.structs.replace(record, spec=parse_job(raw))
             except InvalidSpec as error:

@@ -22,7 +22,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ..contract.agent_files import EtcdAccess
-from . import protobuf
+from . import pages, protobuf
 from .keepers import Lease, Newest, Watch
 from .renewal import Renewal
 from .signing import KEY_BYTES, ClusterSigner, JobSigner, Signer, key_id, stripped
@@ -123,11 +123,12 @@ class Etcd:
         return self.signer.opened(kv) if self.signer else self._stripped(kv)
 
     def get_prefix(self, prefix: str, before: str = "") -> View:
-        """All keys that begin with `prefix`, at one revision; with `before`, those that sort before it."""
+        """All keys that begin with `prefix`, at one revision; with `before`, those that sort before it. See `pages`."""
         asked_s = time.monotonic()
-        answer = self._call("KV.Range", lambda pb: pb.RangeRequest(**protobuf.span(prefix, before)), repeat=True)
-        kvs, refused = self.verified([protobuf.kv(raw) for raw in answer.kvs])
-        view = View(MappingProxyType(kvs), answer.header.revision, connected=True, as_of_s=asked_s, prefix=prefix)
+        ask = lambda fields: self._call("KV.Range", lambda pb: pb.RangeRequest(**fields), repeat=True)  # noqa: E731
+        found, revision = pages.read(ask, prefix, before)
+        kvs, refused = self.verified(found)
+        view = View(MappingProxyType(kvs), revision, connected=True, as_of_s=asked_s, prefix=prefix)
         return replace(view, refused=refused) if refused else view
 
     def verified(self, kvs: Iterable[KV]) -> tuple[dict[str, KV], dict[str, Refusal]]:
@@ -164,7 +165,6 @@ class Etcd:
         Raises EtcdUnavailable if no answer arrived: the outcome is then unknown (unless `maybe_done` is False), and the
         caller has to learn it from its watch or by reading.
         """
-
         then, otherwise = self._sealed(then), self._sealed(otherwise)
 
         def request(pb: Any) -> Any:

@@ -443,3 +443,13 @@ def test_keys_below_a_prefix_are_deleted_up_to_one_of_them(world: World) -> None
         etcd.put(key, b"x")
     etcd.txn([], [Delete("/t/a/", prefix=True, before="/t/a/3")])
     assert set(etcd.get_prefix("/t/").kvs) == {"/t/a/3", "/t/b"}
+
+
+def test_a_prefix_of_several_pages_is_read_whole(world: World) -> None:
+    etcd = world.client()
+    for first in range(0, 300, 100):
+        etcd.txn([], [Put(f"/t/many/{number:04d}", b"x" * 999) for number in range(first, first + 100)])
+    etcd.put("/t/other", b"x")
+    view = etcd.get_prefix("/t/many/")
+    assert list(view.kvs) == [f"/t/many/{number:04d}" for number in range(300)]
+    assert set(etcd.get_prefix("/t/many/", before="/t/many/0002").kvs) == {"/t/many/0000", "/t/many/0001"}

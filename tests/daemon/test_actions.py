@@ -20,6 +20,8 @@ from elasticd.cluster import Cluster, ClusterReader, Job
 from elasticd.errors import Refused
 from elasticd.event_queue import Event, EventQueue, NodeLeaseLost, NodeRegistered, Stop, Written
 from elasticd.published_state import PublishedState, Snapshot
+from elasticd.quotas import Quotas
+from elasticd.settings import PerUserSettings
 from elasticd.writer import ClusterWriter
 
 KEYS = ClusterKeys("main")
@@ -41,7 +43,7 @@ class WriteQueue:
         self.client = FakeClient(self.server)
         etcd = cast(Etcd, self.client)
         self.board = PublishedState()
-        self.actions = Actions(etcd, KEYS, self.board, Authority(daemon_uid=999), lambda record: "")
+        self.actions = Actions(etcd, KEYS, self.board, Authority(daemon_uid=999), lambda record: "", PerUserSettings())
         self.mailbox = EventQueue()
         self.writer = ClusterWriter(etcd, KEYS, self.mailbox, structlog.get_logger())
 
@@ -467,3 +469,16 @@ def test_submission_of_a_job_that_this_node_would_refuse_writes_nothing(
         writes.actions.submit(RAW, ADMIN, ADA)
     assert refused.value.status == 403
     assert not writes.server.kvs
+
+
+def test_a_description_beyond_the_limits_is_refused_at_submission_but_for_admins(writes: WriteQueue) -> None:
+    with pytest.raises(Refused, match=r"args has .* 65536 is the most"):
+        writes.actions.submit(RAW | {"args": ["x" * 70_000]}, ADMIN, ADMIN)
+    writes.actions._quotas = Quotas(PerUserSettings(jobs=2))
+    writes.actions.submit(RAW, ADA, ADA)
+    writes.actions.scale("j", "1:3", ADA)
+    more = RAW | {"name": "more"}
+    for refused in (lambda: writes.actions.submit(more, ADA, ADA), lambda: writes.actions.scale("j", "1:4", ADA)):
+        with pytest.raises(Refused, match=r"ada .*per_user.jobs = 2 is the most"):
+            refused()
+    writes.actions.submit(more, ADMIN, ADMIN)

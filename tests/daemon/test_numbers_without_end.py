@@ -23,7 +23,7 @@ from elasticd.errors import InvalidConfig, Refused
     ],
 )
 def test_job_with_infinite_or_nan_numbers_is_refused(field: dict[str, Any], words: str) -> None:
-    actions = Actions(None, None, None, None, None)  # type: ignore[arg-type]  # it does not get to them
+    actions = Actions(None, None, None, None, None, None)  # type: ignore[arg-type]  # it does not get to them
     with pytest.raises(Refused, match=words) as refused:
         actions.submit({"name": "j", "script": "/t.py", **field}, UNKNOWN, UNKNOWN)
     assert refused.value.status == 400

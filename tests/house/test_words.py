@@ -15,7 +15,7 @@ SETTINGS = ("elasticd.settings", "elastic.contract.spec", "elastic.contract.time
 EXEMPT = {
     *("JobSpec.checkpoint", "JobSpec.restarts", "JobSpec.hang", "JobSpec.limits", "JobSpec.debug"),
     *("Settings.etcd", "Settings.http", "Settings.timeouts", "Settings.run_as", "Settings.retention"),
-    *("Settings.page", "Settings.notify"),
+    *("Settings.page", "Settings.notify", "Settings.per_user"),
 }
 """Tables: their own fields are documented."""
 

@@ -26,7 +26,7 @@ from elasticd.authority import Authority
 from elasticd.cleaner import Cleaner
 from elasticd.folders import Folder
 from elasticd.published_state import PublishedState
-from elasticd.settings import Settings
+from elasticd.settings import PerUserSettings, Settings
 
 
 class Heard:
@@ -52,7 +52,7 @@ class Door:
         self.etcd = FakeServer()
         self.client = FakeClient(self.etcd)
         etcd, keys, authority = cast(Etcd, self.client), ClusterKeys("main"), Authority(os.geteuid())
-        acts = Actions(etcd, keys, board, authority, lambda record: "")
+        acts = Actions(etcd, keys, board, authority, lambda record: "", PerUserSettings())
         identity = Identity("main", "a", "0.1", 7, 0.0, ("127.0.0.1:1",), False, "")
         logs = lambda name: Folder(folder, (name, "logs"))  # noqa: E731
         log, asker = cast(Any, self.log), Asker(etcd, "main", "a")
