@@ -26,7 +26,7 @@ from elastic.contract.records import PROTOCOL
 from elastic.util.files import read_file, replace_file
 from elastic.util.processes import wait_until_gone
 
-from . import host, job_folders, launch, leftovers
+from . import host, job_folders, launch, leftovers, ownership
 from .authority import Account
 from .errors import CannotStart
 from .etcd_grants import EtcdGrants
@@ -204,6 +204,8 @@ class Agents:
         try:
             if self.adopt(job, config):
                 return
+            if user is not None and (why := ownership.closed_to(python or sys.executable, user.uid, user.groups)):
+                raise CannotStart(f"{user.user} cannot run {python or sys.executable}: {why}; {ownership.OPEN_PYTHON}")
             if user is not None and self._grants is not None:
                 config = msgspec.structs.replace(config, etcd=self._grants.of(user))
             job_folders.prepare(folder.parent, owner)

@@ -12,11 +12,14 @@ import platform
 import resource
 import socket
 import stat
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
+
+from . import host, ownership
 
 OK, WARNING, ERROR = "ok", "warning", "error"
 
@@ -236,6 +239,8 @@ def local(
         found.append(judge_limit("locked memory of elasticd, in bytes", memlock, LEAST_MEMLOCK_BYTES,
                                  "LimitMEMLOCK=infinity in the unit, or ulimit -l unlimited"))  # fmt: skip
     found.append(judge_clock(clock_state()))
+    if host.as_system_service() and (why := ownership.closed_to(sys.executable)):  # agents run as their jobs' users
+        found.append(Finding(check="python", level=ERROR, text=why, cure=ownership.OPEN_PYTHON))
     return found
 
 

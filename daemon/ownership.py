@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+from collections.abc import Collection
 from pathlib import Path
 
 from .errors import CannotStart
+
+NOBODY = 65534
 
 
 def private(folder: Path) -> None:
@@ -95,3 +98,25 @@ def given(folder: Path, uid: int, gid: int, mode: int) -> None:
         return
     os.chmod(folder, mode)
     os.chown(folder, uid, gid, follow_symlinks=False)
+
+
+def closed_to(program: str, uid: int = NOBODY, groups: Collection[int] = ()) -> str:
+    """Why a user cannot run `program`: the first place on its way, links followed, that is closed to that user; '' if
+    there is none. Without `uid`: a user who owns nothing. An access list that may say otherwise is not judged."""
+    real = Path(os.path.realpath(program))
+    for place in (*reversed(Path(program).absolute().parents), *reversed(real.parents), real):
+        try:
+            found = os.stat(place)
+            judged = "system.posix_acl_access" not in os.listxattr(place)
+        except OSError as error:
+            return f"{place}: {error.strerror}"
+        shift = 6 if found.st_uid == uid else 3 if found.st_gid in groups else 0
+        if judged and not found.st_mode >> shift & stat.S_IXOTH:
+            link = f" ({program} leads there)" if place not in Path(program).absolute().parents else ""
+            return f"other users cannot enter {place}{link}" if place != real else f"other users cannot run {real}"
+    return ""
+
+
+OPEN_PYTHON = (
+    "make the virtual environment with a Python that all users can run: /usr/bin/python3 -m venv /opt/elasticd"
+)

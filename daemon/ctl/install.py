@@ -12,6 +12,7 @@ from pathlib import Path
 
 import click
 
+from ..ownership import OPEN_PYTHON, closed_to
 from .client import Failed
 
 FILES = Path(__file__).parents[1] / "unit_files"
@@ -136,6 +137,8 @@ def install_service(dry_run: bool, uninstall: bool, now: bool, root: Path) -> No
     if live and shutil.which("systemctl") is None:
         raise click.ClickException("there is no systemd on this machine: run elasticd itself, by another supervisor")
     programs = Path(sys.executable).parent
+    if live and not uninstall and (why := closed_to(sys.executable)):
+        raise click.ClickException(f"{why}, and jobs run as the users who submit them: {OPEN_PYTHON}")
     if uninstall:
         steps = [*map(_command, BEFORE_REMOVAL if live else ()), *removal_steps(root, programs),
                  *map(_command, AFTER_REMOVAL if live else ())]  # fmt: skip

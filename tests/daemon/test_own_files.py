@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from elasticd import main
+from elasticd import main, ownership
 from elasticd.api import server as api
 from elasticd.errors import CannotStart
 
@@ -27,3 +29,31 @@ def test_a_file_where_the_socket_is_to_be_stays(tmp_path: Path) -> None:
     with pytest.raises(CannotStart, match="is no socket"):
         api.unix_server(str(precious), "", service)
     assert precious.read_text() == "data"
+
+
+@pytest.fixture
+def open_path() -> Iterator[Path]:
+    """Where every user gets to: pytest keeps its own folders closed."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+
+
+def test_a_python_that_another_user_cannot_run_is_named_with_the_place_that_is_closed(open_path: Path) -> None:
+    """A virtual environment made with root's own Python: systemd then said 203/EXEC, and status "the agent ended"."""
+    private, venv = open_path / "root" / "pyenv", open_path / "venv"
+    private.mkdir(parents=True)
+    venv.mkdir()
+    (real := private / "python3").touch(mode=0o755)
+    (link := venv / "python").symlink_to(real)
+    assert ownership.closed_to(str(link)) == ""
+    real.chmod(0o750)
+    assert ownership.closed_to(str(link)) == f"other users cannot run {real}"
+    assert ownership.closed_to(str(link), groups={real.stat().st_gid}) == ""
+    assert ownership.closed_to(str(link), uid=real.stat().st_uid) == ""
+    real.chmod(0o755)
+    private.parent.chmod(0o700)
+    assert ownership.closed_to(str(link)) == f"other users cannot enter {private.parent} ({link} leads there)"
+    venv.chmod(0o750)
+    assert ownership.closed_to(str(link)) == f"other users cannot enter {venv}"
+    assert ownership.closed_to(str(open_path / "absent")) == f"{open_path / 'absent'}: No such file or directory"
