@@ -288,7 +288,7 @@ class AgentLoop:
             if now_s >= self._reap_due_s:
                 self._reap_due_s = now_s + REAP_S
                 self.pool.reap()
-            self._gauge.mark(self.agent.progress.step, now_s)
+            self._gauge.mark(self.agent.progress.step, self.agent.progress.step_in, now_s)
             self._trimmer.trim_all(process.log_file for process in self.pool.processes.values())
             self._write_status()
 

@@ -30,6 +30,7 @@ class Gauge:
 
     def __init__(self) -> None:
         self._marks: deque[tuple[float, int]] = deque()
+        self._generation = 0
         self.loss: float | None = None
         """The last one reported; kept when the worker is gone."""
         self._loss_of: int | None = None
@@ -37,9 +38,12 @@ class Gauge:
         self.step_wall_s = 0.0
         """Time of day at which the step was last seen to change; 0: not yet."""
 
-    def mark(self, step: int, now_s: float) -> None:
-        if step == 0:
-            self._marks.clear()  # the time until training begins is no part of its rate
+    def mark(self, step: int, generation: int, now_s: float) -> None:
+        """`generation`: in which `step` was committed here. A rate is of the steps of one: between two, a rank that
+        joins or goes back is given a step that it has not made."""
+        if generation != self._generation:
+            self._marks.clear()
+            self._generation = generation
         if not self._marks or self._marks[-1][1] != step:
             self.step_wall_s = time.time() if step else 0.0
         self._marks.append((now_s, step))

@@ -124,10 +124,23 @@ def test_the_view_carries_the_progress_record() -> None:
     assert JobView.read(keys, {keys.progress: Stored(encode(ON_RECORD))}, 1).progress == ON_RECORD
 
 
-def test_the_rate_of_a_job_that_has_just_begun_leaves_out_the_time_before_it() -> None:
+@pytest.mark.parametrize(
+    ("step", "generation", "then"),
+    [
+        (0, 0, 8),  # it has just begun: importing and forming are no part of its rate
+        (0, 0, 73_328),  # it has joined a job that runs
+        (30, 1, 73_328),  # it was left out for a while
+        (73_328, 2, 40),  # the job went back to a checkpoint
+    ],
+)
+def test_the_rate_is_of_steps_that_were_made(step: int, generation: int, then: int) -> None:
     gauge = Gauge()
     for tenth in range(90):
-        gauge.mark(0, tenth / 10)  # importing, forming
-    gauge.mark(8, 9.0)
-    gauge.mark(24, 9.4)
-    assert gauge.per_s() == pytest.approx(24 / 0.5)
+        gauge.mark(step, generation, tenth / 10)
+    rates = []
+    for tenth in range(100):
+        gauge.mark(then + tenth // 2, 3, 9.0 + tenth / 10)
+        rates.append(gauge.per_s())
+    assert rates[0] == 0.0
+    assert max(rates) == pytest.approx(5.0)
+    assert rates[-1] == pytest.approx(5.0, rel=0.02)
