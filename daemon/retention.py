@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
-from elastic.contract.agent_files import LEFT
+from elastic.contract.agent_files import KEPT_CODE, LEFT
 from elastic.contract.keys import NAME
 
 from .settings import RetentionSettings
@@ -28,7 +28,7 @@ LOG = re.compile(
 )
 """A file in a job's `logs`: see `elastic.agent.worker_env.files`."""
 _REPLACED = ("config.json", "orders.json", "status.json", LEFT, "history.json", "gradients.json")
-AGENT_FILES = frozenset({"lock", "agent.log", *_REPLACED, *(f".{name}.new" for name in _REPLACED)})
+AGENT_FILES = frozenset({"lock", "agent.log", KEPT_CODE, *_REPLACED, *(f".{name}.new" for name in _REPLACED)})
 """Files in a job's `agent`: see `elastic.contract.agent_files`. A crash while one is replaced leaves the new one."""
 
 

@@ -129,6 +129,7 @@ def _run_with(
         spec=job,
         timeouts=config.timeouts,
         submitted_wall_s=spec.submitted_wall_s,
+        code=worker_env.script_digest(env, job),
     )
     stores = Stores(config.address, config.address, config.ports)
     registry = EtcdWriter(etcd, keys, policy, stores, lambda event: loop.post(event) if loop else None, spec)

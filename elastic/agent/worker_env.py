@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
 import pwd
 from collections.abc import Mapping
@@ -9,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..contract import messages
-from ..contract.agent_files import MARK_ENV, SYSTEMD_VARIABLES, AgentConfig, mark
+from ..contract.agent_files import KEPT_CODE, MARK_ENV, SYSTEMD_VARIABLES, AgentConfig, mark
 from ..contract.env_file import parse
 from ..contract.records import GenerationRecord
 from ..contract.spec import Checkpoint, JobSpec
 from ..contract.worker_config import ERROR_FILE, JOB, RankVariables, WorkerConfig
+from ..util import kept_code
 
 NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 ACCELERATE_ON_CPU = "ACCELERATE_USE_CPU"
@@ -51,6 +54,7 @@ def base(config: AgentConfig, spec: JobSpec, inherited: Mapping[str, str]) -> di
     env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else each deliberately closed connection logs a page of C++ trace
     env["PYTHONUNBUFFERED"] = "1"
     env[MARK_ENV] = _mark(config.agent_dir)
+    env[kept_code.ENV] = f"{config.submission}:{Path(config.agent_dir).absolute() / KEPT_CODE}"
     # Else torch.cuda.is_available(), at the import of a module, would initialise CUDA in the zygote. Not only for jobs
     # with GPUs: one without may run on a machine that has some.
     env.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
@@ -64,6 +68,18 @@ def base(config: AgentConfig, spec: JobSpec, inherited: Mapping[str, str]) -> di
     env.update(secrets(spec.env_file))
     env.update(spec.env)
     return env
+
+
+def script_digest(env: Mapping[str, str], spec: JobSpec) -> str:
+    """Of the script, kept now if no worker here has kept it yet; empty: it is a program, or cannot be read, which the
+    workers report."""
+    module = spec.module.replace(".", "/")
+    names = [spec.script] if spec.script else [f"{module}.py", f"{module}/__main__.py"] if module else []
+    for path in (os.path.abspath(os.path.join(workdir(spec), name)) for name in names):
+        with contextlib.suppress(OSError):
+            source = kept_code.KeptCode.named_by(env).keep(path).source
+            return hashlib.blake2b(source, digest_size=8).hexdigest()
+    return ""
 
 
 class InvalidEnvFile(Exception):

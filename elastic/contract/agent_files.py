@@ -9,6 +9,8 @@
                                                 and once a second
     <state_dir>/jobs/<job>/agent/history.json   History, replaced by the agent every ten seconds
     <state_dir>/jobs/<job>/agent/gradients.json GradientSamples, replaced by the agent when a sample is complete
+    <state_dir>/jobs/<job>/agent/code.jsonl     the script and its local modules as the job began with them, written and
+                                                read by its workers
     <state_dir>/jobs/<job>/agent/agent.log      the agent's own log, JSON lines
     <state_dir>/jobs/<job>/logs/                the workers' logs and error files, kept across restarts
 
@@ -25,6 +27,7 @@ from .records import PROTOCOL, ProgressRecord, RankRow
 from .timeouts import Timeouts
 
 LEFT = "left.json"
+KEPT_CODE = "code.jsonl"
 GRADIENTS_BYTES = 2_000_000
 """Of gradients.json at most: one daemon's answer to another has 2 MiB."""
 MARK_ENV = "ELASTIC_AGENT_DIR"

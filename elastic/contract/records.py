@@ -139,6 +139,7 @@ class MemberRecord(Record, frozen=True, kw_only=True):
     saved_generation: Int = 0  # the newest in this node's checkpoint folder, if no other node sees it; 0 = none
     held_generation: Int = 0  # whose state local workers have, though the node has no place now; 0 = none
     held_consistent: Int = 0  # the same, of workers whose state is consistent
+    code: str = ""  # digest of the script that this node's workers run; empty: not known
 
 
 class GenerationNode(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

@@ -49,6 +49,7 @@ def member_record(turn: Turn) -> MemberRecord:
         unreachable=tuple(sorted({node for node, _ in agent.peers.unreachable})),
         standings=agent.local.standings,
         managed=policy.managed,
+        code=policy.code,
         held_generation=max((w.synced for w in held), default=0),
         held_consistent=max((w.synced for w in held if w.consistent and w.stage is Stage.READY), default=0),
     )

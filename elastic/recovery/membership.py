@@ -48,6 +48,18 @@ def cut_off(view: JobView, dead: Dead, current: GenerationRecord | None) -> froz
     return reachability.left_out(there, tuple(sorted(nodes, key=worth)), seated)
 
 
+def other_script(members: Mapping[str, Member], current: GenerationRecord | None) -> dict[str, str]:
+    """Nodes that have no place in `current` and run another script than the job does -> a node that runs the job's: one
+    with a place, else the oldest. Workers of both in one group would train two programs."""
+    seated = [members[p.node] for p in current.nodes if p.node in members] if current else []
+    seated = [m for m in seated if current and current.node_of(*m.id) is not None]
+    known = [m for m in [*seated, *sorted(members.values(), key=_seniority)] if m.record.code]
+    if not known:
+        return {}
+    others = {m.record.node: known[0].record.node for m in known if m.record.code != known[0].record.code}
+    return {node: right for node, right in others.items() if all(m.record.node != node for m in seated)}
+
+
 def unreached(view: JobView, node: str) -> str:
     """'node2 cannot be reached by node0, node1'."""
     others = sorted({other for pair in view.disputes if node in pair for other in pair} - {node})
@@ -169,11 +181,11 @@ def next_generation(
     last_committed: the newest generation before `current` that has committed a step, if it is known.
     """
     alive = living(view, dead)
-    cut = cut_off(view, dead, current)
+    cut = cut_off(view, dead, current) | other_script(alive, current).keys()
     fit = _fit(alive.values(), view, limits)
     inside = [m for m in fit if m.record.node not in cut]
     if current is None:
-        return _first(inside, limits, min_reached_for_s, _cut_reason(view, cut))
+        return _first(inside, limits, min_reached_for_s, _cut_reason(view, cut, other_script(alive, current)))
     missing = _missing(current, alive, dead, steps_advance or blind)
     seated = [p.node for p in current.nodes]
     if not steps_advance:
@@ -202,7 +214,7 @@ def next_generation(
     seated_or_reached = [m for m in fit if m.record.node not in cut or m.record.node in seated]
     # While steps advance, the data path between seated nodes works, even if their agents cannot reach each other.
     chosen = with_witness(current, _choose(current, seated_or_reached, limits.max_nodes), alive, None)
-    reason = _cut_reason(view, cut) if cut else ""
+    reason = _cut_reason(view, cut, other_script(alive, current)) if cut else ""
     return _planned(current, chosen, alive, limits, reason, settled, steps_advance or not in_place)
 
 
@@ -323,11 +335,18 @@ def arrange(
 
 def _why(view: JobView, broken: BrokenRecord | None, missing: list[str], cut: Collection[str]) -> str:
     parts = [f"{broken.kind} on {broken.node}: {broken.detail}"] if broken else []
-    return "; ".join(parts + [unreached(view, n) if n in cut else f"node {n} is gone" for n in missing])
+    silent = {node for pair in view.disputes for node in pair if node in cut}
+    return "; ".join(parts + [unreached(view, n) if n in silent else f"node {n} is gone" for n in missing])
 
 
-def _cut_reason(view: JobView, cut: Collection[str]) -> str:
-    return "; ".join(unreached(view, node) for node in sorted(cut))
+def _cut_reason(view: JobView, cut: Collection[str], other: Mapping[str, str]) -> str:
+    said = [unreached(view, node) for node in sorted(cut) if node not in other]
+    said += [
+        f"the script on {node} is not the one that {right} began with: put the same on both, stop the job and submit "
+        "it again"
+        for node, right in sorted(other.items())
+    ]
+    return "; ".join(said)
 
 
 def _difference(

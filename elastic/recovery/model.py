@@ -73,6 +73,8 @@ class Policy(msgspec.Struct, frozen=True):
     """Of this agent's job: one that was submitted later is another, which has taken the name; 0: not known."""
     leader_candidates: int = LEADER_CANDIDATES
     """How many agents watch them in any case: the leader candidates."""
+    code: str = ""
+    """See MemberRecord."""
 
     @property
     def limits(self) -> NodeLimits:

@@ -18,6 +18,8 @@ WITHOUT_A_LIMIT = {
     "elastic.etcd.etcd3_import:_serialized": "a file of an installed package",
     "elastic.etcd.wire:_channel": _SETTING,
     "elastic.util.files:read_descriptor": "the limit itself",
+    "elastic.util.kept_code:KeptCode._locked": "a job's file, read by its own agent and workers only",
+    "elastic.util.kept_code:_read": "a script, read by its own agent and workers only",
     "elastic.util.processes:kernel_file": _KERNEL,
     "elasticd.config:_read": "the daemon's settings",
     "elasticd.doctor:versions": _KERNEL,

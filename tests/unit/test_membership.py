@@ -554,3 +554,28 @@ def test_the_leader_lives_and_is_of_the_generation_if_anyone_is(
         assert chief in alive
         inside = [p.node for p in current.nodes if p.node in alive and alive[p.node].id == (p.node, p.incarnation)]
         assert not inside or chief in inside
+
+
+def test_a_node_with_another_script_takes_no_part_and_is_named() -> None:
+    """At the start the oldest node's counts; later that of the nodes with a place, however young."""
+
+    def runs(code: str, node: str, revision: int, **more: object) -> Member:
+        plain = member(node, revision, **more)  # type: ignore[arg-type]
+        return dataclasses.replace(plain, record=msgspec.structs.replace(plain.record, code=code))
+
+    both = NodeLimits(min_nodes=2, max_nodes=3, join_wait_s=5.0)
+    wait = waits(decide(view(runs("1", "a", 1), runs("2", "b", 2)), None, limits=both))
+    assert "the script on b is not the one that a began with" in wait.reason
+    assert nodes(
+        decide(view(runs("1", "a", 1), runs("2", "b", 2), runs("1", "c", 3)), None, limits=both, reached_s=9)
+    ) == [
+        "a",
+        "c",
+    ]
+    young = view(runs("2", "d", 1), runs("1", "b", 2), runs("1", "c", 3))
+    lost = msgspec.structs.replace(ABC, nodes=ABC.nodes)
+    assert nodes(decide(young, lost)) == ["b", "c"]
+    anew = view(runs("2", "a", 5, worker_id=2), runs("1", "b", 2), runs("1", "c", 3))
+    assert nodes(decide(anew, ABC)) == ["b", "c"]
+    unknown = view(runs("", "a", 1), runs("1", "b", 2), runs("", "c", 3))
+    assert waits(decide(unknown, ABC, steps_advance=True)).fine

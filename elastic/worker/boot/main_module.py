@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import builtins
-import importlib.machinery
-import io
 import os
 import runpy
 import sys
 import types
 from collections.abc import Sequence
 
+from .kept_imports import install
+
 
 def run_as_main(argv: Sequence[str]) -> None:
-    """As ``python ARGV``; raises what the script raises. Its module remains `__main__`, for its threads and handlers
-    and for objects pickled by that name."""
+    """As ``python ARGV``, with the code that the job began with; raises what the script raises. Its module remains
+    `__main__`, for its threads and handlers and for objects pickled by that name."""
+    finder = install()
     module = types.ModuleType("__main__")
     module.__dict__["__builtins__"] = builtins
     sys.modules["__main__"] = module
@@ -27,13 +28,12 @@ def run_as_main(argv: Sequence[str]) -> None:
         return
     path = os.path.abspath(argv[0])
     sys.argv = list(argv)
-    if not os.path.isfile(path) or path.endswith((".zip", ".pyz", ".pyc")):
+    there = os.path.isfile(path) or finder.code.find(path) is not None
+    if not there or path.endswith((".zip", ".pyz", ".pyc")):
         runpy.run_path(path, run_name="__main__")
         return
     sys.path.insert(0, os.path.dirname(path))
-    with io.open_code(path) as file:
-        code = compile(file.read(), path, "exec", dont_inherit=True)
-    module.__dict__.update(
-        __file__=path, __cached__=None, __spec__=None, __loader__=importlib.machinery.SourceFileLoader("__main__", path)
-    )
-    exec(code, module.__dict__)
+    loader = finder.loader("__main__", path)
+    loader.announce()
+    module.__dict__.update(__file__=path, __cached__=None, __spec__=None, __loader__=loader)
+    exec(loader.compiled(), module.__dict__)

@@ -24,7 +24,7 @@ from ...contract import messages
 from ...contract.worker_config import JOB
 from ...util.descriptors import receive
 from ...util.processes import die_with
-from . import fork_safety, random_state
+from . import fork_safety, kept_imports, random_state
 from .script_imports import preloads
 from .title import title
 
@@ -57,6 +57,7 @@ def main(argv: Sequence[str]) -> int:
     imports = preloads(wanted.argv, wanted.workdir, wanted.skip)
     preload = [*wanted.modules, *(name for name in imports if name not in wanted.modules)]
     problems, starters = _import(WARM_MODULES, {})
+    kept_imports.install()
     with random_state.watched():
         more_problems, more_starters = _import(preload, imports)
     problems += more_problems
