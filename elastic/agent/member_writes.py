@@ -85,4 +85,5 @@ def next_record(
         restore=change.restore,
         changes=changes,
         managed=managed,
+        newcomers=change.newcomers,
     )

@@ -151,7 +151,7 @@ def with_snapshot(plan: IntervalPlan, interval_s: float, *, step: int, step_s: f
 def next_plan(
     rule: IntervalRule, measured: Measured, *, step: int, step_s: float, since_save_s: float, asked: bool = False
 ) -> IntervalPlan:
-    """Rank 0's decision after committing `step`.
+    """The planning rank's decision after committing `step`.
 
     `step_s`: mean duration of its steps since the last agreement. `since_save_s`: time since the last save was started,
     or since training began. `asked`: a user, or an imminent shutdown, requests one as soon as possible.

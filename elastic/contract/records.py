@@ -143,7 +143,7 @@ class MemberRecord(Record, frozen=True, kw_only=True):
 
 
 class GenerationNode(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """One member node of a generation. `slots` in rank order: survivors before newcomers."""
+    """One member node of a generation. `slots` in rank order."""
 
     node: str
     incarnation: str
@@ -186,6 +186,8 @@ class GenerationHead(Record, frozen=True, kw_only=True):
     """Given for a large generation, if they are few."""
     managed: bool = False
     """Whether its leader had learnt that the job's workers call `elastic.run`."""
+    newcomers: tuple[str, ...] = ()
+    """Nodes that have joined since the last generation that is known to have stepped: they lead after all others."""
 
     @property
     def before(self) -> int:
@@ -269,7 +271,7 @@ class BrokenRecord(Record, frozen=True, kw_only=True):
     """exit, hang, comm, store, form, drain, undrain, boundary, idle, respawn, or of the numerics: nan, inf, drift, …"""
     detail: str
     slots: tuple[Int, ...] = ()
-    """Slots of `node` whose workers are lost: their state is gone, and they are ranked behind survivors."""
+    """Slots of `node` whose workers are lost: their state is gone."""
     ranks: tuple[Int, ...] = ()
     error: WorkerError | None = None
     fingerprint: str = ""

@@ -240,7 +240,7 @@ def _wait(turn: Turn, decision: Wait) -> None:
     halted = decision.below_min and lost and turn.agent.formed.generation is not None
     turn.change(reason="" if decision.fine else reason, below_min=decision.below_min, halted=halted)
     if decision.below_min and any(m.record.draining for m in view.members.values()):
-        # The draining node may not host rank 0, and only rank 0 acts on this request.
+        # Any rank passes this request on to the others; the draining node may have none.
         turn.ask(SaveNow("a node leaves, and the job falls below its minimum", stop=True), "save")
     if halted and view.state.phase is Phase.RUNNING:
         _put_phase(turn, PhaseTrigger.BELOW_MIN, decision.reason)

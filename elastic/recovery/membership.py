@@ -22,7 +22,7 @@ from .view import Dead, JobView
 _seniority = operator.attrgetter("create_revision")
 
 LEADER_CANDIDATES = 8
-"""How many members of a generation, in rank order, are leader candidates."""
+"""How many members of a generation, in the order of `by_preference`, are leader candidates."""
 
 
 def living(view: JobView, dead: Dead) -> dict[str, Member]:
@@ -93,14 +93,22 @@ def watch_list(
     return [m for m in found if m.id not in dead]
 
 
+def by_preference(current: GenerationRecord) -> Iterable[GenerationNode]:
+    """The nodes of `current` in the order in which they are to lead: by node rank, newcomers last. A newcomer may have
+    the place of a lost node, the lowest perhaps; its agent has seen neither that failure nor a step."""
+    if not (new := set(current.newcomers)):
+        return current.nodes
+    return sorted(current.nodes, key=lambda place: place.node in new)
+
+
 def leader(
     view: JobView, dead: Dead, current: GenerationRecord | None, leader_candidates: int = LEADER_CANDIDATES
 ) -> str | None:
     """The leader's node; None without a living member.
 
-    In order of preference: the leader candidate with the lowest node rank that stays; one that is about to leave; the
-    oldest member. Candidates are the first `leader_candidates` living members of the current generation, since not all
-    agents beyond them watch the members (see `watch_scope`). A partitioned node never leads: its store would be
+    In order of preference: the first leader candidate that stays (see `by_preference`); one that is about to leave;
+    the oldest member. Candidates are the first `leader_candidates` living members of the current generation, since not
+    all agents beyond them watch the members (see `watch_scope`). A partitioned node never leads: its store would be
     unreachable.
 
     So the leader's own workers show it the job's progress, and the store of the next generation, which the leader
@@ -109,7 +117,7 @@ def leader(
     """
     cut = cut_off(view, dead, current)
     leaves, seen = None, 0
-    for place in current.nodes if current else ():
+    for place in by_preference(current) if current else ():
         member = view.members.get(place.node)
         if member and member.id not in dead and member.record.incarnation == place.incarnation:
             if place.node in cut:
@@ -156,6 +164,8 @@ class Change:
     planned: bool
     """True: the current generation runs on to a step boundary. False: it is broken or gone; its group is aborted."""
     restore: str = "newest"
+    newcomers: tuple[str, ...] = ()
+    """As in the generation's record."""
 
 
 def next_generation(
@@ -242,7 +252,7 @@ def _planned(
 ) -> Change | Wait:
     """A change of membership that no failure asks for. `reason`: why nodes are left out, if any; `boundary`: the
     workers will reach a step at which they can stop, or need none."""
-    places = arrange(current, chosen, set())
+    places = arrange(current, chosen)
     if places == current.nodes:
         return Wait(reason) if reason else AS_IT_SHOULD_BE
     if not settled:
@@ -251,7 +261,8 @@ def _planned(
         return Wait(f"leaving now would leave {len(chosen)} of at least {limits.min_nodes} nodes", below_min=True)
     if not boundary:
         return Wait("a planned change waits for steps to advance")
-    return Change(places, _difference(current, places, alive, limits), planned=True)
+    new = _newcomers(current, places, settled)
+    return Change(places, _difference(current, places, alive, limits), planned=True, newcomers=new)
 
 
 def _without_the_lost(
@@ -264,12 +275,17 @@ def _without_the_lost(
 ) -> Change | Wait:
     if len(chosen) < limits.min_nodes:
         return Wait(f"{why}; {len(chosen)} of at least {limits.min_nodes} nodes are there", below_min=True)
-    nodes = {broken.node, *(loss.node for loss in broken.also)} if broken else set()
-    lost = {(node, slot) for node in nodes for slot in (broken.lost(node) if broken else ())}
     # A rollback that was itself interrupted is not complete: live state may still be the state that was discarded.
     rollback = (broken and broken.rollback) or (current.restore == "snapshot" and not settled)
     restore = "snapshot" if rollback else "newest"
-    return Change(arrange(current, chosen, lost), why, planned=False, restore=restore)
+    places = arrange(current, chosen)
+    return Change(places, why, planned=False, restore=restore, newcomers=_newcomers(current, places, settled))
+
+
+def _newcomers(current: GenerationRecord, places: tuple[GenerationNode, ...], settled: bool) -> tuple[str, ...]:
+    """Those that have joined since the last generation that has stepped, as far as is known."""
+    unproven = () if settled else current.newcomers
+    return tuple(p.node for p in places if p.node in unproven or current.node_of(p.node, p.incarnation) is None)
 
 
 def _first(fit: list[Member], limits: NodeLimits, min_reached_for_s: float, cut: str) -> Change | Wait:
@@ -278,7 +294,7 @@ def _first(fit: list[Member], limits: NodeLimits, min_reached_for_s: float, cut:
         return Wait(f"{too_few}; {cut}" if cut else too_few, below_min=True)
     if len(fit) < limits.max_nodes and min_reached_for_s < limits.join_wait_s:
         return Wait(f"{len(fit)} of at most {limits.max_nodes} nodes are ready; a moment for more")
-    return Change(arrange(None, _choose(None, fit, limits.max_nodes), set()), "first forming", planned=False)
+    return Change(arrange(None, _choose(None, fit, limits.max_nodes)), "first forming", planned=False)
 
 
 def _missing(current: GenerationRecord, alive: Mapping[str, Member], dead: Dead, steps_advance: bool) -> list[str]:
@@ -309,28 +325,38 @@ def _choose(current: GenerationRecord | None, fit: list[Member], max_nodes: int)
     return sorted(fit, key=lambda m: (m.id not in rank, rank.get(m.id, 0), m.create_revision))[:max_nodes]
 
 
-def arrange(
-    current: GenerationRecord | None, chosen: list[Member], lost: set[tuple[str, int]]
-) -> tuple[GenerationNode, ...]:
-    """In rank order: nodes with survivors first, so that rank 0 holds live state whenever any rank does.
+def arrange(current: GenerationRecord | None, chosen: list[Member]) -> tuple[GenerationNode, ...]:
+    """The nodes in rank order: each keeps its place in `current`, and each worker its own among those of its node.
 
-    Among nodes with survivors, and among the others, the order of `chosen` is kept.
+    So no rank of an unchanged world has another number afterwards: scripts read RANK once. A newcomer takes the place
+    of a lost node that had as many workers, the others come last, in the order of `chosen`; places that stay empty are
+    closed up.
     """
-    before = {(p.node, p.incarnation): p for p in current.nodes} if current else {}
+    before = current.nodes if current else ()
+    left, order = {m.record.node: m for m in chosen}, list[GenerationNode]()
+    kept = [left.pop(p.node, None) for p in before]
+    for old, member in zip(before, kept, strict=True):
+        if member is None:
+            member = next((m for m in left.values() if len(m.record.ready) == len(old.slots)), None)
+            if member is None:
+                continue
+            del left[member.record.node]
+        order.append(_place(member, old.slots if old.node == member.record.node else ()))
+    return (*order, *(_place(member, ()) for member in left.values()))
 
-    def place(member: Member) -> tuple[bool, GenerationNode]:
-        record = member.record
-        old = before.get(member.id)
-        known = [s for s in old.slots if s in record.ready] if old else []
-        survivors = [s for s in known if (record.node, s) not in lost]
-        newcomers = [s for s in known if s not in survivors] + sorted(set(record.ready) - set(known))
-        slots = tuple(survivors + newcomers)
-        return not survivors, GenerationNode(
-            node=record.node, incarnation=record.incarnation, host=record.host, slots=slots, port=record.port
-        )
 
-    placed = [place(m) for m in chosen]
-    return tuple(p for _, p in sorted(placed, key=lambda pair: pair[0]))  # stable: keeps the order within each half
+def _place(member: Member, before: tuple[int, ...]) -> GenerationNode:
+    """`before`: the slots of its node in rank order, until now."""
+    record = member.record
+    new = iter(sorted(set(record.ready).difference(before)))
+    slots = [slot if slot in record.ready else next(new, None) for slot in before]
+    return GenerationNode(
+        node=record.node,
+        incarnation=record.incarnation,
+        host=record.host,
+        slots=(*(slot for slot in slots if slot is not None), *new),
+        port=record.port,
+    )
 
 
 def _why(view: JobView, broken: BrokenRecord | None, missing: list[str], cut: Collection[str]) -> str:

@@ -9,6 +9,7 @@ then those candidates may be gone.
 
 from __future__ import annotations
 
+from .membership import by_preference
 from .model import Agent
 
 GRACE_S = 2.0
@@ -60,7 +61,7 @@ def _first(agent: Agent, narrow_for_s: float | None) -> bool:
 def _deputy(agent: Agent) -> bool:
     ahead = 0
     assert agent.formed.generation is not None
-    for place in agent.formed.generation.nodes:
+    for place in by_preference(agent.formed.generation):
         if place.node == agent.policy.node or ahead >= agent.policy.leader_candidates:
             break
         ahead += (place.node, place.incarnation) not in agent.peers.dead

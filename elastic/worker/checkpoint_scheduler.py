@@ -4,9 +4,9 @@ Some snapshots are written to disk, as checkpoints; the others, which are more f
 ranks of a node together keep the complete state there, so any surviving node has it.
 
 Ranks must take a snapshot at the same step without communicating at every step. About once a second, and at each
-snapshot, they exchange a few numbers: rank 0's plan (the next steps at which to save, to keep in memory and to
-exchange), whether any rank lacks a free buffer, and what a snapshot costs the rank whose copy takes longest: all ranks
-wait for that one.
+snapshot, they exchange a few numbers: one rank's plan (the next steps at which to save, to keep in memory and to
+exchange), whether any rank is asked for a checkpoint or lacks a free buffer, and what a snapshot costs the rank whose
+copy takes longest: all ranks wait for that one.
 
 A large copy overlaps the next forward and backward. The optimizer's guard calls `settle` before each step, which
 completes the copy before the copied tensors change; only then does it count as a snapshot.
@@ -49,6 +49,9 @@ class RankPosition:
     world_size: int
     local_index: int
     local_world_size: int
+    planner: int = 0
+    """The rank whose plan counts: one that has been there for long, so that it knows when the last checkpoint was and
+    how often ranks fail. Rank 0 may have been replaced a moment ago."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,11 +140,13 @@ class Agreed(NamedTuple):
     """The outcome of an exchange, the same on all ranks."""
 
     plan: checkpoint_interval.IntervalPlan
-    """Rank 0's."""
+    """The planner's."""
     busy: bool
     """Any rank lacks a free buffer."""
+    asked: bool
+    """Any rank is asked for a checkpoint."""
     stop: bool
-    """Rank 0 asks to stop."""
+    """Any rank is told to stop at it."""
     differ: tuple[bool, bool]
     """Whether the ranks' digests, of two kinds, are not all the same."""
     cost_us: int
@@ -237,10 +242,11 @@ class CheckpointScheduler:
             self._saved_s = now_s
         if take:
             self._kept_s = now_s
-        plan = self._next_plan(step, now_s, save) if self._place.rank == 0 else checkpoint_interval.IntervalPlan()
-        stop = self._place.rank == 0 and self._sink.stops()
+        self._asked = self._rule is not None and (self._sink.wanted() or self._asked)
+        plans = self._place.rank == self._place.planner
+        plan = self._next_plan(step, now_s, save) if plans else checkpoint_interval.IntervalPlan()
         lacks = take and not (keep and self._sink.free())
-        self._plan, busy, stop, (differ, drift), cost_us = self._exchange(plan, lacks, stop, digest)
+        self._plan, busy, self._asked, stop, (differ, drift), cost_us = self._exchange(plan, lacks, digest)
         self._cost.exchanged(cost_us)
         if not take:
             self._prepare(state)
@@ -370,7 +376,6 @@ class CheckpointScheduler:
         agree_at = step + min(ahead, checkpoint_interval.FARTHEST_AGREEMENT_STEPS)
         if self._rule is None:
             return checkpoint_interval.IntervalPlan(agree_at=agree_at)
-        self._asked = self._sink.wanted() or self._asked
         plan = checkpoint_interval.next_plan(
             self._rule,
             self._measured(now_s),
@@ -381,19 +386,20 @@ class CheckpointScheduler:
         )
         return plan if plan.agree_at else checkpoint_interval.IntervalPlan(save_at=plan.save_at, agree_at=agree_at)
 
-    def _exchange(
-        self, plan: checkpoint_interval.IntervalPlan, busy: bool, stop: bool = False, digest: tuple[int, int] = (0, 0)
-    ) -> Agreed:
+    def _exchange(self, plan: checkpoint_interval.IntervalPlan, busy: bool, digest: tuple[int, int] = (0, 0)) -> Agreed:
+        asked, stop = self._asked, self._sink.stops()
         if self._place.world_size == 1:
-            return Agreed(plan, busy, stop, (False, False), 0)
-        mine = [plan.save_at, plan.keep_at, plan.agree_at, int(busy), int(stop), self._cost.own_us]
+            return Agreed(plan, busy, asked, stop, (False, False), 0)
+        mine = [plan.save_at, plan.keep_at, plan.agree_at, int(busy), int(asked), int(stop), self._cost.own_us]
         # Of each digest the largest and, negated, the smallest.
         numbers = torch.tensor([*mine, *digest, *(-each for each in digest)], dtype=torch.int64)
         dist.all_reduce(numbers, dist.ReduceOp.MAX)
-        save_at, keep_at, agree_at, any_busy, any_stop, cost_us, most, most_drift, least, least_drift = numbers.tolist()
+        save_at, keep_at, agree_at, any_busy, any_asked, any_stop, cost_us, *digests = numbers.tolist()
+        most, most_drift, least, least_drift = digests
         return Agreed(
             checkpoint_interval.IntervalPlan(save_at=save_at, keep_at=keep_at, agree_at=agree_at),
             any_busy > 0,
+            any_asked > 0,
             any_stop > 0,
             (most != -least, most_drift != -least_drift),
             cost_us,

@@ -121,7 +121,7 @@ class Job(JobCalls):
         self._quiet_until_s = 0.0
         self._scaled = ScaledSteps()
         self._state: State | None = None
-        self._log = JobLog(link.logged)
+        self.rows = JobLog(link.logged)
         self.sampler = GradientSampler(debug[0], link.sampled)
         self._every_layer = debug[1]
         self._first_bad = FirstBad()
@@ -157,7 +157,7 @@ class Job(JobCalls):
         self._scaled.clear()
         self._began_s = time.monotonic()
         self._loss = LossReader()  # the last one's value may be of a step that is undone
-        self._log.enter(step, first=rank == 0)
+        self.rows.enter(step, first=rank == 0)
         self._tell(self._kept.entered(step))
         self.sampler.begin(step)
         if state is not None and (self._every_layer or self._suspect > step):
@@ -173,7 +173,7 @@ class Job(JobCalls):
     def left(self, state: State) -> None:
         """`train` has returned on this rank. Not for scripts."""
         self._goes_on()
-        self._log.finish(state.step)
+        self.rows.finish(state.step)
 
     # ── for scripts ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -290,7 +290,7 @@ class Job(JobCalls):
         now_s = time.monotonic()
         step_s, self._began_s = now_s - self._began_s, now_s
         self._link.committed(step, step_s, value)
-        self._log.committed(step)
+        self.rows.committed(step)
         if self.sampler.on:
             self.sampler.committed(state, generation=self.generation, step=step, rank=self.rank, empty=empty)
         self.sampler.begin(step)
@@ -324,7 +324,7 @@ class Job(JobCalls):
 
         Raises TypeError for what is neither a number nor a tensor of one element, ValueError for more than 64 names.
         """
-        self._log.add(values)
+        self.rows.add(values)
 
     @contextlib.contextmanager
     def quiet(self, what: str, limit_s: float = QUIET_S) -> Iterator[None]:

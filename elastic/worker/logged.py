@@ -1,8 +1,8 @@
 """Values that the script logs (`job.log`): one row per committed step, passed on by rank 0 alone.
 
-Every rank keeps its newest rows. If rank 0 is lost, the next rank 0 passes on those that its predecessor may not have
-written any more, and the reader skips the steps that it has. Rows of steps that were committed and lost are dropped
-when training goes back, so the steps that are done again are not counted twice.
+Every rank keeps its newest rows. If rank 0 is lost, its replacement receives those of another rank with the state and
+passes on what its predecessor may not have written any more; the reader skips the steps that it has. Rows of steps that
+were committed and lost are dropped when training goes back, so the steps that are done again are not counted twice.
 """
 
 from __future__ import annotations
@@ -66,6 +66,18 @@ class JobLog:
         self._copying: deque[tuple[int, float, dict[str, _Value]]] = deque()
         """Committed steps, some of whose values are still on the device; oldest first."""
         self._rows: deque[LoggedRow] = deque(maxlen=KEPT_ROWS)
+
+    def kept(self) -> list[LoggedRow]:
+        """Between two generations: the newest rows."""
+        self._first = False
+        self._pass_on(wait=True)
+        return list(self._rows)
+
+    def receive(self, rows: Sequence[LoggedRow]) -> None:
+        """Between two generations: keep those of another rank for the steps of which this one has none."""
+        if rows:
+            known = {row.step: row for row in rows} | {row.step: row for row in self._rows}
+            self._rows = deque((known[step] for step in sorted(known)), KEPT_ROWS)
 
     def enter(self, begun: int, *, first: bool) -> None:
         """A generation begins with `begun` steps committed; `first`: as rank 0."""

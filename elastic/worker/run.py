@@ -287,6 +287,7 @@ class ManagedWorker:
         _announce(form, job)
         self._state.to(job.device)
         synced = self._synchronised(job, form)
+        job.rows.receive(synced.logged)
         state = self._state
         if job.device.type == "cuda" and self._link.device is None:
             capturing = torch.cuda.is_current_stream_capturing
@@ -305,10 +306,7 @@ class ManagedWorker:
         )
         session.check(form.generation, state.step)
         if self._keeper is not None:
-            self._keeper.enter(
-                RankPosition(form.generation, form.rank, form.world_size, form.local_rank, form.local_world_size),
-                state.step,
-            )
+            self._keeper.enter(_position(form, synced.source_rank), state.step)
         job.enter(
             rank=form.rank,
             world_size=form.world_size,
@@ -343,7 +341,7 @@ class ManagedWorker:
         """Get the newest state there is. If none is left and none was ever saved, that is what a new `setup` builds:
         a survivor that was within a step when another rank died is not at fault and must not fail for it."""
         try:
-            return self._synchronise(form)
+            return self._synchronise(job, form)
         except StateLostError as error:
             print(f"elastic: {error}; training begins again from setup()", file=sys.stderr, flush=True)
         if self._state.established or not self._state.clean():
@@ -352,9 +350,9 @@ class ManagedWorker:
             gc.collect()  # a GPU may not have memory for two
             self._build(job)
             self._state.to(job.device)
-        return self._synchronise(form)
+        return self._synchronise(job, form)
 
-    def _synchronise(self, form: messages.Form) -> SyncResult:
+    def _synchronise(self, job: Job, form: messages.Form) -> SyncResult:
         session, state = self._session, self._state
         store = None
         if self._keeper is not None:
@@ -372,6 +370,7 @@ class ManagedWorker:
                 load=store.load if store else None,
                 known_step=form.saved_step if self._disk else 0,
                 known_commit=form.reached,
+                logged=job.rows.kept,
                 check=lambda: self._moved(form.generation),
             )
         finally:
@@ -404,6 +403,12 @@ class ManagedWorker:
                 generation=form.generation, step=state.step, clean=state.clean(), error=said, altered=altered
             )
         )
+
+
+def _position(form: messages.Form, planner: int) -> RankPosition:
+    return RankPosition(
+        form.generation, form.rank, form.world_size, form.local_rank, form.local_world_size, planner=planner
+    )
 
 
 def _sample(job: Job, message: messages.Message) -> None:

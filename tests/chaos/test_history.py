@@ -69,6 +69,13 @@ BROKEN: dict[str, tuple[Callable[[list[Commit]], list[Commit]], str]] = {
     "a step back": (lambda cs: [*cs, commit(4, 2, 0, WORLD, "n0.0", 50.0)], "step went back"),
     "a step left out": (lambda cs: [c for c in cs if (c.step, c.rank) != (9, 1)], "a step left out"),
     "an old world still at work": (lambda cs: [*cs, commit(6, 1, 2, WORLD, "n2.2", 30.0)], "was at work already"),
+    "another rank for a process": (
+        lambda cs: [
+            dataclasses.replace(c, process={1: "n2.99", 2: "n1.1"}.get(c.rank, c.process)) if c.generation == 2 else c
+            for c in cs
+        ],
+        "n1.1: rank 1, then 2",
+    ),
     "a committed step done again": (lambda cs: [*cs, commit(6, 2, 1, WORLD, "n1.1", 16.5)], "done again"),
 }
 

@@ -266,7 +266,6 @@ def play(history: History) -> Outcome:
     cluster.judge.only_etcd = history.only_etcd
     kinds = [fault.kind for fault in history.faults]
     cluster.judge.obedient = {"kill_worker", "fail_worker", "drain"}.issuperset(kinds)
-    cluster.judge.plain_deaths = kinds in (["kill_worker"], ["fail_worker"])
     failure = ""
     try:
         for fault in history.faults:

@@ -42,8 +42,6 @@ class Judge:
         self._cluster = cluster
         self.only_etcd = False
         """Nothing but etcd fails in this history: training must not notice (G4)."""
-        self.plain_deaths = False
-        """One worker dies in this history, and nothing else happens: rank 0 is then always a survivor."""
         self.obedient = False
         """Every worker does in this history what it is told."""
         self.chains: dict[Version, int] = {}
@@ -165,6 +163,8 @@ class Judge:
             raise Broken("generations grow", f"in etcd {new} replaces {old}")
         if old is not None and new is not None and new.number == old.number and new != old:
             raise Broken("one plan per generation", f"in etcd {new} replaces {old}")
+        if old is not None and new is not None and old.number < new.number:
+            _ranks_kept(old, new)
 
     def _set_aside(self) -> None:
         """No node is set aside for what happened elsewhere."""
@@ -184,8 +184,6 @@ class Judge:
                 raise Broken("G1", f"rank {rank} of generation {group.generation} goes on with half a state")
         if choice.origin == "live" and group.ranks[choice.source].chain in self.condemned:
             raise Broken("rollback", f"generation {group.generation} goes on from a state that was gone back from")
-        if self.plain_deaths and choice.origin == "live" and not group.ranks[0].established:
-            raise Broken("survivors first", f"rank 0 of generation {group.generation} is a newcomer")
         if group.restore != "newest":
             return
         for node in self._cluster.nodes:
@@ -342,6 +340,21 @@ class Judge:
             raise Broken("G10", f"the job has failed though its script has no bug: {state.reason}")
         if state.phase in (Phase.STOPPED, Phase.STOPPING) and not cluster.stopped:
             raise Broken("G10", f"the job is {state.phase.value}, and nobody asked: {state.reason}")
+
+
+def _ranks_kept(old: GenerationRecord, new: GenerationRecord) -> None:
+    """In an unchanged world, each node that stays keeps its node rank, and each of its workers its rank. Unchanged:
+    nodes that stay have as many workers as before, and those that join as many as those that leave."""
+    before, after = ({p.node: p.slots for p in formed.nodes} for formed in (old, new))
+    stay = before.keys() & after.keys()
+    left = sorted(len(slots) for node, slots in before.items() if node not in stay)
+    joined = sorted(len(slots) for node, slots in after.items() if node not in stay)
+    if left != joined or any(len(before[node]) != len(after[node]) for node in stay):
+        return
+    for node in stay:
+        had, has = old.ranks(node), new.ranks(node)
+        if old.at(node) != new.at(node) or any(had[slot] != has[slot] for slot in had.keys() & has.keys()):
+            raise Broken("ranks", f"{node} has ranks {has} in generation {new.number} of an unchanged world, had {had}")
 
 
 def _drops(agent: Agent, effect: Publish) -> bool:

@@ -244,8 +244,8 @@ def plan(case: Case) -> list[list[dict[str, Any]]]:
         return [[{**order, "rank": rank} for rank in range(case.world_size)]]
     if place.again == "none":
         return [[order]]
-    # Survivors come first: after the recovery the replacement is the last rank.
-    again = 1 if place.again == "same" else 0
+    # The replacement has the rank of the one before.
+    again = place.rank if place.again == "same" else int(place.rank == 0)
     return [[order], [{**order, "rank": again, "step": place.step + 1}]]
 
 

@@ -112,6 +112,7 @@ def check(
     _each_sample_once(commits, steps, batch)
     _order_within_processes(commits)
     _one_live_world(commits, frozen)
+    _ranks_kept(commits)
     redone = _done_again(commits)
     assert redone <= lost, f"{redone} committed steps were lost and done again, allowed: {lost}"
     if not whole:
@@ -188,6 +189,16 @@ def _one_live_world(commits: Sequence[Commit], frozen: Collection[str]) -> None:
         if commit.node not in frozen:
             assert commit.generation >= newest, f"generation {newest} was at work already: {commit}"
             newest = max(newest, commit.generation)
+
+
+def _ranks_kept(commits: Sequence[Commit]) -> None:
+    """In an unchanged world no process gets another rank."""
+    ranks = {(c.generation, c.process): c.rank for c in commits}
+    worlds = {c.generation: c.world_size for c in commits}
+    for (generation, process), rank in ranks.items():
+        after = ranks.get((generation + 1, process), rank)
+        same = worlds[generation] == worlds.get(generation + 1)
+        assert after == rank or not same, f"{process}: rank {rank}, then {after}, after generation {generation}"
 
 
 def _done_again(commits: Sequence[Commit]) -> int:

@@ -59,6 +59,7 @@ def generation(
     at_step: int | None = None,
     restore: str = "newest",
     previous: int = 0,
+    newcomers: tuple[str, ...] = (),
 ) -> GenerationRecord:
     """`leader`: whose agent hosts the store; by default the first."""
     placed = tuple(places)
@@ -73,6 +74,7 @@ def generation(
         at_step=at_step,
         restore=restore,
         previous=previous,
+        newcomers=newcomers,
     )
 
 

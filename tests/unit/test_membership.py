@@ -17,6 +17,7 @@ from elastic.recovery.membership import (
     NodeLimits,
     Wait,
     arrange,
+    by_preference,
     leader,
     living,
     next_generation,
@@ -163,7 +164,7 @@ def test_unfit_node_does_not_count_toward_min_nodes(unfit: Member) -> None:
 
 def test_broken_generation_is_followed_at_once_by_one_of_all_present_nodes() -> None:
     verdict = decide(view(*ALL, formed=ABC, failed=broken(4, "a", 0)), ABC, settled=False)
-    assert nodes(verdict) == ["b", "c", "a"], "the one whose worker died goes behind the survivors"
+    assert nodes(verdict) == ["a", "b", "c"], "the replacement takes the dead one's rank"
     assert isinstance(verdict, Change)
     assert not verdict.planned
     assert verdict.why == "exit on a: planted"
@@ -175,7 +176,7 @@ def test_the_failure_of_an_older_generation_is_history() -> None:
 
 def test_new_node_takes_the_place_of_a_lost_node() -> None:
     picture = view(ALL[0], ALL[2], member("x", 9), formed=ABC)
-    assert nodes(decide(picture, ABC)) == ["a", "c", "x"]
+    assert nodes(decide(picture, ABC)) == ["a", "x", "c"]
 
 
 def test_membership_below_min_nodes_waits_and_names_the_missing_node() -> None:
@@ -196,19 +197,19 @@ def test_just_min_nodes_go_on() -> None:
 def test_proof_of_death_counts_even_while_steps_advance(picture: JobView, dead: Dead) -> None:
     """The last steps of a world still trickle in when one of it is dead already."""
     verdict = decide(picture, ABC, dead=dead, steps_advance=True)
-    assert nodes(verdict)[:2] == ["a", "c"]
     assert isinstance(verdict, Change)
+    assert [p for p in verdict.nodes if p in ABC.nodes] == [place("a"), place("c")]
     assert not verdict.planned
 
 
 def test_blind_leader_waits_for_absent_nodes_after_a_failure() -> None:
     failed = broken(4, "a", 0)
     assert "may not have come back yet" in waits(decide(view(*ALL[:2], failed=failed), ABC, blind=True)).reason
-    assert nodes(decide(view(*ALL[:2], failed=failed), ABC)) == ["b", "a"]
+    assert nodes(decide(view(*ALL[:2], failed=failed), ABC)) == ["a", "b"]
 
 
 def test_blind_leader_forms_at_once_if_no_node_is_absent() -> None:
-    assert nodes(decide(view(*ALL, failed=broken(4, "a", 0)), ABC, blind=True)) == ["b", "c", "a"]
+    assert nodes(decide(view(*ALL, failed=broken(4, "a", 0)), ABC, blind=True)) == ["a", "b", "c"]
 
 
 def test_a_rollback_is_to_the_snapshot() -> None:
@@ -264,7 +265,7 @@ def test_a_newcomer_above_max_nodes_is_a_spare() -> None:
 def test_draining_node_is_replaced_by_the_spare_with_the_reason_given() -> None:
     picture = view(ALL[0], member("b", 2, draining="maintenance"), ALL[2], member("x", 9))
     verdict = decide(picture, ABC, steps_advance=True)
-    assert nodes(verdict) == ["a", "c", "x"]
+    assert nodes(verdict) == ["a", "x", "c"]
     assert isinstance(verdict, Change)
     assert verdict.why == "b leaves (maintenance), x joins"
 
@@ -296,8 +297,8 @@ def test_excluded_node_hands_over_its_state_if_all_others_are_lost_before_a_step
     current = generation(5, [place("b")])
     picture = view(*ALL[:2], formed=current, failed=broken(5, "b", 0), excluded_nodes=("a",))
     assert nodes(decide(picture, current, settled=False, last_committed=generation(4, [place("b"), place("a")]))) == [
-        "a",
         "b",
+        "a",
     ]
     restarted = generation(4, [place("b"), place("a", worker_id=7)])
     assert nodes(decide(picture, current, settled=False, last_committed=restarted)) == ["b"]
@@ -320,7 +321,7 @@ def test_the_only_holder_of_the_state_is_waited_for_while_etcd_has_just_lost_its
     assert nodes(decided(picture, settled=True)) == ["x"], "x may have the state, too"
     assert nodes(decided(picture, gone | {("a", "a.1")})) == ["x"]
     back = view(member("x", 9), member("a", 10, draining="off"), failed=broken(5, "b", 0))
-    assert nodes(decided(back)) == ["x", "a"]
+    assert nodes(decided(back)) == ["a", "x"]
 
 
 def test_excluded_node_is_used_if_no_other_node_is_left() -> None:
@@ -335,7 +336,7 @@ def test_a_node_beyond_a_new_maximum_hands_over_its_state_before_it_leaves() -> 
     """It may be the only one that committed the last step, as an excluded one."""
     fewer = NodeLimits(min_nodes=1, max_nodes=1, join_wait_s=5.0)
     failed = view(*ALL, failed=broken(4, "a", 0))
-    assert nodes(decide(failed, ABC, limits=fewer)) == ["b", "c", "a"]
+    assert nodes(decide(failed, ABC, limits=fewer)) == ["a", "b", "c"]
     assert nodes(decide(view(*ALL), ABC, limits=fewer, steps_advance=True)) == ["a"]
 
 
@@ -343,7 +344,7 @@ def test_excluded_node_hands_over_its_state_before_it_leaves() -> None:
     """It may be the only one that committed the last step, and goes at the next planned change."""
     current = generation(5, [place("a", 0, 1), place("b")])
     both = member("a", 1, ready=(0, 1)), member("b", 2)
-    assert nodes(decide(view(*both, failed=broken(5, "a", 0), excluded_nodes=("a",)), current)) == ["b", "a"]
+    assert nodes(decide(view(*both, failed=broken(5, "a", 0), excluded_nodes=("a",)), current)) == ["a", "b"]
     assert nodes(decide(view(*both, failed=broken(5, "a", 0, 1), excluded_nodes=("a",)), current)) == ["b"]
     assert nodes(decide(view(*both, excluded_nodes=("a",)), current, steps_advance=True)) == ["b"]
 
@@ -438,7 +439,7 @@ def test_node_that_joined_since_the_last_step_is_not_counted_as_state_holder() -
     two = view(member("a", 1), member("b", 2, ready=(0, 1)), failed=broken(5, "b", 0), excluded_nodes=("a",))
     seated = generation(5, [place("a"), place("b", 0, 1)])
     assert nodes(decide(two, seated, settled=False, last_committed=last_committed)) == ["a", "b"]
-    assert nodes(decide(two, seated, settled=True, last_committed=last_committed)) == ["b", "a"]
+    assert nodes(decide(two, seated, settled=True, last_committed=last_committed)) == ["a", "b"]
     assert nodes(decide(picture, current, settled=False, last_committed=last_committed)) == ["a", "b"]
 
 
@@ -463,16 +464,51 @@ def test_a_node_is_bereft_when_all_its_workers_are_lost(slots: tuple[int, ...], 
     assert not all_workers_lost(current, "a", broken(3, "a", *slots))
 
 
-def test_surviving_slot_is_ordered_before_the_replaced_slot_of_a_node() -> None:
-    both = member("a", ready=(0, 1))
-    current = generation(4, [place("a", 0, 1)])
-    assert arrange(current, [both], {("a", 0)}) == (place("a", 1, 0),)
-    assert arrange(current, [both], set()) == (place("a", 0, 1),)
+@pytest.mark.parametrize(
+    ("before", "there", "after"),
+    [
+        ("a01 b01", "a01 b01", "a01 b01"),
+        ("a10 b01", "b01 a01", "a10 b01"),
+        ("a01 b01", "b01 x01", "x01 b01"),
+        ("a01 b01 c01", "c01 b01 x01 y01", "x01 b01 c01 y01"),
+        ("a01 b01 c01", "b01 y01 x01", "y01 b01 x01"),
+        ("a01 b0 c01", "a01 x01 c01 y0", "a01 y0 c01 x01"),
+        ("a01 b01 c01", "a01 c01", "a01 c01"),
+        ("a01 b01", "x0 b01", "b01 x0"),
+        ("a012 b0", "a20 b0", "a02 b0"),
+        ("a02 b0", "a012 b0", "a021 b0"),
+        ("a01 b0", "a12 b0", "a21 b0"),
+        ("", "b10 a0", "b01 a0"),
+    ],
+)
+def test_every_worker_keeps_its_place_and_newcomers_take_those_that_are_lost(
+    before: str, there: str, after: str
+) -> None:
+    places = tuple(place(name[0], *map(int, name[1:])) for name in before.split())
+    chosen = [member(name[0], at, ready=tuple(map(int, name[1:]))) for at, name in enumerate(there.split())]
+    found = arrange(generation(4, list(places)) if places else None, chosen)
+    assert " ".join(p.node + "".join(map(str, p.slots)) for p in found) == after
 
 
-def test_a_slot_that_is_not_ready_gets_no_rank() -> None:
-    current = generation(4, [place("a", 0, 1, 2)])
-    assert arrange(current, [member("a", ready=(2, 0))], set()) == (place("a", 0, 2),)
+def test_an_agent_that_was_started_anew_has_the_place_of_its_predecessor() -> None:
+    current = generation(4, [place("a", 0, 1), place("b", 0, 1)])
+    chosen = [member("b", 2, ready=(0, 1)), member("a", 9, worker_id=2, ready=(0, 1))]
+    assert arrange(current, chosen) == (place("a", 0, 1, worker_id=2), place("b", 0, 1))
+
+
+def test_a_newcomer_in_the_place_of_a_lost_node_leads_last_until_a_generation_has_stepped() -> None:
+    current = generation(4, [place("a"), place("b"), place("c")])
+    limits, spare = NodeLimits(1, 3, 0.0), (member("x", 9), member("b", 2), member("c", 3))
+    found = decide(view(*spare, formed=current), current, limits=limits)
+    assert isinstance(found, Change)
+    assert ([p.node for p in found.nodes], found.newcomers) == (["x", "b", "c"], ("x",))
+    following = generation(5, list(found.nodes), newcomers=found.newcomers)
+    assert leader(view(*spare, formed=following), frozenset(), following) == "b"
+    assert [p.node for p in by_preference(following)] == ["b", "c", "x"]
+    for settled, newcomers in ((False, ("x",)), (True, ())):
+        then = decide(view(*spare[:2], formed=following), following, limits=limits, settled=settled)
+        assert isinstance(then, Change)
+        assert then.newcomers == newcomers
 
 
 @st.composite
@@ -525,7 +561,6 @@ def test_next_generation_can_always_form(
     assert len(set(placed)) == len(placed) >= least
     holders = [name for name in placed if current is not None and current.at(name) is not None]
     assert len(placed) - limits.max_nodes <= len(holders), "more than max only to hand over"
-    survivors = []
     for p in verdict.nodes:
         there = picture.members[p.node]
         assert there.id == (p.node, p.incarnation)
@@ -536,11 +571,11 @@ def test_next_generation_can_always_form(
         # The record of a node that steps, with no slot ready, is from before: etcd is slow.
         stale = old is not None and steps_advance and not there.record.ready
         assert set(p.slots) <= set(old.slots if stale and old else there.record.ready)
-        lost = failed.slots if failed and failed.node == p.node else ()
-        kept = [s for s in p.slots if old and s in old.slots and (s not in lost or not current)]
-        survivors.append(bool(kept))
-        assert list(p.slots[: len(kept)]) == kept, "survivors first on each node"
-    assert survivors == sorted(survivors, reverse=True), "survivors first"
+    if current is not None and [len(p.slots) for p in verdict.nodes] == [len(p.slots) for p in current.nodes]:
+        changed = [(old, new) for old, new in zip(current.nodes, verdict.nodes, strict=True) if old.slots != new.slots]
+        assert all(set(old.slots) != set(new.slots) for old, new in changed), "no worker changes its rank"
+        moved = [new.node for old, new in zip(current.nodes, verdict.nodes, strict=True) if old.node != new.node]
+        assert all(current.at(node) is None for node in moved), "no node changes its rank"
 
 
 @given(picture=pictures(), current=generations, dead=st.frozensets(st.just(("a", "a.1")), max_size=1))

@@ -60,6 +60,23 @@ def test_a_survivor_that_becomes_rank_0_repeats_what_it_has_kept_and_no_step_tha
     assert {begun for begun, _, _ in sent.all} == {4}
 
 
+def test_a_replaced_rank_0_repeats_the_rows_that_another_rank_has_kept() -> None:
+    survivor, sent = Sent(), Sent()
+    survivor.log.enter(0, first=True)  # it was rank 0 in a larger world
+    survivor.train(1, 6)
+    before = len(survivor.all)
+    sent.log.receive(survivor.log.kept())
+    sent.log.enter(5, first=True)
+    assert sent.steps(repeated=True) == [1, 2, 3, 4, 5]
+    assert len(survivor.all) == before, "between two generations no row is passed on"
+    sent.train(6, 7)
+    survivor.train(7, 9)
+    sent.log.receive(survivor.log.kept())
+    sent.log.enter(8, first=True)
+    assert sent.steps(repeated=True)[5:] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert [row.values["loss"] for row in sent.all[-1][1]][5] == 0.6, "its own row stays"
+
+
 def test_kept_rows_are_bounded() -> None:
     sent = Sent()
     sent.log.enter(0, first=False)

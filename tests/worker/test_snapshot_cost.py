@@ -11,6 +11,7 @@ from support.arenas import NoBackend
 from support.forming import formed
 from support.ranks import ranks, run_ranks  # noqa: F401 - a fixture
 
+from elastic.checkpoint.interval import IntervalRule
 from elastic.worker import checkpoint_scheduler
 from elastic.worker.checkpoint_scheduler import CheckpointScheduler, RankPosition, SnapshotPart
 from elastic.worker.snapshot_cost import SnapshotCost
@@ -111,3 +112,40 @@ def test_first_copies_of_a_generation_are_not_averaged_in() -> None:
     assert (cost.seconds, cost.warm) == (pytest.approx(0.005), True)
     cost.add(0.006)
     assert 0.005 < (cost.seconds or 0.0) < 0.006
+
+
+class Asked(Copies):
+    """Its node is asked for a checkpoint now and then."""
+
+    asked = False
+
+    def wanted(self) -> bool:
+        asked, self.asked = self.asked, False
+        return asked
+
+
+def saved_by(rank: int, world_size: int, port: int) -> list[int]:
+    """Steps saved after second 50, in which rank 0 is replaced; then its node is asked for a checkpoint."""
+    group = formed(rank, world_size, port)
+    now = [0.0 if rank else 50.0]
+    checkpoint_scheduler.time = types.SimpleNamespace(monotonic=lambda: now[0])  # type: ignore[attr-defined]
+    backend = Asked(LITTLE_S)
+    keeper = CheckpointScheduler(backend, IntervalRule(every_s=60.0), shared=True)
+    state = State(model=torch.nn.Linear(2, 2))
+    now[0] = 50.0
+    keeper.enter(RankPosition(2, rank, world_size, 0, 1, planner=1), 0)
+    for step in range(40):
+        now[0] += 1.0
+        backend.asked = backend.asked or (step == 30 and rank == 0)
+        state.committed(2)
+        keeper.after(state)
+    group.close()
+    return [part.step for part in backend.kept]
+
+
+def test_a_replaced_rank_0_does_not_put_off_a_checkpoint_and_what_its_node_is_asked_is_done() -> None:
+    first, second = run_ranks(saved_by, world_size=2)
+    assert first == second
+    due, asked = first
+    assert 10 <= due <= 13, "a minute after the one before, which rank 0 does not know of"
+    assert 31 < asked <= 34

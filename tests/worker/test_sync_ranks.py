@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import pathlib
 import signal
@@ -18,6 +19,7 @@ from support.ranks import ranks, run_ranks  # noqa: F401 - a fixture
 from torch import nn
 
 from elastic.checkpoint.errors import NoGoodCheckpoint
+from elastic.contract.messages import LoggedRow
 from elastic.worker.comm.errors import GroupAborted, is_communication_error
 from elastic.worker.comm.group import Group
 from elastic.worker.state import broadcast, pull, restore, sync
@@ -252,7 +254,8 @@ def test_fresh_ranks_start_from_the_setup_of_one_rank() -> None:
 
 
 def one_ahead(rank: int, world_size: int, port: int) -> Any:
-    """Rank 2 committed step 4, the others lost the group in step 4: rank 1 half-way through the optimizer."""
+    """Rank 2 committed step 4, the others lost the group in step 4: rank 1 half-way through the optimizer. Rank 2 has
+    the row that it has logged in step 4, rank 0 may lack it."""
     state = build(0)
     for _ in range(3 + (rank == 2)):
         step(state, generation=1)
@@ -260,15 +263,20 @@ def one_ahead(rank: int, world_size: int, port: int) -> Any:
         state.optimizer.step()
         assert not state.clean()
     made = group(rank, world_size, port, 2)
-    synced = synchronise(state, rank=rank, world_size=world_size, generation=2)
+    own = [LoggedRow(step=4, wall_s=1.0, values={"rank": rank, "loss": math.nan})]
+    synced = synchronise(state, rank=rank, world_size=world_size, generation=2, logged=lambda: own)
     made.close()
-    return [synced.step, state.clean(), fingerprint(state)]
+    rows = [(row.step, row.values["rank"], str(row.values["loss"])) for row in synced.logged]
+    return [synced.step, state.clean(), fingerprint(state), synced.source_rank, rows]
 
 
 def test_the_rank_that_is_ahead_is_the_source() -> None:
     results = run_ranks(one_ahead, world_size=3)
     assert [r[:2] for r in results] == [[4, True]] * 3
     assert len({r[2] for r in results}) == 1
+    assert [r[3] for r in results] == [2, 2, 2]
+    assert results[0][4] == [[4, 2, "nan"]]
+    assert results[2][4] == []
 
 
 def fill(state: State, steps: int, generation: int = 3) -> None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from ...checkpoint.errors import NoGoodCheckpoint
 from ...checkpoint.memcpy import device_type
+from ...contract.messages import LoggedRow
 from ...contract.origin import Origin
 from ...contract.tensor_table import Table
 from .. import gc_pause
@@ -49,6 +50,11 @@ Load = Callable[[Origin], str]
 """Load this rank's newest snapshot or checkpoint into the state (adopt, fill, filled). Returns a description, such
 as 'checkpoint step 40 at /ckpt/step-40'. Raises if nothing can be loaded."""
 
+Logged = Callable[[], Sequence[LoggedRow]]
+
+Given = tuple[str, int, Sequence[LoggedRow]]
+"""Description of the source; bytes and rows of `job.log` that this rank has received."""
+
 _NONE: Version = (-1, -1)
 
 Message = TypeVar("Message", bound=msgspec.Struct)
@@ -63,6 +69,9 @@ class SyncResult:
     seconds: float
     nbytes: int
     """Bytes received by this rank; 0 if it had the state."""
+    source_rank: int
+    logged: Sequence[LoggedRow]
+    """With the state: rows of `job.log` that rank 0 may lack."""
     reason: str
     """Reason for this source, as text."""
     reached: int
@@ -95,6 +104,8 @@ class StateHeader(msgspec.Struct, frozen=True):
     source: str
     window: pull.Window
     """Where ranks on the source's host can read the tensors."""
+    logged: tuple[LoggedRow, ...] = ()
+    """As JSON; see `SyncResult`."""
 
 
 def synchronise(
@@ -108,14 +119,15 @@ def synchronise(
     load: Load | None = None,
     known_step: int = 0,
     known_commit: Version = (0, 0),
+    logged: Logged = tuple,
     check: Callable[[], None] = lambda: None,
 ) -> SyncResult:
     """Make every rank's `state` the newest there is, over torch's default group. All ranks call it.
 
     `saved` returns the versions that `load` could load on this rank; it is called only if no rank's live state
     qualifies, and must be given on all ranks or none. `known_step`: step of the newest checkpoint that the job is known
-    to have had. `known_commit`: version of the newest commit that this rank's agent has a record of. `check` raises
-    once the group was aborted.
+    to have had. `known_commit`: version of the newest commit that this rank's agent has a record of. `logged`: the
+    rows of `job.log` that this rank has. `check` raises once the group was aborted.
 
     If this raises half-way, `state.clean()` is False and the rank needs the state from another one. Raises NoStateError
     (StateLostError: on all ranks), ValueError (this rank's model differs), broadcast.CorruptError, and what `load`
@@ -132,11 +144,7 @@ def synchronise(
         described=len(state.last_described()),
     )
     offers, found = _gather(mine, world_size), Saved()
-    # Live state of an older generation may belong to a node that was partitioned while the others trained on and saved.
-    alive = restore == "newest" and any(
-        offer.clean and offer.established and offer.version[0] >= generation - 1 for offer in offers
-    )
-    if saved is not None and not alive:
+    if saved is not None and (restore != "newest" or not _live(offers, generation)):
         found = saved()
         check()
         known_step = max(known_step, found.unusable_step)
@@ -146,7 +154,7 @@ def synchronise(
         offers = _gather(mine, world_size)
     with gc_pause.paused():
         choice, said = _chosen(state, mine, offers, restore, generation, load, found.look_again, check)
-        given = _bring(state, choice, said, rank, generation, load, check, offers[choice.source].described)
+        given = _bring(state, choice, said, rank, generation, load, logged, check, offers[choice.source].described)
     check()
     return SyncResult(
         step=state.step,
@@ -154,9 +162,17 @@ def synchronise(
         source=given[0],
         seconds=time.monotonic() - begun_s,
         nbytes=given[1],
+        source_rank=choice.source,
+        logged=given[2],
         reason=choice.reason,
         reached=reached(offers),
     )
+
+
+def _live(offers: Sequence[Offer], generation: int) -> bool:
+    """Whether any rank has live state that counts. That of an older generation may belong to a node that was
+    partitioned while the others trained on and saved."""
+    return any(offer.clean and offer.established and offer.version[0] >= generation - 1 for offer in offers)
 
 
 def _gather(mine: Offer, world_size: int) -> list[Offer]:
@@ -254,10 +270,11 @@ def _bring(
     rank: int,
     generation: int,
     load: Load | None,
+    logged: Logged,
     check: Callable[[], None],
     described: int,
-) -> tuple[str, int]:
-    """Returns (description of the source, bytes received by this rank). `described`: see `Offer`; of the source."""
+) -> Given:
+    """`described`: see `Offer`; of the source."""
     # What a rank has loaded meanwhile is in other tensors than those that it has listed.
     early = choice.origin in (Origin.LIVE, Origin.SETUP) and described >= EARLY_TENSORS
     said = said if choice.origin is Origin.CHECKPOINT else choice.origin.value
@@ -267,16 +284,17 @@ def _bring(
         elif choice.origin is Origin.SNAPSHOT:
             said = _loaded(load, choice.origin)
     elif rank not in choice.needs:
-        return said, 0
+        return said, 0, ()
     if rank == choice.source:
         if choice.needs:
-            _give(state, said, choice, check, early=early)
-        return said, 0
+            _give(state, said, choice, logged, check, early=early)
+        return said, 0, ()
     return _take(state, choice, rank, check, early=early)
 
 
-def _give(state: State, said: str, choice: Choice, check: Callable[[], None], *, early: bool) -> None:
+def _give(state: State, said: str, choice: Choice, logged: Logged, check: Callable[[], None], *, early: bool) -> None:
     extra: dict[str, Any] = {}
+    rows = tuple(row.as_json() for row in logged()) if 0 in choice.needs else ()
     sent = SourceTensors.of(state.last_described()) if early else None
     if sent is not None:
         p2p.send_bytes(msgspec.json.encode(sent), choice.needs[0])
@@ -284,7 +302,7 @@ def _give(state: State, said: str, choice: Choice, check: Callable[[], None], *,
     described, tensors = [each for each, _ in held], [tensor for _, tensor in held]
     ours = SourceTensors.of(described)
     with pull.open_to_readers([each.address for each in described]) as window:
-        head = StateHeader(None if ours == sent else ours, extra, said, window)
+        head = StateHeader(None if ours == sent else ours, extra, said, window, rows)
         p2p.send_bytes(msgspec.json.encode(head), choice.needs[0])
         readers = [bool(_number(source=rank)) for rank in choice.needs]
         for rank in choice.needs:
@@ -303,7 +321,7 @@ def _give(state: State, said: str, choice: Choice, check: Callable[[], None], *,
     check()
 
 
-def _take(state: State, choice: Choice, rank: int, check: Callable[[], None], *, early: bool) -> tuple[str, int]:
+def _take(state: State, choice: Choice, rank: int, check: Callable[[], None], *, early: bool) -> Given:
     chain = (choice.source, *choice.needs)
     previous, following = _neighbours(chain, rank)
     assert previous is not None
@@ -332,7 +350,8 @@ def _take(state: State, choice: Choice, rank: int, check: Callable[[], None], *,
         _relay(dense, (choice.source, *waiting), rank, check)
     check()
     state.filled()
-    return head.source, sum(info.nbytes for info in theirs.table)
+    rows = [row.from_json() for row in head.logged]
+    return head.source, sum(info.nbytes for info in theirs.table), rows
 
 
 def _received(kind: type[Message], previous: int, following: int | None) -> Message:
