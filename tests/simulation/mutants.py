@@ -70,7 +70,7 @@ MUTANTS = (
     Mutant("the leaver hosts the next generation's store", "recovery.membership",
            "if member.record.draining is None and place.node not in view.state.excluded_nodes:", "if True:"),
     Mutant("a crash loop is never stopped", "recovery.restart_budget",
-           "if broken.error is not None and loop:", "if False:"),
+           "if max(alike, crawling) < rules.same_failure:", "if True:"),
     Mutant("the newest state does not win", "worker.state.state_source",
            "if best is None or key > best:", "if best is None or key < best:"),
     Mutant("one node's end is everybody's", "recovery.leading",
