@@ -344,6 +344,15 @@ def test_planned_generation_published_over_a_failure_is_reported_broken_too() ->
     assert [(r.generation, r.kind, r.slots) for r in reports] == [(2, "exit", (0,))]
 
 
+def test_excluded_node_is_asked_for_its_state_before_its_record_says_that_it_has_one() -> None:
+    machine = running(formed=FIRST)
+    alone = generation(2, [place("a", 0, 1)], at_step=10)
+    machine.see(view(A, B, spec=SPEC, formed=alone, excluded_nodes=("b",)))
+    lost = view(A, B, spec=SPEC, formed=alone, failed=broken(2, "a", 0, 1), excluded_nodes=("b",))
+    published = [effect for effect in machine.see(lost) if isinstance(effect, Publish)]
+    assert [p.node for p in published[0].change.nodes] == ["a", "b"]
+
+
 def test_numbers_that_are_left_out_make_no_change_unplanned_and_no_failure_forgotten() -> None:
     """As above, where the next generation is numbered above the checkpoints: etcd had lost its data before."""
     places = [place("b", 0, 1), place("a", 0, 1)]
