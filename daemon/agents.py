@@ -47,6 +47,8 @@ T = TypeVar("T", AgentConfig, AgentStatus, AgentOrders)
 
 MOST_SLOTS = 4096
 """Of one agent; a number below 1 would make slots of this node appear free that are not."""
+SHORT_FOR_S = 15.0
+"""A shortage that lasts this long is the node's: the job goes on with others, if there are any."""
 STABLE_S = 60.0
 """An agent that lived this long resets the back-off."""
 
@@ -80,6 +82,12 @@ class Trouble:
     not_before_s: float = 0.0
     pause_s: float = FIRST_PAUSE_S
     why: str = ""
+    short_since_s: float = math.inf
+    """Monotonic time since which this machine has lacked what an agent takes to start; inf: it does not."""
+
+    @property
+    def short(self) -> bool:
+        return self.short_since_s < math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,12 +233,15 @@ class Agents:
         except (CannotStart, OSError) as error:
             cause = error if isinstance(error, OSError) else error.__cause__
             short = isinstance(cause, OSError) and cause.errno in SHORT_OF
-            self._failed(job, f"the agent could not be started: {error}", failed_start=not short)
+            now_s, trouble = time.monotonic(), self.trouble.setdefault(job, Trouble())
+            trouble.short_since_s = min(trouble.short_since_s, now_s) if short else math.inf
+            lasts = now_s - trouble.short_since_s >= SHORT_FOR_S
+            self._failed(job, f"the agent could not be started: {error}", failed_start=lasts or not short)
             if short:
-                trouble = self.trouble[job]
                 trouble.pause_s = min(trouble.pause_s, SHORT_OF_S)
             return
         self.running[job] = Running(config, started.pid, time.monotonic(), started.unit, owner)
+        self.trouble.get(job, Trouble()).short_since_s = math.inf
         self._log.info(
             "agent.started",
             job=job,

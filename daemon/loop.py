@@ -328,7 +328,7 @@ class DaemonLoop:
             deserted_s = self._deserted.lasts_s(job.name, bool(no_room) and not job.members, time.monotonic())
             state = reconcile.job_state(
                 job, self._cluster, self._settings.node, here, failed, time.time(), self._set_aside_s(job), no_room,
-                deserted_s,
+                deserted_s, lacking=trouble is not None and trouble.short,
             )  # fmt: skip
             if state is not None:
                 said = {"phase": state.phase, "reason": state.reason, "excluded_nodes": state.excluded_nodes}

@@ -129,11 +129,14 @@ def job_state(
     aside_s: float = 0.0,
     no_room: str = "",
     deserted_s: float = 0.0,
+    *,
+    lacking: bool = False,
 ) -> JobState | None:
     """The state that this daemon should write for a job, or None.
 
     `failed`: why no agent starts here; `aside_s`: how long this daemon has seen its node excluded for the job;
-    `no_room`: why too few nodes can take the job; `deserted_s`: how long this daemon has seen no agent of it.
+    `no_room`: why too few nodes can take the job; `deserted_s`: how long this daemon has seen no agent; `lacking`:
+    no agent starts here since this machine is short of something: the job waits for it where no other node is left.
     """
     state = job.state
     if job.over:
@@ -147,6 +150,8 @@ def job_state(
         return msgspec.structs.replace(state, excluded_nodes=rest, failures=failures, no_agent=no_agent)
     if failed and not here and me not in state.excluded_nodes and state.phase is not Phase.STOPPING:
         excluded_nodes = tuple(sorted({*state.excluded_nodes, me}))
+        if lacking and set(cluster.nodes) <= set(excluded_nodes):
+            return None
         hopeless = state.phase is Phase.PENDING and not job.members and set(cluster.nodes) <= set(excluded_nodes)
         no_agent = {**state.no_agent, me: failed}
         without = msgspec.structs.replace(state, excluded_nodes=excluded_nodes, no_agent=no_agent)

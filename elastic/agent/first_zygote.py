@@ -31,6 +31,7 @@ from ..contract.agent_files import MARK_ENV, AgentConfig
 from ..contract.keys import ClusterKeys
 from ..contract.messages import Preload
 from ..contract.records import ProtocolVersionMismatch, SpecRecord, decode
+from ..util.capped_log import open_log
 from ..util.processes import die_with, has_ended
 from . import worker_env
 
@@ -228,4 +229,4 @@ def _become(env: Mapping[str, str]) -> None:
 
 def _log(path: str) -> int:
     Path(path).parent.mkdir(parents=True, exist_ok=True, mode=0o750)
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o640)
+    return open_log(path)

@@ -21,6 +21,7 @@ from ..contract.beat import PAGE_BYTES, Beat, BeatPage
 from ..contract.messages import Forked, Message
 from ..contract.worker_config import ERROR_FILE
 from ..recovery.hang_rules import STOPPED_STATE
+from ..util.capped_log import open_log
 from ..util.descriptors import send
 from . import descendants
 from .children import become_subreaper, ended, exit_status, signal_group
@@ -145,8 +146,8 @@ class Pool:
     def fork(
         self, worker_id: int, slot: int, env: Mapping[str, str], argv: Sequence[str], workdir: str, log_file: str
     ) -> None:
-        """Order a worker, which starts once the zygote is up. If descriptors, memory or disk space for it are lacking,
-        `tick` reports it as exited."""
+        """Order a worker, which starts once the zygote is up. If descriptors or memory for it are lacking, `tick`
+        reports it as exited."""
         error_file = env.get(ERROR_FILE, "")
         order = messages.Fork(ticket=worker_id, env=dict(env), argv=tuple(argv), workdir=workdir)
         try:
@@ -171,7 +172,7 @@ class Pool:
             page = BeatPage(memoryview(mmap.mmap(memory, PAGE_BYTES)))
             now_s = time.monotonic()
             page.clear(now_s)
-            output = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o640)
+            output = open_log(log_file)
             undo.callback(os.close, output)
             self.selector.register(ours, selectors.EVENT_READ, ("worker", worker_id))
             undo.pop_all()

@@ -18,6 +18,7 @@ import structlog
 
 from ..contract import messages
 from ..contract.messages import Fork, Forked, ForkRefused, Preload, ZygoteReady
+from ..util.capped_log import open_log
 from ..util.descriptors import send
 from .first_zygote import ZYGOTE, FirstZygote, ForkedChild
 
@@ -110,8 +111,7 @@ class Zygote:
         with contextlib.ExitStack() as undo:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             undo.enter_context(ours)
-            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-            with theirs, open(os.open(self.log_file, flags, 0o640), "ab") as output:
+            with theirs, open(open_log(self.log_file), "ab") as output:
                 process = subprocess.Popen(
                     [
                         *(self._python, "-m", ZYGOTE),

@@ -2,7 +2,48 @@
 
 from __future__ import annotations
 
+import errno
+import io
+import os
 from collections.abc import Callable
+from typing import Any, TextIO
+
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
+
+
+def open_log(path: str) -> int:
+    """A descriptor that appends to the log; to nothing where a full disk has no room for the file. Raises OSError."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
+    try:
+        return os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW, 0o640)
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        return os.open(os.devnull, flags)
+
+
+def output_stream(descriptor: int, errors: str = "strict") -> TextIO:
+    """An output stream of a process, whose log is `descriptor`. What does not find room is dropped and counted, and the
+    number is written once there is room again: a full disk ends no training."""
+    raw = _OutputFile(descriptor, "w", closefd=False)
+    return io.TextIOWrapper(io.BufferedWriter(raw), errors=errors, line_buffering=True)
+
+
+class _OutputFile(io.FileIO):
+    _dropped = 0
+
+    def write(self, content: Any, /) -> int:
+        given = memoryview(content).nbytes
+        try:
+            if self._dropped:
+                super().write(f"elastic: {self._dropped} bytes of output found no room on the disk\n".encode())
+                self._dropped = 0
+            return super().write(content) or 0
+        except OSError as error:
+            if error.errno not in _NO_ROOM:
+                raise
+            self._dropped += given
+            return given
 
 
 class LogFile:

@@ -15,6 +15,7 @@ from support.wait import eventually
 
 from elastic.contract.agent_files import AgentConfig, AgentStatus, EtcdAccess
 from elastic.contract.timeouts import Timeouts
+from elasticd import agents as agents_module
 from elasticd.agents import SHORT_OF_S, Agents, Gone, Running
 from elasticd.errors import CannotStart
 from elasticd.launch import ServiceProcess, Started
@@ -55,6 +56,17 @@ def test_node_is_excluded_only_for_start_failures_the_job_can_influence(
     assert (trouble.failures >= FAILED_STARTS) == blamed
     assert os.strerror(code) in trouble.why
     assert (trouble.pause_s > SHORT_OF_S) == blamed
+
+
+def test_a_shortage_that_lasts_excludes_the_node(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full state folder, say: the job goes on with other nodes."""
+    monkeypatch.setattr(agents_module, "SHORT_FOR_S", 0.0)
+    log = structlog.get_logger()
+    agents = Agents(tmp_path, Refuses(errno.ENOSPC), Threads(log), lambda gone: None, log)
+    for _ in range(FAILED_STARTS):
+        agents.start(config(tmp_path), "")
+    assert agents.trouble["j"].failures >= FAILED_STARTS
+    assert agents.trouble["j"].short
 
 
 PID = 4_000_000

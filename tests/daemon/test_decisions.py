@@ -164,6 +164,19 @@ def test_a_running_job_without_agents_and_without_room_for_one_waits() -> None:
     assert decided(job(Phase.PENDING)) is None
 
 
+def test_a_node_short_of_something_is_excluded_only_where_another_is_left() -> None:
+    def decided(*others: str, excluded: tuple[str, ...] = ()) -> JobState | None:
+        there = {n: Node(msgspec.structs.replace(NODE, node=n), 1) for n in ("a", *others)}
+        of = Job(name="j", spec=SPEC, state=JobState(phase=Phase.PENDING, excluded_nodes=excluded))
+        return reconcile.job_state(of, Cluster(nodes=there), "a", False, "no space", 5.0, lacking=True)
+
+    assert decided() is None
+    assert decided("b", excluded=("b",)) is None
+    goes_on = decided("b")
+    assert goes_on is not None
+    assert (goes_on.phase, goes_on.no_agent) == (Phase.PENDING, {"a": "no space"})
+
+
 def test_how_long_something_lasts_begins_anew_after_it_has_ended() -> None:
     since = reconcile.Since()
     assert [since.lasts_s("j", True, now_s) for now_s in (10.0, 12.0)] == [0.0, 2.0]

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import pathlib
+import resource
 
-from elastic.util.capped_log import LogFile
+import pytest
+
+from elastic.util.capped_log import LogFile, open_log, output_stream
 
 
 class Disk:
@@ -46,3 +52,34 @@ def test_a_line_cut_off_in_its_middle_does_not_spoil_the_next() -> None:
     lines = disk.content.decode().splitlines()
     assert lines[0] == '{"event":'
     assert [json.loads(line) for line in lines[1:]] == [{"event": "log.lines_dropped", "count": 1}, {"event": "b"}]
+
+
+def test_output_that_finds_no_room_is_dropped_and_the_number_of_bytes_is_told(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "log"
+    stream = output_stream(descriptor := open_log(str(path)))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    print("first", file=stream)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (6, limits[1]))  # fails as a full disk does: Python ignores the signal
+    try:
+        print("lost", file=stream)
+        print("lost too", file=stream)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    print("last", file=stream)
+    stream.close()
+    os.close(descriptor)
+    assert path.read_text() == "first\nelastic: 14 bytes of output found no room on the disk\nlast\n"
+
+
+def test_a_log_without_room_for_its_file_goes_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.open
+
+    def full(path: str, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_CREAT:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(path, flags, mode)
+
+    monkeypatch.setattr(os, "open", full)
+    descriptor = open_log("/any/log")
+    assert os.readlink(f"/proc/self/fd/{descriptor}") == os.devnull
+    os.close(descriptor)

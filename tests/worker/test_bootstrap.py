@@ -49,6 +49,11 @@ def test_a_full_disk_does_not_change_the_exit_code(tmp_path: pathlib.Path, code:
     assert exit_code(tmp_path, script, pathlib.Path("/dev/full")) == code
 
 
+def test_a_script_that_prints_goes_on_when_its_log_has_no_room(tmp_path: pathlib.Path) -> None:
+    script = 'import sys\nfor _ in range(3): print("x" * 9999, flush=True)\nprint("e", file=sys.stderr)\nsys.exit(5)\n'
+    assert exit_code(tmp_path, script, pathlib.Path("/dev/full")) == 5
+
+
 def test_on_a_full_disk_an_error_is_still_written_down_for_the_agent(tmp_path: pathlib.Path) -> None:
     assert exit_code(tmp_path, 'raise KeyError("mine")\n', pathlib.Path("/dev/full")) == 1
     assert "KeyError" in error(tmp_path)

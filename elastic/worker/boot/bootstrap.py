@@ -20,6 +20,7 @@ import torch
 
 from ...contract import messages
 from ...contract.worker_config import WorkerConfig
+from ...util.capped_log import output_stream
 from ...util.processes import die_with
 from .. import misuse
 from ..session import CHANNEL_ENV, PAGE_ENV, WORKER_ENV
@@ -62,17 +63,10 @@ def _say_ended(channel: int, code: int, told: WorkerConfig) -> None:
 
 
 def _flush() -> None:
-    """Flush stdout and stderr. If that fails, as on a full disk, drop the output: the exit code remains the
-    script's."""
+    """Flush stdout and stderr, unless the script has closed or replaced them: the exit code remains the script's."""
     for stream in (sys.stdout, sys.stderr):
-        try:
+        with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
-        except (OSError, ValueError, AttributeError):  # or the script has closed or replaced the stream
-            with contextlib.suppress(OSError, ValueError, AttributeError):
-                null = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(null, stream.fileno())
-                os.close(null)
-                stream.flush()
 
 
 def _take_place(order: messages.Fork, descriptors: list[int], agent_pid: int) -> None:
@@ -102,9 +96,9 @@ def _take_place(order: messages.Fork, descriptors: list[int], agent_pid: int) ->
     random_state.renew()
     os.chdir(order.workdir)
     sys.stdin = open(0, closefd=False)  # noqa: SIM115 - lives as long as the process
-    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stdout = output_stream(1)
     # As the interpreter's own: unencodable characters are written escaped.
-    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+    sys.stderr = output_stream(2, errors="backslashreplace")
     atexit.register(_flush)  # the first handlers of the worker, so the last to run
     unfreeze_at_exit()
     gc.enable()
