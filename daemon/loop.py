@@ -269,6 +269,7 @@ class DaemonLoop:
             workers=self._workers(),
             agents=self._agent_rows,
             jobs=tuple(sorted(self._agents.running)),
+            older=reconcile.older_agents({j: a.status for j, a in self._agents.running.items()}, elastic.__version__),
             refuses={job: why for job, why in self._refuses.items() if why},
         )
 

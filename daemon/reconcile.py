@@ -86,6 +86,15 @@ def agent_rows(agents: Mapping[str, tuple[AgentStatus | None, float]]) -> tuple[
     return tuple(rows)
 
 
+def older_agents(agents: Mapping[str, AgentStatus | None], version: str) -> dict[str, str]:
+    """Job -> version of its agent here, of those that run another one than this daemon: since an upgrade."""
+    return {
+        job: status.version[:DOING_CHARS] or "an earlier one"
+        for job, status in sorted(agents.items())
+        if status is not None and status.version != version
+    }
+
+
 def refuses_unsound(settings: Settings) -> bool:
     """Whether an etcd version that loses data is refused: not the embedded one, nor if the whole cluster is this
     machine."""

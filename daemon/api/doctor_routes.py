@@ -65,6 +65,18 @@ def absent(cluster: Cluster, wall_s: float) -> Iterator[Finding]:
             )  # fmt: skip
 
 
+def older_agents(cluster: Cluster) -> Iterator[Finding]:
+    """Agents that still run what was installed before an upgrade."""
+    for name, node in sorted(cluster.nodes.items()):
+        if older := node.record.older:
+            said = ", ".join(f"{job} ({version})" for job, version in older.items())
+            yield Finding(
+                check="versions", level=WARNING, node=name,
+                text=f"agents of another elasticd than the node's {node.record.version}: {said}",
+                cure=f"elasticctl drain {name} --wait, then elasticctl uncordon {name}",
+            )  # fmt: skip
+
+
 class Doctor:
     """Measures this node, and asks the others to do the same. Used in the threads of requests."""
 
@@ -107,7 +119,7 @@ class Doctor:
         """Everything: this node, etcd, all other nodes."""
         me = self._settings.node
         found = [*self.here(), *self._latency(), *self._members(), *without_daemon(snapshot.cluster)]
-        found += absent(snapshot.cluster, time.time())
+        found += [*absent(snapshot.cluster, time.time()), *older_agents(snapshot.cluster)]
         others = sorted(snapshot.cluster.nodes.keys() - {me})
         with reach.listener(self._settings.address, port_range(self._settings.ports)) as listening:
             began_s = time.time()

@@ -9,14 +9,13 @@ from typing import Any
 
 import msgspec
 
-from elastic.contract.agent_files import AgentStatus
-from elastic.contract.rank_records import RanksRecord
 from elastic.contract.records import IncidentRecord, Phase, ProgressRecord
 
 from .. import authority, masking
 from ..cluster import Job
 from ..diagnosis import goodput, step_time, verdict, why
 from ..published_state import Snapshot
+from . import rank_rows
 from .problems import problems_of
 
 SCHEMA = 1
@@ -135,7 +134,8 @@ def nodes(snapshot: Snapshot, me: str, wall_s: float) -> list[Json]:
             down = "no daemon", "its elasticd does not answer; the agents there go on"
             state, reason = down if jobs else why.absence(cluster, name, wall_s)
             facts = {key: getattr(known, key, "") for key in ("address", "hostname", "version")}
-            row |= {"state": state, "reason": reason, "slots": None, "gpus": None, "up_since_wall_s": None, **facts}
+            row |= {"state": state, "reason": reason, "slots": None, "gpus": None, "up_since_wall_s": None,
+                    "older_agents": {}, **facts}  # fmt: skip
         else:
             record = node.record
             state, _, reason = node.why_not.partition(": ")
@@ -147,6 +147,7 @@ def nodes(snapshot: Snapshot, me: str, wall_s: float) -> list[Json]:
                 "address": record.address,
                 "hostname": record.hostname,
                 "version": record.version,
+                "older_agents": record.older,
                 "up_since_wall_s": record.started_wall_s,
             }
         # Each row is made once: a copy of a thousand rows stays in the daemon's memory.
@@ -200,7 +201,8 @@ def job_detail(snapshot: Snapshot, job: Job, now: Now, *, secrets: bool = False)
     """All details of one job; its secrets only if requested."""
     spec: Json | None = msgspec.to_builtins(job.spec.spec) if job.spec else None
     places = job.generation.nodes if job.generation else ()
-    ranks = {} if job.over else _ranks(snapshot, job)
+    still = goodput.stands_still(newest_progress(snapshot, job))
+    ranks = [] if job.over else rank_rows.of_job(snapshot, job, still=still, wall_s=now.wall_s)
     # Of a job that runs each rank's own account is in its row.
     summed = rank_time(snapshot, job, each=job.over)
     return job_row(snapshot, job, now) | {
@@ -219,7 +221,7 @@ def job_detail(snapshot: Snapshot, job: Job, now: Now, *, secrets: bool = False)
             }
             for name, m in job.members.items()
         },
-        "ranks": sorted(ranks.values(), key=_rank_order),
+        "ranks": ranks,
         "rank_time": summed,
         "agent": _agent(snapshot, job.name),
         "recent_incidents": [incident(snapshot, job, i, now) for i in job.incidents[-10:]],
@@ -229,7 +231,7 @@ def job_detail(snapshot: Snapshot, job: Job, now: Now, *, secrets: bool = False)
 def rank_time(snapshot: Snapshot, job: Job, *, each: bool) -> Json | None:
     """Where the time of all ranks went, by their own agents' accounts; see `goodput.summed`."""
     still = goodput.stands_still(newest_progress(snapshot, job))
-    return goodput.summed(job.ranks, _own_ranks(snapshot, job), each=each, still=still)
+    return goodput.summed(job.ranks, rank_rows.own_account(snapshot, job), each=each, still=still)
 
 
 def incident(snapshot: Snapshot, job: Job, record: IncidentRecord, now: Now) -> Json:
@@ -282,7 +284,7 @@ def incidents(snapshot: Snapshot, job: str, now: Now) -> list[Json]:
 
 def newest_progress(snapshot: Snapshot, job: Job) -> ProgressRecord | None:
     """The progress in etcd or that of this node's agent, whichever is newer."""
-    said = _said_here(snapshot, job)
+    said = rank_rows.said_here(snapshot, job)
     local = said.progress if said else None
     known = [p for p in (job.progress, local) if p is not None]
     return max(known, key=lambda p: (p.generation, p.step, p.wall_s), default=None)
@@ -303,46 +305,6 @@ def _in_order(snapshot: Snapshot) -> list[Job]:
     return sorted(snapshot.cluster.jobs.values(), key=lambda j: (j.over, j.submitted))
 
 
-def _ranks(snapshot: Snapshot, job: Job) -> dict[tuple[str, int], Json]:
-    """(node, slot) -> row: from this node's agent, else from the leader's record, else from the node's record."""
-    rows: dict[tuple[str, int], Json] = {}
-    for place in job.generation.nodes if job.generation else ():
-        for slot, rank in job.generation.ranks(place.node).items() if job.generation else ():
-            rows[place.node, slot] = {"rank": rank, "node": place.node, "slot": slot, "pid": None, "phase": "",
-                                      "step": None, "incarnation": None, "rss_mb": None, "step_s": None}  # fmt: skip
-    for name, node in snapshot.cluster.nodes.items():
-        for worker in node.record.workers:
-            if worker.job == job.name and (row := rows.get((name, worker.slot))):
-                row |= {"pid": worker.pid or None, "incarnation": worker.incarnation}
-    local = _said_here(snapshot, job)
-    said = [*(job.progress.ranks if job.progress else ()), *(local.ranks if local else ())]
-    found = rows | {(row.node, row.slot): msgspec.to_builtins(row) | {"pid": row.pid or None} for row in said}
-    still = goodput.stands_still(newest_progress(snapshot, job))
-    times = goodput.of_ranks(job.ranks, _own_ranks(snapshot, job), still=still)
-    return {key: row | {"time": times.get(key)} for key, row in found.items()}
-
-
-def _own_ranks(snapshot: Snapshot, job: Job) -> RanksRecord | None:
-    """The account of this node's ranks by the agent that runs here; it is newer than the one in etcd."""
-    local = _said_here(snapshot, job)
-    return local.rank_times if local else None
-
-
-def _said_here(snapshot: Snapshot, job: Job) -> AgentStatus | None:
-    """The status of the job's agent on this node; None also while the agent here is of an earlier job of this name."""
-    agent = snapshot.agents.get(job.name)
-    said = agent.status if agent else None
-    submitted_wall_s = job.spec.submitted_wall_s if job.spec else 0.0
-    if said and said.submitted_wall_s and submitted_wall_s and said.submitted_wall_s != submitted_wall_s:
-        return None
-    return said
-
-
-def _rank_order(row: Json) -> tuple[bool, int, str, int]:
-    """By rank; those without one last."""
-    return row["rank"] < 0, row["rank"], row["node"], row["slot"]
-
-
 def _agent(snapshot: Snapshot, job: str) -> Json | None:
     agent = snapshot.agents.get(job)
     if agent is None:
@@ -350,6 +312,7 @@ def _agent(snapshot: Snapshot, job: str) -> Json | None:
     said = agent.status
     return {
         "pid": agent.pid,
+        "version": said.version if said else "",
         "phase": said.phase if said else "starting",
         "reason": said.reason if said else "",
         "leader": said.leader if said else False,

@@ -78,8 +78,8 @@ def of_job(data: Json) -> Json:
         "step_s": round(1 / data["steps_per_s"], 4) if data["steps_per_s"] else None,
         "slow_ranks": data["step_time"]["slow_ranks"] if data["step_time"] else [],
         "ranks": [
-            {key: row.get(key) for key in ("rank", "node", "slot", "pid", "phase", "step", "rss_mb", "step_s")}
-            | {"behind": first - row["step"] if first is not None and row["step"] is not None else None}
+            {key: row.get(key) for key in ("rank", "node", "slot", "pid", "phase", "step", "rss_mb", "step_s", "age_s")}
+            | {"behind": None if first is None or row["step"] is None or row.get("age_s") else first - row["step"]}
             for row in data["ranks"]
         ],
     }
@@ -105,7 +105,7 @@ def screen(data: Json, width: int, height: int | None = None, live: bool = True)
         rows = Rows([
             Column("rank", right=True), Column("node"), Column("slot", 5, right=True), Column("pid", 4, right=True),
             Column("phase"), Column("step", right=True), Column("behind", 2, right=True),
-            Column("step time", 1, right=True), Column("memory", 3, right=True),
+            Column("step time", 1, right=True), Column("memory", 3, right=True), Column("as of", 6, right=True),
         ])  # fmt: skip
         room = len(job["ranks"]) if left is None else max(0, left - 3)
         for row in job["ranks"][:room]:
@@ -140,6 +140,7 @@ def _cells(row: Json) -> Sequence[object]:
         Text("-" if row["behind"] is None else str(row["behind"]), "yellow" if late else ""),
         f"{row['step_s'] * 1000:.0f} ms" if row["step_s"] else "-",
         f"{row['rss_mb']:.0f} MB" if row["rss_mb"] is not None else "-",
+        f"{row['age_s']:.0f} s ago" if row["age_s"] else "now" if row["step"] is not None else "-",
     )
 
 

@@ -12,8 +12,12 @@ from elastic.contract.records import Phase
 from ..cluster import Cluster, Job, Node
 from ..published_state import Snapshot
 from ..reconcile import SET_ASIDE_S, agent_rows
+from . import step_time
 
 Json = dict[str, Any]
+
+SLOW_NAMED = 2
+"""So many slow ranks are named in a job's line."""
 
 
 def of_job(snapshot: Snapshot, job: Job, row: Mapping[str, Any], starting: bool, wall_s: float) -> str:
@@ -42,7 +46,9 @@ def of_node(snapshot: Snapshot, name: str, row: Mapping[str, Any], me: str, wall
     if name == me and not snapshot.contact.connected:
         parts.append(f"etcd unreachable from here: {snapshot.contact.error or 'no answer'}; what runs here goes on")
     if name == me:
-        parts += [f"no agent of {job} runs: {why}" for job, why in snapshot.trouble.items() if why]
+        none = {job: why for job, why in snapshot.trouble.items() if why and job not in snapshot.agents}
+        parts += [f"no agent of {job} runs: {why}" for job, why in none.items()]
+    parts += [f"the agent of {job} still runs elasticd {version}" for job, version in node.record.older.items()]
     if parts:
         return "; ".join(parts)
     return f"ready: {row['slots_used']} of {row['slots']} slots used" if row["slots_used"] else "ready: idle"
@@ -82,6 +88,7 @@ def _alive(snapshot: Snapshot, job: Job, row: Mapping[str, Any], waits_for_start
     disputes = [text for name in job.members for text in _disputes(cluster, name, only=job.name)]
     if not parts and (not starting or _has_stepped(job)):
         parts.append(_runs(row) if job.generation else _unplaced(snapshot, job, wall_s))
+        parts += [step_time.slow_text(slow) for slow in (row["step_time"] or {}).get("slow_ranks", ())[:SLOW_NAMED]]
     parts += starting + disputes
     parts += [f"{name} is excluded {_excluded(job, name, wall_s)}" for name in job.state.excluded_nodes]
     if error := (row["checkpoint"] or {}).get("error"):
@@ -95,7 +102,9 @@ def _runs(row: Mapping[str, Any]) -> str:
     if not row["step"]:
         return f"running: no step yet, {_ranks(row)}"
     rate = f", {row['steps_per_s']:.3g} steps/s" if row["steps_per_s"] else ""
-    return f"running: step {row['step']}{rate}"
+    most = row["nodes"].rpartition(":")[2]
+    fewer = f", on {row['members']} of at most {most} nodes" if most.isdigit() and row["members"] < int(most) else ""
+    return f"running: step {row['step']}{rate}{fewer}"
 
 
 def _ranks(row: Mapping[str, Any]) -> str:

@@ -231,13 +231,17 @@ def _ranks(rows: Sequence[Json]) -> str:
         step_s = row.get("step_s")
         out.append(
             f"<tr><td class=n>{row['rank'] if row['rank'] >= 0 else '-'}</td><td>{text(row['node'])}</td>"
-            f"<td class=n>{row['slot']}</td><td>{text(row['phase'] or '-')}</td>"
+            f"<td class=n>{row['slot']}</td><td>{text(row['phase'] or '-')}{_as_of(row.get('age_s'))}</td>"
             f"<td class=n>{row['step'] if row['step'] is not None else '-'}</td>"
             f"<td class=n>{_number(step_s * 1000 if step_s else None, ' ms')}</td>"
             f"<td class='n far'>{_number(row.get('rss_mb'), ' MB')}</td>"
             f"<td class='n far'>{row['pid'] if row['pid'] is not None else '-'}</td></tr>"
         )
     return _table(head, out, 8, len(rows) - MOST_RANKS)
+
+
+def _as_of(age_s: float | None) -> str:
+    return f" <span class=dim>{age_s:.0f} s ago</span>" if age_s else ""
 
 
 def _events(rows: Sequence[Json]) -> str:

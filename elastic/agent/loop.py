@@ -70,7 +70,7 @@ from .rank_ledgers import left_behind
 from .saver import Saver
 from .standstill import with_stillness
 from .step_times import StepTimes
-from .versions import untested, versions
+from .versions import VERSION, untested, versions
 from .view_reader import ViewReader
 from .watch_scope import WatchScope
 from .worker_error import last_lines, read_error
@@ -412,8 +412,8 @@ class AgentLoop:
 
     def _write_status(self) -> None:
         agent = self.agent
-        leads, times = is_leader(agent), self._ledger.ranks.record(agent, self._step_times.own_s, self._reports.samples)
-        progress = self._progress(leads=leads)
+        progress = self._progress(leads=(leads := is_leader(agent)))
+        times = self._ledger.ranks.record(agent, self._step_times.own_s, self._reports.samples, progress.ranks)
         if (doing := status.doing(agent, self._zygote_up or bool(self.pool.why_fresh))) != self._doing[0]:
             self._doing = doing, time.time()
         record = AgentStatus(
@@ -436,6 +436,7 @@ class AgentLoop:
             doing=self._doing[0],
             doing_since_wall_s=self._doing[1],
             submitted_wall_s=self._submitted_wall_s,
+            version=VERSION,
             exit_code=self._ended.code if self._ended else None,
         )
         self._status_file.write(record)

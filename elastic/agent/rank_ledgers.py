@@ -7,12 +7,15 @@ two was spent waiting for an agent.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+
+import msgspec
 
 from ..contract.beat import Beat, Doing
 from ..contract.ledger import Bucket, Ledger, Seen, advance
 from ..contract.rank_records import RanksRecord, RankTimes, Sample, every_s
+from ..contract.records import RankRow
 from ..recovery.events import Event, WorkerFormed
 from ..recovery.ledger_view import seen, seen_slot
 from ..recovery.model import Agent
@@ -65,12 +68,17 @@ class RankLedgers:
         self._stall_s = now
 
     def record(
-        self, agent: Agent, own_s: Callable[[int], tuple[float, ...]], samples: Mapping[int, Sample]
+        self,
+        agent: Agent,
+        own_s: Callable[[int], tuple[float, ...]],
+        samples: Mapping[int, Sample],
+        rows: Sequence[RankRow] = (),
     ) -> RanksRecord:
         """`own_s`: rank -> its own times of a step; `samples`: by slot."""
         generation, node = agent.formed.generation, agent.policy.node
         ranks = generation.ranks(node) if generation else {}
-        rows = [
+        now = {row.slot: msgspec.structs.replace(row, parts=None) for row in rows}
+        times = [
             RankTimes(
                 slot=slot,
                 rank=ranks.get(slot, -1),
@@ -80,11 +88,12 @@ class RankLedgers:
                 open_ms=ledger.open_ms,
                 own_s=own_s(ranks[slot]) if slot in ranks else (),
                 sample=samples.get(slot),
+                row=now.get(slot),
             )
             for slot, ledger in sorted(self._ledgers.items())
         ]
         number = generation.number if generation else 0
-        return RanksRecord(node=node, generation=number, wall_s=time.time(), ranks=tuple(rows))
+        return RanksRecord(node=node, generation=number, wall_s=time.time(), ranks=tuple(times))
 
     def due(self, agent: Agent, now_s: float, *, last: bool, news: bool) -> bool:
         """Whether the record is to be written to etcd now; then it is due again after `every_s`, or with `news` after a

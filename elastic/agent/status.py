@@ -96,7 +96,8 @@ def progress(agent: Agent, pool: Pool, gauge: Gauge, rows: tuple[RankRow, ...], 
         if process := pool.processes.get(worker_id):
             gauge.show(process.page.read().loss, worker_id)
             break
-    reason = "" if phase_of(agent) == "running" else agent.lead.reason
+    leaves = agent.drain.leaving is not None  # why it goes is no matter of the job's, which goes on elsewhere
+    reason = "" if leaves or phase_of(agent) == "running" else agent.lead.reason
     starting = [] if reason else _starting(agent)
     known = agent.etcd.view.progress
     mine = max((row.step for row in rows), default=agent.progress.step)

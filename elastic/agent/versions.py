@@ -8,6 +8,8 @@ import re
 
 from .. import __version__
 
+VERSION = __version__
+
 TESTED = {"torch": ((2, 10), (2, 15)), "python": ((3, 11), (3, 13))}
 """Oldest and newest minor version; docs/versions.md has the table. The range of torch is pyproject.toml's."""
 
@@ -18,7 +20,7 @@ def versions() -> dict[str, str]:
         torch = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
         torch = "unknown"
-    return {"python": platform.python_version(), "torch": torch, "elasticd": __version__}
+    return {"python": platform.python_version(), "torch": torch, "elasticd": VERSION}
 
 
 def untested(found: dict[str, str]) -> list[str]:

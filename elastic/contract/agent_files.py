@@ -135,6 +135,8 @@ class AgentStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Modules that the zygote has imported for the job: its `preload`, and those that the script begins with."""
     submitted_wall_s: float = 0.0
     """Of the job: a later one of the same name begins anew; 0: not known."""
+    version: str = ""
+    """Of the elasticd that the agent was started from; empty: one that did not tell it."""
     exit_code: int | None = None
     """In the last status of all: a daemon that did not start this agent itself is not told the code by the kernel."""
     protocol: int = PROTOCOL

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from .numbers import Int, Real, WallS
-from .records import Record, prepare
+from .records import RankRow, Record, prepare
 
 WRITE_S = 10.0
 WATCHERS_PER_S = 1000.0
@@ -44,6 +44,8 @@ class RankTimes(msgspec.Struct, frozen=True, kw_only=True):
     """Its own time of a step in its newest windows, the newest last: what other ranks wait for."""
     sample: Sample | None = None
     """The newest sample of its gradients."""
+    row: RankRow | None = None
+    """What it does: for screens of other nodes, as old as the record."""
 
 
 class RanksRecord(Record, frozen=True, kw_only=True):

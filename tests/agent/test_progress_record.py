@@ -144,3 +144,14 @@ def test_the_rate_is_of_steps_that_were_made(step: int, generation: int, then: i
     assert rates[0] == 0.0
     assert max(rates) == pytest.approx(5.0)
     assert rates[-1] == pytest.approx(5.0, rel=0.02)
+
+
+def test_why_an_agent_leaves_is_not_what_its_job_waits_for() -> None:
+    """The job trains elsewhere; "waiting for: left: drained by root" was the leader's last word."""
+    formed = generation(3, [place("a"), place("b")])
+    agent = changed(Agent(policy("b", nodes="1:2")), view=view(member("b"), formed=formed), generation=formed)
+    gone = changed(agent, leaving="drained by root", reason="left: drained by root")
+    pool = NoPool()
+    assert progress(gone, pool, Gauge(), (), SaveStatus()).waiting_for == ""  # type: ignore[arg-type]
+    waits = changed(agent, reason="1 of 2 nodes")
+    assert progress(waits, pool, Gauge(), (), SaveStatus()).waiting_for == "1 of 2 nodes"  # type: ignore[arg-type]

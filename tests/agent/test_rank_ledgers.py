@@ -15,7 +15,8 @@ from elastic.agent.rank_ledgers import RankLedgers, left_behind
 from elastic.contract.beat import PAGE_BYTES, Beat, BeatPage, Doing
 from elastic.contract.ledger import Bucket
 from elastic.contract.rank_records import RanksRecord, every_s
-from elastic.contract.records import Phase
+from elastic.contract.records import Phase, RankRow
+from elastic.contract.step_parts import StepParts
 from elastic.recovery.events import Tick, WorkerFormed
 from elastic.recovery.model import Agent, Worker, changed
 from elastic.recovery.transitions import Stage
@@ -199,3 +200,13 @@ def test_records_are_written_as_often_as_all_watchers_together_can_bear_and_soon
     assert due == [True, False, True, False, True, False, True]
     assert ledgers.due(runs, 119.0, last=True, news=False)
     assert not ledgers.due(agent(number=0), 200.0, last=True, news=False)
+
+
+def test_the_account_carries_what_each_rank_does_for_screens_of_other_nodes() -> None:
+    parts = StepParts(step_s=0.1, data_s=0, compute_s=None, collectives_s=None, optimizer_s=None, snapshot_s=0)
+    row = RankRow(rank=0, node="a", slot=0, pid=7, phase="computing", step=4, incarnation=1, parts=parts)
+    ledgers, known = RankLedgers(0), agent(Stage.RUNNING)
+    ledgers.turned(Tick(), known, 5)
+    (first, second) = ledgers.record(known, lambda rank: (), {}, (row,)).ranks
+    assert first.row == msgspec.structs.replace(row, parts=None)
+    assert second.row is None

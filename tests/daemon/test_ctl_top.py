@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 
+import msgspec
 import pytest
-from support.pictures import job, snapshot
+from support.pictures import job, progress, row, snapshot
 
+from elastic.contract.rank_records import RanksRecord, RankTimes
 from elasticd.api import views
 from elasticd.api.views import Now
 from elasticd.ctl import top as ctl_top
@@ -70,3 +72,22 @@ def test_a_slow_rank_is_named_below_the_line_of_its_job() -> None:
     assert "takes 1.8 times as long as the others" in text.splitlines()[3]
     assert "\x1b" not in text
     assert len(text.splitlines()) <= 24
+
+
+def test_ranks_of_other_nodes_are_shown_as_their_agents_published_them() -> None:
+    """Some seconds old, so they are compared with no other rank's step."""
+    far = row(2, "b", 0, step=33, step_s=0.046, rss_mb=812.0)
+    both = (RankTimes(slot=slot, rank=rank, since_ms=0, until_ms=1, row=far) for slot, rank in ((0, 2), (9, 9)))
+    record = RanksRecord(node="b", generation=2, wall_s=992.0, ranks=tuple(both))
+    known = job(progress=progress(ranks=[msgspec.to_builtins(row(0, "a", 0))]), ranks={"b": record})
+    seen = ctl_top.of_job(views.job_detail(snapshot(known), known, Now(100.0, 1000.0)))
+    ranks = {each["rank"]: each for each in seen["ranks"]}
+    assert set(ranks) == {0, 1, 2}
+    assert [ranks[2][key] for key in ("step", "phase", "step_s", "rss_mb", "age_s", "behind")] == [
+        33, "computing", 0.046, 812.0, 8.0, None,
+    ]  # fmt: skip
+    assert (ranks[0]["age_s"], ranks[0]["behind"]) == (None, 0)
+    assert "46 ms  812 MB  8 s ago" in shown(whole(seen), 100)
+    stale = job(ranks={"b": msgspec.structs.replace(record, generation=1)}, progress=None)
+    of_before = views.job_detail(snapshot(stale), stale, Now(100.0, 1000.0))["ranks"]
+    assert [each["step"] for each in of_before] == [None] * 3, "its slots have other ranks now"

@@ -10,13 +10,16 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.pictures import job, progress, snapshot
+from support.pictures import job, progress, row, snapshot
 
 from elastic.contract.agent_files import AgentStatus
 from elastic.contract.decoding import Member
 from elastic.contract.node_records import AgentRow, CordonRecord, DrainRecord, NodeRecord
 from elastic.contract.records import Failure, JobState, MemberRecord, Phase
+from elastic.contract.step_parts import StepParts
+from elasticd import reconcile
 from elasticd.api import views
+from elasticd.api.doctor_routes import older_agents
 from elasticd.api.views import Identity, Now
 from elasticd.assignment import Assignment
 from elasticd.cluster import Cluster, Job, Node
@@ -147,7 +150,8 @@ def test_start_of_an_agent_is_not_shown_once_its_generation_has_stepped() -> Non
         replace(stepped, members={"b": member("b")}),
         replace(stepped, members={"a": Member(MemberRecord(node="a", incarnation="j", host="h", port=1, slots=2), 1)}),
     ):
-        steps = "" if starts is before else "running: step 40, 9.88 steps/s; "  # without the agent that starts
+        some = "" if len(starts.members) == 2 else ", on 1 of at most 2 nodes"
+        steps = "" if starts is before else f"running: step 40, 9.88 steps/s{some}; "  # without the agent that starts
         assert of_job(starts, nodes=(IMPORTS,)) == f"{steps}a is importing torch for 14 s"
         assert "train is importing torch for 14 s" in of_node(IMPORTS, job=starts)
 
@@ -203,6 +207,8 @@ def test_node_says_who_cannot_reach_it_and_which_jobs_exclude_it() -> None:
         "etcd unreachable from here: etcdserver: authentication failed; what runs here goes on"
     )
     assert of_node(trouble={"train": "exit code 1"}) == "no agent of train runs: exit code 1"
+    again = LocalAgent("train", 3, 2, None, None)
+    assert of_node(trouble={"train": "exit code 1"}, agents={"train": again}) == "ready: idle", "it was started again"
 
 
 @given(phase=st.sampled_from(Phase), generation=st.booleans(), spec=st.booleans(), members=st.booleans(),
@@ -221,9 +227,9 @@ def test_every_job_and_node_has_one_line(
     plan = Assignment(places={"train": {"a": 1}} if placed else {})
     facts = {"contact": LOST} if away else {}
     said = views.status(replace(seen(made, **facts), plan=plan), IDENTITY, NOW)
-    for row in (*said["jobs"], *said["nodes"]):
-        assert row["why"].strip(), row
-        assert "\n" not in row["why"]
+    for each in (*said["jobs"], *said["nodes"]):
+        assert each["why"].strip(), each
+        assert "\n" not in each["why"]
 
 
 def test_rows_of_agents_in_a_node_record() -> None:
@@ -240,3 +246,28 @@ def test_node_does_not_start_agents_of_a_job_that_is_over() -> None:
 @pytest.mark.parametrize("wall_s", [1e300, -1e300, float("inf"), float("nan")])
 def test_a_time_that_is_none_breaks_no_line(wall_s: float) -> None:
     assert _clock(wall_s) == "an unknown time"
+
+
+def test_a_job_names_its_slow_rank_and_the_nodes_that_it_lacks() -> None:
+    slow = [{"rank": 3, "node": "b", "ratio": 3.7}]
+    parts = StepParts(step_s=0.1, data_s=0, compute_s=None, collectives_s=None, optimizer_s=None, snapshot_s=0)
+    ranks = [msgspec.to_builtins(row(0, "a", 0, parts=parts))]
+    fewer = job(incidents=(), members={"a": member("a")}, progress=progress(slow_ranks=slow, ranks=ranks))
+    assert of_job(fewer) == (
+        "running: step 40, 9.88 steps/s, on 1 of at most 2 nodes; rank 3 on b takes 3.7 times as long as the others"
+    )
+
+
+def test_agents_of_an_earlier_version_are_named_by_status_and_doctor() -> None:
+    known = node(version="0.2", older={"train": "0.1"})
+    assert of_node(known).endswith("the agent of train still runs elasticd 0.1")
+    (found,) = older_agents(Cluster(nodes={"a": known, "b": node("b")}))
+    assert (found.node, found.level) == ("a", "warning")
+    assert found.text == "agents of another elasticd than the node's 0.2: train (0.1)"
+    assert found.cure.startswith("elasticctl drain a --wait")
+    said = AgentStatus(
+        pid=3, incarnation="i", job="train", node="a", phase="running", reason="", leader=False, generation=2,
+        etcd_ok=True, written_wall_s=0.0,
+    )  # fmt: skip
+    status = {"train": said, "new": msgspec.structs.replace(said, version="0.2"), "starts": None}
+    assert reconcile.older_agents(status, "0.2") == {"train": "an earlier one"}
