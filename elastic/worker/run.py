@@ -307,6 +307,7 @@ class ManagedWorker:
         session.check(form.generation, state.step)
         if self._keeper is not None:
             self._keeper.enter(_position(form, synced.source_rank), state.step)
+        state.forget_gradients()
         job.enter(
             rank=form.rank,
             world_size=form.world_size,
@@ -315,7 +316,6 @@ class ManagedWorker:
             group_s=form.timeout_s,
             state=state,
         )
-        state.forget_gradients()
         state.begin()
         with kept_group():
             self._trains = True

@@ -12,7 +12,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.data._utils import collate
 
 __all__ = ["pytree"]  # and all below
+
+T = TypeVar("T")
 
 
 def default_generator_address() -> int:
@@ -171,23 +173,45 @@ def forget_unscaled(scaler: torch.amp.GradScaler) -> None:
         held.update(torch.amp.grad_scaler._refresh_per_optimizer_state())
 
 
-_scalers: weakref.WeakSet[torch.amp.GradScaler] = weakref.WeakSet()
-"""All of this process. The garbage collector has a list too: to go through it takes tens of milliseconds of each
-recovery, and what a script has frozen (`gc.freeze`) is not in it."""
+class _Made(Generic[T]):
+    """The objects of a class in this process that were made since this module was imported. The garbage collector has
+    a list too: to go through it takes tens of milliseconds of each recovery, and what a script has frozen (`gc.freeze`)
+    is not in it."""
+
+    def __init__(self, kind: type[T]) -> None:
+        self.count = 0
+        """Made so far; some may be gone."""
+        self._alive: weakref.WeakSet[T] = weakref.WeakSet()
+        setattr(kind, "__new__", staticmethod(self._make))  # noqa: B010 - copies and pickles call it, too
+
+    def _make(self, kind: type[T], *_: object, **__: object) -> T:
+        made = object.__new__(kind)
+        self._alive.add(made)
+        self.count += 1
+        return made
+
+    def __call__(self) -> list[T]:
+        return list(self._alive)
 
 
-def _made(kind: type[torch.amp.GradScaler], *_: object, **__: object) -> torch.amp.GradScaler:
-    scaler = object.__new__(kind)
-    _scalers.add(scaler)
-    return scaler
+scalers = _Made(torch.amp.GradScaler)
+schedulers = _Made(torch.optim.lr_scheduler.LRScheduler)
 
 
-setattr(torch.amp.GradScaler, "__new__", staticmethod(_made))  # noqa: B010 - copies and pickles call it, too
+_MODULE_HOOKS = tuple(name for name in vars(torch.nn.Module()) if "_hooks" in name)
+_TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
-def scalers() -> list[torch.amp.GradScaler]:
-    """All GradScalers of this process that were made since this module was imported."""
-    return list(_scalers)
+def hooks_of(each: torch.nn.Module | torch.Tensor | torch.optim.Optimizer) -> Iterator[tuple[str, dict[int, Any]]]:
+    """The dictionaries, by name, in which it has hooks. Python's and C++ code calls what is in them."""
+    if isinstance(each, torch.Tensor):
+        found = ((name, getattr(each, name, None)) for name in _TENSOR_HOOKS)
+    elif isinstance(each, torch.nn.Module):
+        held = vars(each)
+        found = ((name, held.get(name)) for name in _MODULE_HOOKS)
+    else:
+        found = (item for item in vars(each).items() if "_hooks" in item[0])
+    return ((name, hooks) for name, hooks in found if isinstance(hooks, dict))
 
 
 def is_used(scaler: torch.amp.GradScaler) -> bool:

@@ -4,7 +4,8 @@ LOOP says which; RECORD_DIR is the folder for what it writes. Once, at step KILL
 middle of the step, while the other waits in the collective that follows.
 
     adversarial   two optimizers, and the kill between their steps
-    closure       the backward runs within `optimizer.step(closure)`, in a loop of its own that skips what fails
+    closure       the backward runs within `optimizer.step(closure)`, in a loop of its own that skips what fails;
+                  and hooks that `train` registers
     manual        parameters are changed without an optimizer, and a collective follows before the commit
     restored      everything that a step changes beside parameters: buffers, extra state, a schedule, counters
     stranger      an optimizer that is not part of the state
@@ -128,6 +129,10 @@ def train(job, state):
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
         optimizer = ZeroRedundancyOptimizer(state.model.parameters(), torch.optim.AdamW, lr=1e-2)
+    if LOOP == "closure":
+        state.model[0].weight.register_hook(lambda gradient: gradient * 0.5)
+        state.model[1].register_forward_hook(lambda module, inputs, output: output * 0.9)
+        state.optimizer.register_step_post_hook(lambda optimizer, args, kwargs: state.model[2].weight.data.mul_(0.99))
     while LOOP == "closure" and state.step < STEPS:
         x = torch.randn(8, 6, generator=torch.Generator().manual_seed(2 * state.step + job.rank))
         with contextlib.suppress(Exception):

@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from .hooks import Hooks
+
 Flags = tuple[list[bool], list[bool]]
 """(training of each module, requires_grad of each parameter)"""
 
@@ -29,8 +31,9 @@ _KINDS = ("training", "requires_grad")
 class Modes:
     """The flags of these modules and of torch."""
 
-    def __init__(self, modules: Mapping[str, torch.nn.Module]) -> None:
-        """`modules` by the name of their part, as `setup` has left them."""
+    def __init__(self, modules: Mapping[str, torch.nn.Module], hooks: Hooks | None = None) -> None:
+        """`modules` by the name of their part, as `setup` has left them. `hooks`: to be put back as well."""
+        self._hooks = hooks
         inner = [(_joined(part, path), m) for part, module in modules.items() for path, m in module.named_modules()]
         params = [(_joined(part, key), p) for part, module in modules.items() for key, p in module.named_parameters()]
         self._names = [name for name, _ in inner], [name for name, _ in params]
@@ -47,6 +50,8 @@ class Modes:
 
     def put_back(self) -> None:
         """`train` is about to be entered: restore those of `setup`. Modules and parameters added since keep theirs."""
+        if self._hooks is not None:
+            self._hooks.put_back()
         torch.set_grad_enabled(self._grad)
         torch.set_default_dtype(self._dtype)
         training, wanted = self._setup

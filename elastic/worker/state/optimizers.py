@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from .. import torch_private
 from ..misuse import MisuseRuntimeError, MisuseTypeError
 from .described import storage_of
 from .unkept import Unkept
@@ -44,6 +45,9 @@ class Optimizers:
         self._own_refs: list[weakref.ref[torch.optim.Optimizer]] = []
         """As `_known`: a WeakSet is slow to go through, and each commit does."""
         self._group_counts: list[int] = []
+        self._schedulers_made = 0
+        self._stray: dict[torch.optim.lr_scheduler.LRScheduler, int] = {}
+        """Those of optimizers of the state that no part has, and their position when they were found."""
         self.refuses = False
         """Set in training: an optimizer that is not part of the state is rejected. Before, it only marks the state
         as changing."""
@@ -70,6 +74,18 @@ class Optimizers:
         before = self._group_counts
         self._group_counts = [len(each.param_groups) for ref in self._own_refs if (each := ref()) is not None]
         return before != self._group_counts and bool(before)
+
+    def refuse_schedulers(self) -> None:
+        """Raises RuntimeError if a scheduler that no part keeps steps the rates of an optimizer of the state. At each
+        commit."""
+        if self._schedulers_made != torch_private.schedulers.count:
+            self._schedulers_made = torch_private.schedulers.count
+            stray = (each for each in torch_private.schedulers() if getattr(each, "optimizer", None) in self._known)
+            held = [part.value for part in self._parts.values() if part.kind == "object"]
+            self._stray = {each: each.last_epoch for each in stray if not _reaches(held, each, SCHEDULER_DEPTH)}
+        for each, epoch in self._stray.items() if self.refuses else ():
+            if each.last_epoch != epoch:
+                raise MisuseRuntimeError(_stray_scheduler(type(each).__name__))
 
     def own(self, optimizer: torch.optim.Optimizer) -> None:
         """`optimizer` is part of the state."""
@@ -246,6 +262,23 @@ def _found(held: Any) -> bool:
     return isinstance(held, list | tuple) and any(map(_found, held))
 
 
+def _reaches(held: Any, target: object, depth: int) -> bool:
+    """Whether `target` is `held`, or within `depth` levels of containers and attributes."""
+    level, seen = [held], set[int]()
+    for _ in range(depth + 1):
+        if any(each is target for each in level):
+            return True
+        seen.update(map(id, level))
+        level = [item for each in level if not isinstance(each, _LARGE) for item in _attributes(each)]
+        level = [item for item in level if id(item) not in seen]
+    return False
+
+
+_LARGE = torch.nn.Module | torch.optim.Optimizer | torch.Tensor
+SCHEDULER_DEPTH = 5
+"""Of a scheduler below the list of parts: in a wrapper, in the list of a SequentialLR."""
+
+
 def _attributes(value: Any) -> list[Any]:
     if isinstance(value, list | tuple):
         return list(value)
@@ -265,6 +298,14 @@ def refusal(optimizer: torch.optim.Optimizer, name: str, param: object) -> str:
         f"{kind} steps state.{name} and is not part of the state: what it keeps would be lost with a process, and a "
         f"half-done step would go unseen. Build it in setup(), return it with the rest, State(…, optimizer=optimizer), "
         f"and step state.optimizer in train()"
+    )
+
+
+def _stray_scheduler(kind: str) -> str:
+    return (
+        f"{kind} steps the learning rates of an optimizer of the state and is not part of the state: after a failure "
+        "train() would make a new one, which begins at its start. Build it in setup(), return it with the rest, "
+        "State(…, scheduler=scheduler), and step state.scheduler in train(), before job.commit()"
     )
 
 

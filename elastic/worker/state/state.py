@@ -16,6 +16,7 @@ from . import left_behind
 from .built import Built
 from .commit_point import CommitPoint
 from .described import Described
+from .hooks import Hooks
 from .json_codec import Codecs
 from .modes import Modes
 from .object_parts import ObjectPart, ScalerPart, ValuePart
@@ -148,13 +149,12 @@ class State:
         return self._whole and not self._changing
 
     def committed(self, generation: int) -> None:
-        """Commit one more step, in `generation`.
-
-        Raises CannotEncodeError or TypeError for anything that could not be sent to a replacement later, and
-        RuntimeError for a partly received state; the step is then not committed.
-        """
+        """Commit one more step, in `generation`. Raises CannotEncodeError or TypeError for anything that could not be
+        sent to a replacement later, RuntimeError for a partly received state, and for a scheduler that is no part; the
+        step is then not committed."""
         if not self._whole:
             raise RuntimeError("commit of a state that was only half received")
+        self._optimizers.refuse_schedulers()
         if self._optimizers.regrouped() or self._proven < PROVEN_COMMITS:
             self._prove()
         self._point.take()
@@ -427,23 +427,22 @@ class State:
             part.to(torch.device(device))
 
     def forget_gradients(self) -> None:
-        """`train` is about to be entered: drop what an interrupted step has left behind (`left_behind.forget`).
-
-        The modules' `training` and the parameters' `requires_grad` are reset to those of `setup`, until the first
-        batch.
-        """
+        """`train` is about to be entered: drop what an interrupted step has left behind (`left_behind.forget`). The
+        modules' `training` and the parameters' `requires_grad` are reset to those of `setup`, until the first batch,
+        and all hooks."""
         left_behind.forget(self._parts)
         self._flags().put_back()
 
     def _flags(self) -> Modes:
         """Made when `setup` has returned, which may set flags of modules that it has put into the state."""
         if self._modes is None:
-            self._modes = Modes({n: p.value for n, p in self._parts.items() if isinstance(p, ModulePart)})
+            modules = {n: p.value for n, p in self._parts.items() if isinstance(p, ModulePart)}
+            self._modes = Modes(modules, Hooks(modules.values(), self.optimizers()))
         return self._modes
 
     def modules(self) -> list[torch.nn.Module]:
         """The parts that are modules."""
-        return [part.value for part in self._parts.values() if isinstance(part.value, torch.nn.Module)]
+        return [part.value for part in self._parts.values() if isinstance(part, ModulePart)]
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """The parts that are optimizers."""
