@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from .. import torch_private
 from ..misuse import MisuseTypeError, MisuseValueError
+from .errors import GroupAborted
 from .in_flight import IN_FLIGHT
 from .powersgd import PowerSGD
 
@@ -263,5 +264,5 @@ class _Failures:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if isinstance(error, Exception):  # torch's, or of the hook that the script gave
+        if isinstance(error, Exception | GroupAborted):  # torch's, of the hook that the script gave, or the abort's
             self._failed()
