@@ -16,10 +16,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 
 from ..worker.boot.inherited_sockets import leave_parents_sockets
-from ..worker.data.batches import seed_everything, take_many, word
+from ..worker.data.reading import take_many
+from ..worker.data.samplers import drawn, refuse_shares
+from ..worker.data.seeds import seed_everything
 from ..worker.data.sharding import BatchPlan, SampleOrder, rank_range
 
 Key = tuple[int, int]
@@ -119,12 +121,7 @@ def order_of(sampler: Iterable[int] | None, samples: int, seed: int) -> Callable
     generators, and its own (`generator`), seeded by (seed, epoch): its order must depend on nothing else. Raises
     ValueError for one that is a rank's share already, and if it does not yield as many samples as it did at first.
     """
-    if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
-        raise ValueError(
-            f"DistributedSampler(num_replicas={sampler.num_replicas}): elastic shares the samples out to the ranks, "
-            "and would share one rank's part of them out again; give the dataset without it, with shuffle=True or "
-            "another sampler over all samples"
-        )
+    refuse_shares(sampler)
     if sampler is None or type(sampler) is SequentialSampler:
         return functools.partial(_sequential, samples)
     if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == samples:
@@ -141,16 +138,6 @@ def _sampled(sampler: Iterable[int], samples: int, seed: int, epoch: int) -> Epo
     if len(found) < samples:
         raise ValueError(f"{type(sampler).__name__} yields {len(found)} samples in epoch {epoch}, not {samples}")
     return _Listed(found)
-
-
-def drawn(sampler: Iterable[int], seed: int, epoch: int) -> list[int]:
-    """What `sampler` yields with the global generators, and its own, seeded by (seed, epoch)."""
-    seed_everything(seed, 2, epoch)
-    if isinstance(own := getattr(sampler, "generator", None), torch.Generator):
-        own.manual_seed(word(seed, 2, epoch))  # it is as far as this process has got: on another rank elsewhere
-    if (set_epoch := getattr(sampler, "set_epoch", None)) is not None:
-        set_epoch(epoch)
-    return list(sampler)
 
 
 def count(dataset: Any, sampler: Any) -> int:

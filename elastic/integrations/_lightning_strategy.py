@@ -23,11 +23,11 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from ..contract.timeouts import QUIET_S
-from ..worker.data.batches import seed_everything
+from ..worker.data.samplers import drawn
+from ..worker.data.seeds import seed_everything
 from ..worker.job import Job
 from ..worker.run import run
 from ..worker.state.state import State
-from ._data import drawn
 from ._epoch_rest import skipped
 from ._lightning_env import ElasticEnvironment
 from ._prepare_lock import one_at_a_time

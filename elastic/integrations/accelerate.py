@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 import elastic
 
-from ..worker.data.batches import seed_everything
+from ..worker.data.seeds import seed_everything
 from ..worker.job import Job
 from ._versions import require
 

@@ -20,7 +20,9 @@ from torch.utils.data import default_collate
 
 from .comm.p2p import control_device
 from .data.arguments import plan_of
-from .data.batches import Batch, MapDataset, elsewhere, loaded, move, seed_everything
+from .data.batches import Batch, MapDataset
+from .data.reading import elsewhere, loaded, move
+from .data.seeds import seed_everything
 from .data.sharding import BatchPlan, rank_range
 from .misuse import MisuseTypeError, MisuseValueError
 

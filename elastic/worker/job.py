@@ -6,7 +6,7 @@ import contextlib
 import math
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, Protocol
 
 import torch
@@ -19,11 +19,9 @@ from .comm import comm_hooks, ddp, ddp_models
 from .comm.p2p import control_device
 from .comm.powersgd import PowerSGD
 from .data import batches as data
-from .data import streams
-from .data.places import at_one_place
 from .first_bad import FirstBad
 from .gradient_samples import GradientSampler
-from .job_calls import JobCalls
+from .job_data import JobData
 from .kept_gradients import KeptGradients
 from .logged import JobLog
 from .loss_reader import LossReader
@@ -82,7 +80,7 @@ class CheckpointScheduler(Protocol):
         """Complete the copy under way: the state is about to change, or no step follows for long."""
 
 
-class Job(JobCalls):
+class Job(JobData):
     """One training run, as seen by this worker in the current generation."""
 
     name: str
@@ -160,6 +158,8 @@ class Job(JobCalls):
         self.rows.enter(step, first=rank == 0)
         self._tell(self._kept.entered(step))
         self.sampler.begin(step)
+        if state is not None:
+            state.data_progress.enter()
         if state is not None and (self._every_layer or self._suspect > step):
             self._first_bad.watch(state.modules())
         self._link.entered()
@@ -173,6 +173,8 @@ class Job(JobCalls):
     def left(self, state: State) -> None:
         """`train` has returned on this rank. Not for scripts."""
         self._goes_on()
+        if state.data_progress.due:
+            self._tell(state.data_progress.check(state.step))
         self.rows.finish(state.step)
 
     # ── for scripts ─────────────────────────────────────────────────────────────────────────────────────────
@@ -222,46 +224,6 @@ class Job(JobCalls):
         link.entered()
         return wrapped
 
-    def batches(self, dataset: Any, state: State, *, batch_size: int, **options: Any) -> Iterator[data.Batch]:
-        """Iterate over this rank's part of each global batch of `batch_size` samples, from step `state.step` on.
-
-        See `batches.batches` for the options (epochs or steps, seed, micro_batch, num_workers, …) and the errors.
-        """
-        loaded = data.batches(
-            dataset,
-            state,
-            batch_size=batch_size,
-            rank=self.rank,
-            world_size=self.world_size,
-            device=self.device,
-            gradient_weight=self._gradient_weight,
-            on_turn=self._turned,
-            **options,
-        )
-        return at_one_place(self._timed(loaded, state))
-
-    def streams(
-        self, make: streams.Make, state: State, *, count: int, batch_size: int, steps: int, **options: Any
-    ) -> Iterator[data.Batch]:
-        """As `batches`, for data that can only be read in order: `count` streams, each made by `make(stream, count)`.
-
-        The state needs a part for them: ``elastic.State(…, streams=None)``. Guarantees and errors: `streams.streams`.
-        """
-        loaded = streams.streams(
-            make,
-            state,
-            count=count,
-            batch_size=batch_size,
-            steps=steps,
-            rank=self.rank,
-            world_size=self.world_size,
-            device=self.device,
-            gradient_weight=self._gradient_weight,
-            on_turn=self._turned,
-            **options,
-        )
-        return at_one_place(self._timed(loaded, state))
-
     @kept
     def commit(self, state: State, loss: torch.Tensor | float | None = None) -> None:
         """Commit this step on this rank. Call it once per optimizer step, as the last statement.
@@ -275,6 +237,9 @@ class Job(JobCalls):
         standalone, FloatingPointError for a loss that is NaN or infinite.
         """
         self._goes_on()
+        progress = state.data_progress
+        if compared := progress.due:
+            self._tell(progress.check(state.step))
         if skipped := state.clean():  # no optimizer has stepped
             if self._queued():
                 self._before_optimizer(applies=False)  # gradients applied in any other way were not guarded
@@ -301,6 +266,8 @@ class Job(JobCalls):
             self._link.bad_numbers(step, "bad loss", detail, (self.rank,))
         if self._first_bad.on:
             self._looked(step)
+        if compared and self.world_size > 1 and torch.distributed.is_initialized():
+            self._compare_loops(progress)
         if self._fingerprint_every and step % self._fingerprint_every == 0:
             self._compare_replicas(state)
         waits = self._keeper is not None and self._keeper.exchanges_at(step)
@@ -358,37 +325,10 @@ class Job(JobCalls):
         """The function that the optimizers' pre-step hook calls: the state is about to change."""
         return self._before_optimizer
 
-    def _timed(self, loaded: Iterator[data.Batch], state: State) -> Generator[data.Batch, None, None]:
-        """`loaded`, with the time until each batch is there reported as waiting for data."""
-        state.loop_begins()
-        last = None
-        try:
-            with contextlib.closing(loaded) as batches:  # type: ignore[type-var]  # both are generators
-                while True:
-                    began_s = time.monotonic()
-                    self._batch = batch = next(batches, None)
-                    self._link.waited(time.monotonic() - began_s)
-                    if batch is None:
-                        return
-                    last = batch
-                    yield batch
-        finally:
-            # The last batch ends with its loop, but the script may still have to train on next(job.batches(…)).
-            if last is not None:
-                self._gradient_weight.release(last, committed=state.step > last.step)
-
     def _tell(self, said: str) -> None:
         """On stderr, once for all ranks."""
         if said and self.rank == 0:
             print(f"elastic: {said}", file=sys.stderr, flush=True)
-
-    @kept
-    def _turned(self, state: State, step: int) -> None:
-        """The turn of `step` is over. Ends the generation where the script has caught the error of its step."""
-        self._goes_on()
-        self._link.check(state.step)
-        data.refuse_uncommitted(state, step)
-        state.turned()
 
     def _looked(self, step: int) -> None:
         """After the commit of `step`: the outputs of its layers are not needed any more."""

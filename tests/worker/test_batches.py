@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from elastic.worker.comm.ddp import GradientWeight
 from elastic.worker.comm.errors import GroupAborted
-from elastic.worker.data.batches import Batch, batches, take_many
+from elastic.worker.data.batches import Batch, batches
+from elastic.worker.data.reading import take_many
 from elastic.worker.data.sharding import SampleOrder
 from elastic.worker.job import Job
 from elastic.worker.session import GenerationEnded

@@ -12,9 +12,11 @@ import pytest
 import torch
 from torch.utils.data import StackDataset, Subset, default_collate
 
-from elastic.worker.data import batches
-from elastic.worker.data.batches import _Parts, seed_everything
+from elastic.worker.data import reading
+from elastic.worker.data.batches import batches
 from elastic.worker.data.draws import Draws
+from elastic.worker.data.reading import Reader
+from elastic.worker.data.seeds import seed_everything
 from elastic.worker.data.sharding import BatchPlan
 
 COUNT, BATCH = 96, 8
@@ -50,7 +52,7 @@ KINDS: dict[str, Callable[[int], float]] = {
 
 
 def read(dataset: Drawing, *, seeded: bool, collate: Callable[[list[Any]], Any] = default_collate) -> list[Any]:
-    parts = _Parts(dataset, BatchPlan(COUNT, BATCH), 0, 1, 3, True, collate)
+    parts = Reader(dataset, BatchPlan(COUNT, BATCH), 0, 1, 3, True, collate)
     parts._random = seeded
     found = []
     for step in range(2 * COUNT // BATCH):
@@ -80,7 +82,7 @@ def test_a_collate_function_draws_as_ever() -> None:
 
 def test_a_dataset_that_draws_nothing_is_not_seeded_for_each_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     seeds: list[int] = []
-    monkeypatch.setattr(batches, "_seed", seeds.append)
+    monkeypatch.setattr(reading, "seed_from", seeds.append)
     read(Drawing(KINDS["never"]), seeded=False)
     assert len(seeds) == 1 + 2 * COUNT // BATCH, "for the first sample, which is looked at closely, and for each step"
 
@@ -95,9 +97,7 @@ def test_training_loop_is_seeded_alike_whatever_the_dataset_does_with_the_genera
             step = 0
 
         found, at = [], At()
-        for _ in batches.batches(
-            Drawing(draws), at, batch_size=BATCH, rank=0, world_size=1, seed=3, epochs=1, collate=collate
-        ):
+        for _ in batches(Drawing(draws), at, batch_size=BATCH, rank=0, world_size=1, seed=3, epochs=1, collate=collate):
             found.append((random.random(), float(np.random.randn()), float(torch.rand(()))))
             at.step += 1
         return found
@@ -188,7 +188,7 @@ def test_what_a_subsets_samples_draw_is_the_same_for_any_world_size(kind: str) -
         found: dict[int, float] = {}
         for rank in range(world_size):
             state = SimpleNamespace(step=0)
-            for batch in batches.batches(data, state, batch_size=10, rank=rank, world_size=world_size):
+            for batch in batches(data, state, batch_size=10, rank=rank, world_size=world_size):
                 rows = batch.data[0] if kind == "stacked" else batch.data
                 found |= {int(index): float(number) for index, number in rows}
                 state.step += 1

@@ -11,7 +11,7 @@ from ..misuse import MisuseTypeError, MisuseValueError
 from .sharding import BatchPlan
 
 
-def plan_of(dataset: Any, batch_size: Any) -> BatchPlan:
+def plan_of(dataset: Any, batch_size: Any, *, drop_last: bool = False) -> BatchPlan:
     """Raises TypeError for data that has no samples by their number, or a `batch_size` that is no whole number;
     ValueError for an empty dataset or batch."""
     if isinstance(dataset, DataLoader):
@@ -26,15 +26,18 @@ def plan_of(dataset: Any, batch_size: Any) -> BatchPlan:
             f"the dataset is {type(dataset).__name__}, without len(dataset) or dataset[i]: data that can only be read "
             "in order is for job.streams"
         )
-    return BatchPlan(len(dataset), whole("batch_size", batch_size))
+    return BatchPlan(len(dataset), whole("batch_size", batch_size), drop_last)
 
 
-def whole(name: str, value: Any) -> int:
-    """`value` as an int: numpy's numbers too. Raises TypeError naming it."""
+def whole(name: str, value: Any, *, least: int | None = None) -> int:
+    """`value` as an int: numpy's numbers too. Raises TypeError naming it, ValueError below `least`."""
     try:
-        return operator.index(value)
+        found = operator.index(value)
     except TypeError:
         raise MisuseTypeError(f"{name} = {value!r}: a whole number") from None
+    if least is not None and found < least:
+        raise MisuseValueError(f"{name} = {found}: at least {least}")
+    return found
 
 
 def at_most(name: str, value: Any) -> int | None:

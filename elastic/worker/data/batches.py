@@ -3,35 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import os
-import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import msgspec
-import numpy as np
 import torch
-from torch.utils.data import DataLoader, StackDataset, Subset, default_collate
+from torch.utils.data import default_collate
 
-from .. import torch_private
-from ..boot.inherited_sockets import leave_parents_sockets
 from ..comm.ddp import GradientWeight
+from ..data_progress import DataProgress
 from ..misuse import MisuseRuntimeError, MisuseTypeError
 from .arguments import at_most, plan_of
-from .collate import collated
 from .columns import cut
-from .containers import moved
-from .draws import draws
-from .sharding import BatchPlan, SampleOrder, derive, micro_sizes, most_of, rank_range
-
-_BLOCK = 16384
-"""Sample indices of a rank that are computed at once, with arrays: less than a tenth of a microsecond each instead of
-five. Of shorter arrays numpy's calls are the larger part."""
-_FEW = 8
-"""So few are computed one by one: an operation on an array costs as much."""
-
-_WORD = 0xFFFFFFFFFFFFFFFF
+from .reading import Reader, elsewhere
+from .samplers import bounded, cut_up, order_hash, refuse_shares, whole_indices
+from .sharding import micro_sizes, most_of
+from .turns import Loop, shared_out
 
 
 class MapDataset(Protocol):
@@ -61,6 +48,9 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int
     global_size: int
     """Number of samples of this step over all ranks."""
+    part: int = 0
+    """Number of this step among those of the batch, with `commits`."""
+    last_of_epoch: bool = False
 
     micro_batch: int | None = None
     cut_somewhere: bool = False
@@ -142,6 +132,8 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
             step=self.step,
             epoch=self.epoch,
             global_size=self.global_size,
+            part=self.part,
+            last_of_epoch=self.last_of_epoch,
             own_collate=self.own_collate,
         )
 
@@ -161,12 +153,13 @@ def batches(
     dataset: MapDataset,
     state: HasStep,
     *,
-    batch_size: int,
     rank: int,
     world_size: int,
+    batch_size: int | None = None,
+    sampler: Iterable[Any] | None = None,
+    batch_sampler: Iterable[Sequence[Any]] | None = None,
+    drop_last: bool = False,
     seed: int = 0,
-    epochs: int | None = None,
-    steps: int | None = None,
     shuffle: bool = True,
     micro_batch: int | None = None,
     num_workers: int = 0,
@@ -175,269 +168,81 @@ def batches(
     pin_memory: bool = False,
     gradient_weight: GradientWeight | None = None,
     on_turn: Callable[[Any, int], None] = refuse_uncommitted,
+    progress: DataProgress | None = None,
+    **limits: Any,
 ) -> Iterator[Batch]:
-    """Yield this rank's part of each step from `state.step` on; `state.step` must grow by one per turn (`job.commit`).
+    """Yield this rank's part of each step from `state.step` on. See `Job.batches`; `limits`: those of `turns.Loop`.
 
-    `batch_size` is the number of samples over all ranks and does not change with the world size. `epochs` and `steps`
-    are totals from the start of training, and the smaller one counts; neither: one epoch. `micro_batch`: see
-    `Batch.parts`. `num_workers` processes load ahead; they end with the iterator, and with this process. `on_turn` is
-    called with the state and the step when a turn has ended, before the next batch is loaded.
-
-    Random numbers drawn in `dataset[i]` depend only on (seed, epoch, position of the sample in the epoch), so they are
-    the same for any world size; those drawn in the training loop (dropout) depend on (seed, step, rank). This holds for
-    Python's `random`, numpy's global generator and torch's, on CPU and CUDA. Those drawn in a `__getitems__` depend on
-    the position of its first sample, and so on the world size.
-
-    Raises TypeError for data that cannot be read by number and for numbers that are not whole, ValueError for an empty
-    dataset or invalid sizes, RuntimeError if a turn ends without a commit.
+    `on_turn` is called with the state and the step when a turn has ended, before the next batch is loaded.
     """
-    plan, micro_batch = plan_of(dataset, batch_size), at_most("micro_batch", micro_batch)
+    micro_batch = at_most("micro_batch", micro_batch)
     micro_sizes(1, micro_batch)  # raises for an invalid one at the first call, not in the loop
-    load = _Parts(dataset, plan, rank, world_size, seed, shuffle, collate or default_collate)
-    last = plan.total_steps(epochs=at_most("epochs", epochs), steps=at_most("steps", steps))
-    ours, away = range(state.step, last), elsewhere(device)
-    with loaded(load, ours, num_workers, pin_memory) as ahead:
-        for step, (indices, data) in zip(ours, ahead, strict=True):
-            all_ranks = plan.at(step)
-            load.seed_loop(step)
+    loop = Loop(progress, state.step, **{"epochs": None, "steps": None, **limits})
+    order = _Order(dataset, batch_size, sampler, batch_sampler, drop_last=drop_last, seed=seed, shuffle=shuffle)
+    at = loop.placed(order.numbers(loop.commits))
+    collate, first = collate or default_collate, loop.progress.first_epoch
+    reader = Reader(dataset, order.plan, rank, world_size, seed, shuffle, collate, (first, at.begin, loop.commits))
+    turns = loop.regular(order.plan) if order.regular else loop.listed(order.of, shared_out(rank, world_size, seed))
+    taken = loop.run(turns, reader, num_workers=num_workers, pin_memory=pin_memory, away=elsewhere(device))
+    with contextlib.closing(taken):  # type: ignore[type-var]  # a generator
+        for turn, part, indices, data in taken:
             batch = Batch(
-                data=move(away, data),
+                data=data,
                 indices=indices,
-                step=step,
-                epoch=all_ranks.epoch,
-                global_size=all_ranks.size,
+                step=turn.step + part,
+                epoch=turn.epoch,
+                global_size=turn.size,
+                part=part,
+                last_of_epoch=turn.last and part == loop.commits - 1,
                 micro_batch=micro_batch,
-                cut_somewhere=micro_batch is not None and most_of(all_ranks.size, world_size) > micro_batch,
+                cut_somewhere=micro_batch is not None and most_of(turn.size, world_size) > micro_batch,
                 gradient_weight=gradient_weight,
-                own_collate=load.own_collate,
+                own_collate=reader.own_collate,
             )
             if gradient_weight is not None:
                 gradient_weight.take(batch.weight, batch)
             yield batch
-            on_turn(state, step)
+            on_turn(state, batch.step)
 
 
-def seed_everything(seed: int, *path: int) -> None:
-    """Seed the global generators of Python, numpy and torch from (seed, *path). A few microseconds without CUDA."""
-    _seed(word(seed, *path))
-
-
-def word(seed: int, *path: int) -> int:
-    """64 bits that depend on every argument."""
-    low, high = derive(seed, *path)[:2]
-    return high << 32 | low
-
-
-def _seed(word: int) -> None:
-    """Seed the three generators from 64 bits."""
-    random.seed(word)
-    np.random.seed(word >> 32)
-    torch.default_generator.manual_seed(word)
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.manual_seed_all(word)
-
-
-def _scatter(word: int) -> int:
-    """Map 64 bits to 64 bits, each depending on all (the finalizer of splitmix64)."""
-    word = (word + 0x9E3779B97F4A7C15) & _WORD
-    word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9 & _WORD
-    word = (word ^ word >> 27) * 0x94D049BB133111EB & _WORD
-    return word ^ word >> 31
-
-
-class _Parts:
-    """`parts[step]`: (indices, collated samples) of this rank in that step. Picklable if the dataset is."""
+class _Order:
+    """The global batches of each epoch. Raises MisuseTypeError or MisuseValueError for what gives none."""
 
     def __init__(
         self,
-        dataset: MapDataset,
-        plan: BatchPlan,
-        rank: int,
-        world_size: int,
+        dataset: Any,
+        batch_size: Any,
+        sampler: Any,
+        batch_sampler: Any,
+        *,
+        drop_last: bool,
         seed: int,
         shuffle: bool,
-        collate: Callable[[list[Any]], Any],
     ) -> None:
-        self._dataset = dataset
-        self._plan = plan
-        self._rank = rank
-        self._world = world_size
-        self._seed = seed
-        self._shuffle = shuffle
-        self._collate = collate
-        self.own_collate = collate is not default_collate
-        self._many = _reads_many(dataset)
-        self._epoch = -1
-        self._order: SampleOrder
-        self._draws = 0
-        self._random = False
-        """The dataset draws random numbers."""
-        self._looked = False
-        self._seeded_for = -1
-        """The step for whose training loop the generators of this process are seeded, and nothing was drawn since."""
-        self._loop = word(seed, 1, rank)
-        self._ahead: list[list[int]] = []
-        """This rank's samples in some steps of equal size, one after the other."""
-        self._ahead_of = 0
-        """The first of these steps."""
-        self._start = 0
-        """Position of its first sample in the epoch."""
+        if batch_sampler is not None and (batch_size is not None or sampler is not None or drop_last):
+            raise MisuseTypeError("job.batches: batch_sampler excludes batch_size, sampler and drop_last")
+        if batch_sampler is None and batch_size is None:
+            raise MisuseTypeError("job.batches: a batch_size, of all ranks together, or a batch_sampler")
+        self.regular = sampler is None and batch_sampler is None
+        self.plan = plan_of(dataset, 1 if batch_size is None else batch_size, drop_last=drop_last and self.regular)
+        self._sampler = sampler if batch_sampler is None else batch_sampler
+        self._batched, self._drop_last, self._seed, self._shuffle = batch_sampler is not None, drop_last, seed, shuffle
+        refuse_shares(self._sampler)
 
-    def seed_loop(self, step: int) -> None:
-        """Seed the generators of this process for the training loop of `step`, unless they are."""
-        if self._seeded_for != step:
-            _seed(_scatter(self._loop ^ step))
+    def numbers(self, commits: int) -> dict[str, Any]:
+        """What a position depends on."""
+        found = {"samples": self.plan.samples, "seed": self._seed, "commits": commits}
+        if not self._batched:
+            found |= {"batch_size": self.plan.batch_size, "drop_last": self._drop_last}
+        return found | ({"shuffle": self._shuffle} if self.regular else {"sampler": type(self._sampler).__name__})
 
-    def __getitem__(self, step: int) -> tuple[tuple[int, ...], Any]:
-        place = step - self._ahead_of
-        if not 0 <= place < len(self._ahead):
-            self._look_ahead(step)
-            place = 0
-        indices = tuple(self._ahead[place])
-        start = self._start + place * self._plan.batch_size
-        read = indices or (self._order[self._plan.at(step).start],)
-        samples = self._fetch(step, start, read)
-        return indices, collated(samples) if self._collate is default_collate else self._collate(samples)
-
-    def _look_ahead(self, step: int) -> None:
-        """Determine this rank's samples in `step`, and in as many full steps after it as fit into a block."""
-        plan, whole = self._plan, self._plan.at(step)
-        if whole.epoch != self._epoch:
-            self._epoch = whole.epoch
-            self._order = SampleOrder(plan.samples, self._seed, whole.epoch, shuffle=self._shuffle)
-            self._draws = word(self._seed, 0, whole.epoch)
-        start, stop = rank_range(whole.start, whole.stop, self._rank, self._world)
-        size, full = stop - start, (plan.samples - whole.start) // plan.batch_size
-        count = max(1, min(full, _BLOCK // max(1, size)))
-        starts = np.arange(count, dtype=np.uint64) * np.uint64(plan.batch_size) + np.uint64(start)
-        positions = (starts[:, None] + np.arange(size, dtype=np.uint64)).reshape(-1)
-        samples: Any = _at(self._order, positions) if self._shuffle else positions
-        self._ahead = samples.reshape(count, size).tolist()
-        self._ahead_of, self._start = step, start
-
-    def _fetch(self, step: int, start: int, indices: tuple[int, ...]) -> list[Any]:
-        self._seeded_for = -1
-        if self._many:
-            many: Any = self._dataset
-            _seed(_scatter(self._draws ^ start))
-            return list(many.__getitems__(list(indices)))
-        if self._random or torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            return self._seeded(start, indices)
-        return self._watched(step, start, indices)
-
-    def _seeded(self, start: int, indices: Sequence[int]) -> list[Any]:
-        samples = []
-        for position, index in enumerate(indices, start):
-            _seed(_scatter(self._draws ^ position))
-            samples.append(self._dataset[index])
-        return samples
-
-    def _watched(self, step: int, start: int, indices: Sequence[int]) -> list[Any]:
-        """Read without seeding for each sample, if the dataset draws nothing, as most do: seeding three generators
-        costs more than many samples. So they are seeded once, as for the training loop of this step, and looked at
-        after the first sample of a process and from then on at the end of each batch. Once anything was drawn, that
-        batch is read again, seeded, and so are all later ones."""
-        samples = []
-        drawn = draws()
-        if not self._looked:
-            self._looked = True
-            _seed(_scatter(self._draws ^ start))
-            drawn.mark()
-            samples.append(self._dataset[indices[0]])
-            if drawn.any():
-                self._random = True
-                return samples + self._seeded(start + 1, indices[1:])
-        _seed(_scatter(self._loop ^ step))
-        drawn.mark()
-        dataset = self._dataset
-        samples += [dataset[index] for index in indices[len(samples) :]]
-        if drawn.any():
-            self._random = True
-            return self._seeded(start, indices)
-        if self._collate is default_collate:
-            self._seeded_for = step
-        else:  # it may draw: seed as after the last sample
-            _seed(_scatter(self._draws ^ start + len(indices) - 1))
-        return samples
-
-
-def _reads_many(dataset: Any) -> bool:
-    """Whether `dataset` reads several samples at once. torch's Subset and StackDataset have a `__getitems__` for
-    datasets without one too, and read one sample after the other then, of which each is to be seeded."""
-    if type(dataset) is Subset:
-        return _reads_many(dataset.dataset)
-    if type(dataset) is StackDataset:
-        inner = dataset.datasets
-        return any(map(_reads_many, inner.values() if isinstance(inner, dict) else inner))
-    return callable(getattr(dataset, "__getitems__", None))
-
-
-def take_many(order: SampleOrder, start: int, stop: int) -> tuple[int, ...]:
-    """`order.take(start, stop)` for a shuffled order, with arrays."""
-    return tuple(_at(order, np.arange(start, stop, dtype=np.uint64)).tolist())
-
-
-def _at(order: SampleOrder, positions: Any) -> Any:
-    """The samples at `positions` of a shuffled order; both are arrays of unsigned 64-bit integers."""
-    permute: Callable[[Any], Any] = order.permute
-    few = _FEW
-    if order.domain <= _BLOCK:  # of so few, all are permuted once, and the passes after that only look them up
-        permute, few = permute(np.arange(order.domain, dtype=np.uint64)).take, 0
-    samples = permute(positions)
-    outside = np.flatnonzero(samples >= order.samples)
-    while len(outside) > few:
-        samples[outside] = again = permute(samples[outside])
-        outside = outside[again >= order.samples]
-    for place in outside.tolist():
-        sample = int(samples[place])
-        while sample >= order.samples:
-            sample = order.permute(sample)
-        samples[place] = sample
-    return samples
-
-
-class Parts(Protocol):
-    """`parts[number]`: (indices, collated samples)."""
-
-    def __getitem__(self, number: int, /) -> tuple[tuple[int, ...], Any]: ...
-
-
-@contextlib.contextmanager
-def loaded(
-    parts: Parts, steps: range, num_workers: int, pin_memory: bool
-) -> Iterator[Iterator[tuple[tuple[int, ...], Any]]]:
-    """Context for an iterator over parts[step] for each of `steps`, loaded here or ahead in child processes, which end
-    with the context."""
-    if num_workers == 0:
-        yield map(parts.__getitem__, steps)
-        return
-    loader: DataLoader[Any] = DataLoader(
-        parts,  # type: ignore[arg-type]  # __getitem__ is all that is asked of it
-        batch_size=None,
-        collate_fn=as_is,
-        sampler=steps,
-        num_workers=num_workers,
-        pin_memory=pin_memory,
-        worker_init_fn=functools.partial(leave_parents_sockets, parent=os.getpid()),
-        generator=torch.Generator(),  # otherwise it draws from the global one
-    )
-    iterator: Any = iter(loader)
-    try:
-        yield iterator
-    finally:
-        torch_private.shut_down_workers(iterator)  # dropping it does not while a traceback holds it
-
-
-def as_is(loaded: Any) -> Any:
-    return loaded
-
-
-def elsewhere(device: torch.device | str | None) -> torch.device | None:
-    """`device`, unless it is the CPU, where batches are loaded."""
-    found = None if device is None else torch.device(device)
-    return None if found is None or found.type == "cpu" else found
-
-
-def move(device: torch.device | None, data: Any) -> Any:
-    """`data` with its tensors on `device`, which is of `elsewhere`."""
-    return data if device is None else moved(data, device)
+    def of(self, epoch: int, most: float) -> tuple[Sequence[Sequence[Any]], dict[str, Any]]:
+        """See `Loop.listed`."""
+        name, samples, size = type(self._sampler).__name__, self.plan.samples, self.plan.batch_size
+        most = most if self._batched else most * size
+        found = bounded(self._sampler, self._seed, epoch, most=most, samples=samples)
+        if self._batched:
+            batches: Sequence[Sequence[Any]] = whole_indices(found, name)
+        else:
+            batches = cut_up(whole_indices([found], name)[0], size, drop_last=self._drop_last)
+        return batches, {"order": order_hash(batches)}

@@ -33,14 +33,23 @@ def opened(node: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
 
 def moved(data: Any, device: torch.device) -> Any:
     """`data` with its tensors on `device`."""
+    # Of a PackedSequence a part stays on the CPU.
+    return _mapped(data, lambda tensor: tensor.to(device, non_blocking=True))
 
+
+def copied(data: Any) -> Any:
+    """`data` with tensors of its own."""
+    return _mapped(data, copy.deepcopy)
+
+
+def _mapped(data: Any, function: Callable[[Any], Any]) -> Any:
     def leaf(item: Any) -> Any:
-        if isinstance(item, torch.Tensor | PackedSequence):  # of a PackedSequence a part stays on the CPU
-            return item.to(device, non_blocking=True)  # type: ignore[arg-type]  # torch describes one of its forms only
+        if isinstance(item, torch.Tensor | PackedSequence):
+            return function(item)
         if isinstance(item, _PLAIN):
             return item
         found = opened(item)  # a container that pytree does not know
-        return item if found is None else found[1]([moved(inner, device) for inner in found[0]])
+        return item if found is None else found[1]([_mapped(inner, function) for inner in found[0]])
 
     return pytree.tree_map(leaf, data, is_leaf=lambda node: isinstance(node, PackedSequence))
 

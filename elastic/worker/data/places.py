@@ -22,6 +22,7 @@ class _Place(NamedTuple):
         return f"{os.path.basename(self.code.co_filename) if self.code else '?'}:{self.span[0]}"
 
 
+_END: Any = object()
 _NOWHERE = _Place(None, (None,) * 4)
 
 
@@ -54,6 +55,6 @@ def at_one_place(loop: Generator[Any, None, None]) -> Iterator[Any]:
                 left.add(last)
                 last = place
             del frame, caller  # they hold the script's variables
-            if (batch := next(loop, None)) is None:
+            if (batch := next(loop, _END)) is _END:
                 return
             yield batch

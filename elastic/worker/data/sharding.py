@@ -34,6 +34,8 @@ class GlobalBatch(msgspec.Struct, frozen=True):
     epoch: int
     start: int
     stop: int
+    last: bool
+    """Of its epoch."""
 
     @property
     def size(self) -> int:
@@ -47,6 +49,8 @@ class BatchPlan:
     samples: int
     batch_size: int
     """Samples per step over all ranks. The last step of an epoch takes the remaining ones; nothing is padded."""
+    drop_last: bool = False
+    """They are left out instead."""
 
     def __post_init__(self) -> None:
         if self.samples < 1:
@@ -54,19 +58,25 @@ class BatchPlan:
         if self.batch_size < 1:
             raise MisuseValueError(f"batch_size = {self.batch_size}: the global batch needs at least one sample")
 
+        if self.drop_last and self.samples < self.batch_size:
+            raise MisuseValueError(
+                f"drop_last=True with {self.samples} samples and batch_size = {self.batch_size}: no batch is full; "
+                "lower batch_size, or leave drop_last out"
+            )
+
     @property
     def steps_per_epoch(self) -> int:
-        return -(-self.samples // self.batch_size)
+        return self.samples // self.batch_size if self.drop_last else -(-self.samples // self.batch_size)
 
     def at(self, step: int) -> GlobalBatch:
         """The global batch of `step`, counted from 0 at the start of training."""
         if step < 0:
             raise ValueError(f"step = {step}: steps count from 0")
-        size, samples = self.batch_size, self.samples
-        epoch, turn = divmod(step, -(-samples // size))
+        size, samples, each = self.batch_size, self.samples, self.steps_per_epoch
+        epoch, turn = divmod(step, each)
         start = turn * size
         stop = start + size
-        return GlobalBatch(step, epoch, start, stop if stop < samples else samples)
+        return GlobalBatch(step, epoch, start, stop if stop < samples else samples, turn == each - 1)
 
     def total_steps(self, *, epochs: int | None = None, steps: int | None = None) -> int:
         """Where training ends: the smaller of the two limits; one epoch when neither is given."""

@@ -28,8 +28,10 @@ from .. import shared_values, torch_private
 from ..boot.inherited_sockets import leave_parents_sockets
 from ..comm.ddp import GradientWeight
 from ..misuse import MisuseValueError
-from .batches import Batch, as_is, elsewhere, move, refuse_uncommitted, seed_everything
+from .batches import Batch, refuse_uncommitted
 from .columns import joined
+from .reading import as_is, elsewhere, move
+from .seeds import seed_everything
 from .sharding import most_of, rank_range
 
 Make = Callable[[int, int], Iterable[Any]]

@@ -10,6 +10,7 @@ import torch
 
 from ...contract.tensor_table import Table, TensorInfo
 from .. import gc_pause
+from ..data_progress import DataProgress, HasProgress
 from ..misuse import MisuseRuntimeError, MisuseTypeError, MisuseValueError
 from ..torch_private import pytree
 from . import left_behind
@@ -35,7 +36,7 @@ PROVEN_COMMITS = 2
 is refused there."""
 
 
-class State:
+class State(HasProgress):
     """The state of a job, made of named parts.
 
         elastic.State(model=model, optimizer=optimizer, scheduler=scheduler, best_loss=math.inf)
@@ -69,6 +70,7 @@ class State:
         self._optimizers = Optimizers(self.changing, self._parts, self._parameters)
         self._modes: Modes | None = None
         self._built: Built | None = None
+        self._progress = DataProgress()
         for name, value in parts.items():
             if name.startswith("_") or hasattr(type(self), name):
                 raise MisuseValueError(f"state.{name}: this name is taken; choose another")
@@ -164,7 +166,7 @@ class State:
         now["_commit_generation"] = max(self._commit_generation, generation)
         now["_changing"] = False
         now["_established"] = True
-        if self._modes is not None:
+        if not self._progress.committed() and self._modes is not None:
             self._modes.commit()
 
     def begin(self) -> None:
@@ -183,8 +185,7 @@ class State:
         self._flags().loop_begins()
 
     def turned(self) -> None:
-        """The loop asks for its next batch. Raises RuntimeError if the state was changed after the commit: a generation
-        may end in the commit, and changes made after it in the loop would then be lost."""
+        """The loop asks for its next batch. Raises RuntimeError if the state was changed after the commit."""
         if not self._changing and (name := self._point.differs()) is not None:
             raise MisuseRuntimeError(
                 f"state.{name} was changed between job.commit() and the next batch: a failure in between would leave "
@@ -354,6 +355,7 @@ class State:
         flags = self._modes.changes if self._modes is not None else {}
         return {
             **({"modes": flags} if flags else {}),
+            **({"progress": held} if (held := self._progress.as_json()) else {}),
             "format": FORMAT,
             "step": self._step,
             "commit_generation": self._commit_generation,
@@ -398,13 +400,13 @@ class State:
         if missing := [info for info in table if info.name not in places]:
             raise mismatch(missing[0].name, None, missing[0])
         self._flags().adopt(extra.get("modes", {}))
+        self._progress.adopt(extra.get("progress", {}))
         self._coming = int(extra["commit_generation"]), int(extra["step"])
         # Without autograd's record of what is written to them.
         return [t.detach() if (t := places[info.name]).requires_grad else t for info in table]
 
     def filled(self) -> None:
-        """All tensors have been filled: the state is complete, and at the step of the adopted one. Raises
-        RuntimeError without `adopt()`."""
+        """All tensors have been filled: the state is complete, and at the step of the one that `adopt` was given."""
         if self._coming is None:
             raise RuntimeError("filled() without adopt()")
         for part in self._parts.values():
@@ -427,9 +429,8 @@ class State:
             part.to(torch.device(device))
 
     def forget_gradients(self) -> None:
-        """`train` is about to be entered: drop what an interrupted step has left behind (`left_behind.forget`). The
-        modules' `training` and the parameters' `requires_grad` are reset to those of `setup`, until the first batch,
-        and all hooks."""
+        """`train` is about to be entered: drop what an interrupted step has left behind (`left_behind.forget`). Hooks,
+        `training` and `requires_grad` are reset to those of `setup`, these two until the first batch."""
         left_behind.forget(self._parts)
         self._flags().put_back()
 

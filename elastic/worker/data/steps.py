@@ -1,0 +1,133 @@
+"""A loader of the script's own, step by step: seeded before each draw and each turn, and continued where it was."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+from torch.utils.data import DataLoader, IterableDataset
+
+from .. import torch_private
+from ..boot.inherited_sockets import leave_parents_sockets
+from ..data_progress import DataProgress
+from ..misuse import MisuseValueError
+from .batches import HasStep, refuse_uncommitted
+from .reading import Reader
+from .samplers import drawn, set_epoch, whole_indices
+from .seeds import seed_everything
+from .sharding import BatchPlan
+from .turns import Loop, own
+
+_OPTIONS = ("timeout", "multiprocessing_context", "prefetch_factor", "persistent_workers")
+_END = object()
+
+
+def steps(
+    loader: Any,
+    state: HasStep,
+    *,
+    rank: int,
+    world_size: int,
+    seed: int = 0,
+    progress: DataProgress | None = None,
+    on_turn: Callable[[Any, int], None] = refuse_uncommitted,
+    **limits: Any,
+) -> Iterator[Any]:
+    """Yield what `loader` yields on this rank, from `state.step` on. See `Job.steps`; `limits`: those of `turns.Loop`.
+
+    A DataLoader over a dataset with indices is read by them, without those of the steps so far, and each sample with
+    seeds of its own; any other iterable is drawn from up to the step, with the seeds of each draw.
+    """
+    loop = Loop(progress, state.step, **{"epochs": None, "steps": None, **limits})
+    numbers = {"loop": "steps", "loader": type(loader).__name__, "seed": seed, "commits": loop.commits}
+    at = loop.placed(numbers)
+    loop.at = msgspec.structs.replace(at, world=world_size)
+    ends = contextlib.ExitStack()
+    if _has_indices(loader):
+        of = functools.partial(_batches, loader, seed)
+        reader = Reader(loader.dataset, BatchPlan(1, 1), rank, world_size, seed, False, loader.collate_fn)
+        taken = loop.run(
+            loop.listed(of, own(rank, seed)),
+            reader,
+            num_workers=loader.num_workers,
+            pin_memory=loader.pin_memory,
+            worker_init_fn=functools.partial(_begin_process, loader.worker_init_fn, os.getpid()),
+            **({name: getattr(loader, name) for name in _OPTIONS} if loader.num_workers else {}),
+        )
+    else:
+        draws = _Draws(loader, seed, rank, loop)
+        taken = loop.run(draws.turns(), draws, num_workers=0, pin_memory=False)
+        ends.callback(draws.close)
+    ends.callback(taken.close)  # type: ignore[attr-defined]  # a generator
+    with ends:
+        for turn, part, _, item in taken:
+            yield item
+            on_turn(state, turn.step + part)
+
+
+def _has_indices(loader: Any) -> bool:
+    # A class of the script's own may have an `__iter__` of its own.
+    batched = type(loader) is DataLoader and loader.batch_sampler is not None
+    return batched and not isinstance(loader.dataset, IterableDataset)
+
+
+def _batches(loader: Any, seed: int, epoch: int, most: float) -> tuple[Sequence[Sequence[Any]], dict[str, Any]]:
+    """See `Loop.listed`. The number is equal on all ranks, the samples are not."""
+    set_epoch(loader, epoch, seed)
+    endless = most < math.inf and not hasattr(loader.sampler, "__len__")
+    found = whole_indices(drawn(loader.batch_sampler, seed, epoch, most if endless else math.inf), "its batch_sampler")
+    if not found:
+        raise MisuseValueError(f"the loader of job.steps gives no batch in epoch {epoch}")
+    return found, {"length": len(found)}
+
+
+def _begin_process(of_the_script: Callable[[int], None] | None, parent: int, number: int) -> None:
+    leave_parents_sockets(number, parent=parent)
+    if of_the_script is not None:
+        of_the_script(number)
+
+
+class _Draws:
+    """Reads an iterable in its order; the key is the number of the draw in the loop's steps."""
+
+    def __init__(self, loader: Any, seed: int, rank: int, loop: Loop) -> None:
+        self._loader, self._seed, self._rank, self._loop = loader, seed, rank, loop
+        self._item: Any = _END
+        self._iterator: Any = None
+        if getattr(loader, "num_workers", 0) and loader.worker_init_fn is None:
+            loader.worker_init_fn = functools.partial(leave_parents_sockets, parent=os.getpid())
+
+    def turns(self) -> Iterator[Any]:
+        length = None
+        if not isinstance(getattr(self._loader, "dataset", None), IterableDataset):  # its length need not be true
+            length = len(self._loader) if hasattr(self._loader, "__len__") else None
+        yield from self._loop.drawn(self._begin, self._draw, length)
+
+    def _begin(self, epoch: int) -> Callable[[], Any]:
+        """An iterator of the loader's `epoch`."""
+        set_epoch(self._loader, epoch, self._seed)
+        self._iterator = iterator = iter(self._loader)
+        if iterator is self._loader:
+            self._loop.progress.refuse_again(iterator)
+        return functools.partial(next, iterator, _END)
+
+    def close(self) -> None:
+        torch_private.shut_down_workers(self._iterator)
+        self._iterator = None
+
+    def _draw(self, take: Callable[[], Any], step: int) -> bool:
+        """Draw the next item. Returns whether there was one."""
+        seed_everything(self._seed, 4, step, self._rank)
+        self._item = take()
+        return self._item is not _END
+
+    def __getitem__(self, key: int, /) -> tuple[tuple[int, ...], Any]:
+        return (), self._item
+
+    def seed_loop(self, step: int) -> None:
+        seed_everything(self._seed, 1, step, self._rank)
