@@ -7,11 +7,17 @@ from elastic.contract.node_records import NodeRecord
 
 from . import inventory, reconcile
 from .cluster import Cluster
+from .etcd import expiring
+from .etcd.expiring import Certificate
 from .settings import Settings
 from .writer import ClusterWriter
 
 ALARMS_S = 5.0
 """Interval between checks for etcd's alarms, and for its version while that is unknown."""
+
+
+CERTIFICATES_S = 60.0
+"""Interval between looks at the files of certificates."""
 
 
 class Chores:
@@ -22,6 +28,14 @@ class Chores:
         self._compact_mark: tuple[float, int] | None = None
         """(monotonic time, revision of etcd at that time) from which on its history is kept."""
         self._missing = reconcile.Since()
+        self.certificates: tuple[Certificate, ...] = ()
+        self._certificates_due_s = 0.0
+
+    def look_at_certificates(self, now_s: float) -> None:
+        """Also while etcd cannot be reached: this may be why."""
+        if now_s >= self._certificates_due_s:
+            self._certificates_due_s = now_s + CERTIFICATES_S
+            self.certificates = expiring.look(self._settings)
 
     def do(self, cluster: Cluster, registered: NodeRecord | None, now_s: float, wall_s: float) -> None:
         """`registered`: this node's record as it is in etcd."""

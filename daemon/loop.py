@@ -200,6 +200,7 @@ class DaemonLoop:
         }
         if self._contact_said[0]:
             self._say_contact(self._contact)  # a view comes once for each reason, perhaps too early to be logged
+        self._chores.look_at_certificates(now_s)
         if self._contact.connected:
             self._chores.do(self._cluster, self._registered, now_s, time.time())
             self._tell_events()
@@ -402,6 +403,7 @@ class DaemonLoop:
                 version=self._writer.version,
                 alarms=self._writer.alarms,
                 members=self._writer.members,
+                certificates=self._chores.certificates,
                 anonymous=bool(self._writer.anonymous),
             ),
             plan=self._plan,

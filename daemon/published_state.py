@@ -12,6 +12,7 @@ from elastic.etcd.client import MemberHealth
 
 from .assignment import Assignment
 from .cluster import Cluster
+from .etcd.expiring import Certificate
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,8 @@ class Contact:
     """Alarms raised by etcd: 'NOSPACE', 'CORRUPT'."""
     members: tuple[MemberHealth, ...] = ()
     """Status of each configured member; empty: not queried yet, or embedded."""
+    certificates: tuple[Certificate, ...] = ()
+    """Those that this node uses."""
     anonymous: bool = False
     """Whether it is known to accept anonymous writes: no password, no client certificate."""
 

@@ -18,6 +18,7 @@ from ..cluster import Cluster
 from ..config import port_range
 from ..diagnosis import why
 from ..doctor import ERROR, WARNING, Finding
+from ..etcd import expiring
 from ..log import Log
 from ..published_state import Snapshot
 from ..settings import Settings
@@ -93,6 +94,7 @@ class Doctor:
             gpus=self._gpus,
             alone=addresses.only_loopback(settings),
         )  # fmt: skip
+        found += expiring.findings(expiring.look(settings), time.time())
         return [msgspec.structs.replace(finding, node=settings.node) for finding in found]
 
     def log_findings(self, log: Log) -> None:

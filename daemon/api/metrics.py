@@ -11,7 +11,7 @@ import importlib.metadata
 import math
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -19,6 +19,7 @@ from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
+from ..etcd.expiring import Certificate
 from ..published_state import Snapshot
 from . import views
 from .histogram import Histograms
@@ -43,6 +44,7 @@ class FromSnapshot(Collector):
         yield _build(status)
         yield from _daemon(snapshot, status, now)
         yield from _etcd(status["etcd"])
+        yield _certificates(snapshot.contact.certificates, now)
         yield _histogram("elasticd_etcd_request_duration_seconds", "Requests of this daemon to etcd, retries included.",
                          self._requests.etcd, ("method", "result"))  # fmt: skip
         yield _histogram("elasticd_api_request_duration_seconds", "Requests on the socket, without followed logs.",
@@ -106,6 +108,15 @@ def _etcd(etcd: views.Json) -> Iterator[Any]:
     for member in members:
         sizes.add_metric([member["endpoint"]], member["database_mb"] * 1e6)
     yield sizes
+
+
+def _certificates(found: Sequence[Certificate], now: views.Now) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(
+        "elasticd_certificate_left_seconds", "Until a certificate that this node uses expires.", labels=["file"]
+    )
+    for each in found:
+        family.add_metric([each.file], each.until_wall_s - now.wall_s)
+    return family
 
 
 def _nodes(rows: list[views.Json]) -> Iterator[Any]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from elastic.etcd.client import MemberHealth
 
+from ..etcd import expiring
 from ..published_state import Snapshot
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ def problems_of(snapshot: Snapshot, identity: Identity, rows: list[Json], now: N
         found.append("etcd cannot be reached: this is the last that was seen of it")
     found += [_ALARMS.get(alarm, f"etcd has raised the alarm {alarm}") for alarm in snapshot.contact.alarms]
     found += _member_problems(snapshot.contact.members)
+    found += expiring.problems(snapshot.contact.certificates, now.wall_s)
     if snapshot.stays_out:
         found.append(f"this node stays out of the cluster: {snapshot.stays_out}")
     elif not snapshot.registered:

@@ -93,6 +93,9 @@ def etcd(snapshot: Snapshot, identity: Identity, now: Now) -> Json:
         "endpoints": list(identity.endpoints),
         "embedded": identity.embedded,
         "anonymous": contact.anonymous,
+        "certificates": [
+            {"what": each.what, "file": each.file, "expires_wall_s": each.until_wall_s} for each in contact.certificates
+        ],
         "signed": bool(identity.key_id),
         "key_id": identity.key_id,
         "refused": dict(sorted(snapshot.cluster.refused.items())[:SHOWN_REFUSED]),

@@ -14,6 +14,7 @@ import grpc
 
 from ..contract.agent_files import EtcdAccess
 from . import etcd3_import
+from .expiry import expired
 from .keepers import Compacted, WatchBatch
 from .threads import start_thread
 from .types import KV, EtcdDenied, EtcdError, EtcdFull, EtcdRefused, EtcdUnavailable, LeaseGone, key_text
@@ -204,7 +205,7 @@ class Connection:
             return self._method(method)(message, timeout=within_s, metadata=self._metadata())
         except grpc.RpcError as error:
             self.silent |= error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-            raise translate(error, self.endpoint) from None
+            raise translate(error, self.endpoint, self._access) from None
         except ValueError as error:  # raised by gRPC when another thread has closed the channel
             raise EtcdUnavailable(f"{self.endpoint}: {error}", maybe_done=False) from None
 
@@ -334,17 +335,22 @@ def _tls_trouble(details: str) -> str:
         return ""
     if "alert" in details:
         return "etcd refuses the client certificate (cert_file), or wants one: "
+    if "has expired" in details:
+        return "etcd's own certificate, or that of its authority, has expired: "
     if "certificate" in details:
         return "etcd's certificate is not signed by the authority of ca_file, or not for this name: "
     # A refused certificate can look the same: the connection may be closed before the alert is read.
     return "etcd ends the TLS handshake: it refuses the client certificate (cert_file) or wants one, or has no TLS: "
 
 
-def translate(error: Any, where: str) -> EtcdError:
-    """The EtcdError that corresponds to a gRPC failure."""
+def translate(error: Any, where: str, access: EtcdAccess | None = None) -> EtcdError:
+    """The EtcdError that corresponds to a gRPC failure. `access`: its certificates may be the reason."""
     code, details = error.code(), error.details() or ""
     lowered = details.lower()
-    text = f"{where}: {_tls_trouble(lowered)}{details or code.name.lower()}"
+    trouble = _tls_trouble(lowered)
+    if trouble and access is not None and (old := expired(access, time.time())):
+        trouble = f"{old}: "
+    text = f"{where}: {trouble}{details or code.name.lower()}"
     if code is grpc.StatusCode.NOT_FOUND and "lease not found" in lowered:
         return LeaseGone(text)
     if "database space exceeded" in lowered:

@@ -12,7 +12,7 @@ from support.etcd_server import EtcdServer
 from support.wait import eventually, holds
 
 from elastic.etcd import renewal, wire
-from elastic.etcd.client import Etcd, EtcdAccess, EtcdUnavailable, View
+from elastic.etcd.client import Etcd, EtcdAccess, EtcdError, EtcdUnavailable, View
 
 pytestmark = [
     pytest.mark.etcd,
@@ -145,3 +145,27 @@ def _answers(etcd: Etcd) -> bool:
         return bool(etcd.version())
     except EtcdUnavailable:
         return False
+
+
+def test_an_expired_client_certificate_is_named_with_the_time(
+    server: EtcdServer, certificates: Path, tmp_path: Path
+) -> None:
+    sign = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-extfile", "san", "-days", "0")
+    argv = ["openssl", "x509", "-req", "-in", "client.csr", *sign, "-out", str(tmp_path / "old.pem")]
+    subprocess.run(argv, cwd=certificates, check=True, capture_output=True, timeout=30)
+    ca, secret, old = (
+        str(path) for path in (certificates / "ca.pem", certificates / "client.key", tmp_path / "old.pem")
+    )
+    etcd = Etcd(EtcdAccess(endpoints=(server.endpoint,), ca_file=ca, cert_file=old, key_file=secret), call_s=1.0)
+
+    def said() -> str:
+        try:
+            etcd.get("/t")
+        except EtcdError as error:
+            return str(error)
+        return ""
+
+    try:
+        eventually(lambda: f"client certificate {old} expired at 20" in said(), 15)
+    finally:
+        etcd.close()

@@ -24,6 +24,7 @@ from elasticd.api import metrics, routes, views
 from elasticd.api.observations import Histories, Requests
 from elasticd.assignment import Assignment
 from elasticd.cluster import Job, Node
+from elasticd.etcd.expiring import Certificate
 from elasticd.published_state import Contact, Snapshot
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -57,7 +58,8 @@ def full() -> str:
     requests = Requests()
     requests.etcd_called("KV.Txn", 0.02, "EtcdUnavailable")
     requests.api.observe(0.004, "GET", "/v1/jobs/{job}", "200")
-    contact = Contact(True, 99.5, "", "3.5", members=MEMBERS)
+    mine = Certificate("client certificate", "/c.pem", 2e9)
+    contact = Contact(True, 99.5, "", "3.5", members=MEMBERS, certificates=(mine,))
     return text(snapshot(job(**FULL), contact=contact, plan=Assignment(queue=("train",))), requests=requests)
 
 
