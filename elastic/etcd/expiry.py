@@ -5,21 +5,19 @@ from __future__ import annotations
 import binascii
 import calendar
 import time
+from pathlib import Path
 
 from ..contract.agent_files import EtcdAccess
 
 _BEGIN, _END = b"-----BEGIN CERTIFICATE-----", b"-----END CERTIFICATE-----"
 _VERSION, _UTC_TIME = 0xA0, 0x17
-MOST_BYTES = 1 << 20
 
 
 def expires_wall_s(path: str) -> float | None:
     """When the last of the certificates in this file expires (a bundle of authorities may hold old ones). None: it
     cannot be read, or is no certificate."""
     try:
-        with open(path, "rb") as file:
-            content = file.read(MOST_BYTES)
-        blocks = [block.partition(_END)[0] for block in content.split(_BEGIN)[1:]]
+        blocks = [block.partition(_END)[0] for block in Path(path).read_bytes().split(_BEGIN)[1:]]
         return max((_not_after(binascii.a2b_base64(block)) for block in blocks), default=None)
     except (OSError, ValueError, IndexError, OverflowError):
         return None
