@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import elastic
 from elastic.contract.agent_files import AgentConfig, AgentOrders, EtcdAccess
@@ -18,6 +19,7 @@ from elastic.contract.node_records import AgentRow, KnownNode, NodeRecord, Worke
 from elastic.contract.records import Phase
 from elastic.contract.spec import Limits
 from elastic.etcd.client import ClusterSigner, Lease, View
+from elastic.etcd.stamps import Stamps
 
 from . import host, reconcile, sandbox
 from .agents import Agents, Gone
@@ -30,9 +32,11 @@ from .event_queue import Event, EventQueue, NodeLeaseLost, NodeRegistered, Stop,
 from .gpus import Health
 from .log import Log
 from .notify import Notify
+from .older_records import OlderRecords
 from .published_state import Contact, LocalAgent, PublishedState, Snapshot
 from .run_as import NotAllowed, RunAs
 from .settings import Settings
+from .stamp_file import StampFile
 from .writer import KEY_MISSING, ClusterWriter
 
 TICK_S = 1.0
@@ -61,6 +65,7 @@ class DaemonLoop:
         run_as: RunAs,
         signer: ClusterSigner | None = None,
     ) -> None:
+        """`signer`: None: records are not signed."""
         self._settings = settings
         self._access = access
         self._gpus = gpus
@@ -79,6 +84,9 @@ class DaemonLoop:
         self._chores = Chores(settings, writer)
         self._keys = ClusterKeys(settings.cluster)
         self._reader = ClusterReader(self._keys)
+        stamps = signer.stamps if signer else Stamps(self._keys)
+        self._stamp_file = StampFile(Path(settings.state_dir), stamps, log) if signer else None
+        self._older = OlderRecords(self._keys, stamps, settings.node, writer)
         self._timeline = Timeline(self._keys, settings.node)
         self._started_wall_s = time.time()
         self._cluster = Cluster()
@@ -123,6 +131,8 @@ class DaemonLoop:
             if in_order and self._registered is not None and self._contact.connected:
                 self._writer.left(KnownNode.of(self._registered, time.time(), left=True))
             self._lease.close()
+        if self._stamp_file is not None:
+            self._stamp_file.save(all_of_it=True)
 
     # ── events ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -150,7 +160,8 @@ class DaemonLoop:
 
     def _look(self, view: View) -> None:
         if view.revision or view.connected:  # an empty view before the first contact carries no information
-            self._cluster = self._reader.read(view.kvs, view.revision, view.refused, self._signer is not None)
+            refused = self._older.look(view, time.monotonic())
+            self._cluster = self._reader.read(view.kvs, view.revision, refused, self._signer is not None)
             self._timeline.look(self._cluster, time.time())
         self._say_contact(view)
         self._timeline.contact(view.connected, view.error, time.time())
@@ -188,6 +199,8 @@ class DaemonLoop:
 
     def _work(self, now_s: float) -> None:
         self._turn += 1
+        if self._stamp_file is not None:
+            self._stamp_file.save()
         self._agents.refresh()
         stays_out = self._stays_out()
         node = self._settings.node
@@ -202,6 +215,7 @@ class DaemonLoop:
             self._say_contact(self._contact)  # a view comes once for each reason, perhaps too early to be logged
         self._chores.look_at_certificates(now_s)
         if self._contact.connected:
+            self._older.mend(self._cluster, now_s)
             self._chores.do(self._cluster, self._registered, now_s, time.time())
             self._tell_events()
             if not stays_out:
@@ -236,7 +250,7 @@ class DaemonLoop:
         self._timeline.members(self._writer.members, time.time())
         self._timeline.send(self._writer.put_events)
         if old := self._timeline.too_old(self._cluster):
-            self._writer.delete_events(old)
+            self._writer.delete("old events", old)
 
     def _keep_registered(self, now_s: float) -> None:
         record = self._record()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from elastic.contract.agent_files import EtcdAccess
 from elastic.contract.keys import ClusterKeys
 from elastic.etcd.client import ClusterSigner, Etcd, EtcdError
+from elastic.etcd.signing import ending
 
 from . import asks, doctor, host, machine_shutdown
 from .accounts import Accounts, account, group_id
@@ -146,7 +147,7 @@ class Daemon:
         snapshot = self._board.wait(lambda s: s.contact.connected, REMOVAL_S)
         if machine_shutdown.ours(snapshot, node) and not self._leaving:
             try:
-                self._etcd.delete(self._keys.drain(node))
+                self._etcd.txn([], ending(self._keys, self._keys.drain(node)))
                 self._log.info("shutdown.drain_removed")
             except EtcdError as error:
                 self._log.warning("shutdown.drain_stays", why=str(error), cure=f"elasticctl uncordon {node}")

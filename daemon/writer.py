@@ -26,6 +26,7 @@ from elastic.etcd.client import (
     Op,
     Put,
 )
+from elastic.etcd.signing import ending
 
 from .cluster import Job
 from .etcd import trust
@@ -136,10 +137,10 @@ class ClusterWriter:
     def put_known(self, node: str, row: KnownNode | None, own: bool) -> None:
         """Write a node's row of the inventory, None: delete it; that of another node only while its record is gone."""
         key, there = self._keys.known_node(node), [] if own else [Absent(self._keys.node(node))]
-        op: Op = Put(key, encode(row)) if row is not None else Delete(key)
+        ops: Sequence[Op] = [Put(key, encode(row))] if row is not None else ending(self._keys, key)
 
         def work() -> None:
-            self._etcd.txn(there, [op])
+            self._etcd.txn(there, ops)
 
         self._do(f"known {node}", work)
 
@@ -176,12 +177,24 @@ class ClusterWriter:
         self._do("events", work)
         return True
 
-    def delete_events(self, keys: Sequence[str]) -> None:
-        """Delete the oldest events."""
-        self._do("old events", lambda: self._delete(keys))
+    def delete(self, what: str, keys: Sequence[str]) -> None:
+        """Delete records that are too many: `what`, 'old events'."""
+        self._do(what, lambda: self._delete(keys))
 
     def _delete(self, keys: Sequence[str]) -> None:
         self._etcd.txn([], [Delete(key) for key in keys])
+
+    def put_right(self, key: str, there: KV, newest: KV | None) -> None:
+        """Write the newest record of `key` over the older one that is `there`; None: it was deleted for good."""
+        ops: list[Op] = [Put(key, newest.value)] if newest is not None else [Delete(key)]
+        if newest is None and self._keys.is_spec(key):
+            ops = [Delete(key.removesuffix(ClusterKeys.SPEC) + "/", prefix=True)]
+
+        def work() -> None:
+            if self._etcd.txn([ModIs(key, there.mod_revision)], ops).ok:
+                self._log.warning("record.put_right", key=key, why="an older record of it had been written again")
+
+        self._do(f"right {key}", work)
 
     def check_alarms(self) -> None:
         """Check whether etcd has raised an alarm: it then answers reads and renewals, but accepts no writes."""

@@ -20,6 +20,7 @@ from elastic.contract.phases import PhaseTrigger, after
 from elastic.contract.records import JobState, Phase, ProtocolVersionMismatch, Record, SpecRecord, decode, encode
 from elastic.contract.spec import InvalidSpec, parse_job
 from elastic.etcd.client import Absent, Compare, Delete, Etcd, EtcdError, EtcdForged, EtcdUnavailable, ModIs, Op, Put
+from elastic.etcd.signing import ending
 
 from ..authority import Account, Authority, Peer
 from ..cluster import Cluster, Job
@@ -83,6 +84,7 @@ class Actions:
         check_spec(spec)
         self._take(peer, record, self._board.now.cluster.jobs)
         state = JobState(phase=Phase.PENDING, since_wall_s=now_s)
+        self._heed_ending(keys.spec)
         # What agents of an earlier job have written since that was forgotten, or have restored in part, goes as well.
         ops = [*_all_but_spec_and_state(keys), Put(keys.spec, encode(record)), Put(keys.state, encode(state))]
         if not self._txn([Absent(keys.spec)], ops):
@@ -211,7 +213,8 @@ class Actions:
     def uncordon(self, node: str) -> None:
         """Undo a cordon or drain, and the exclusion of this node by jobs."""
         self._node(node)
-        self._txn([], [Delete(self._keys.cordon(node)), Delete(self._keys.drain(node))])
+        keys = self._keys
+        self._txn([], [*ending(keys, keys.cordon(node)), *ending(keys, keys.drain(node))])
 
         def pardoned(state: JobState) -> JobState | None:
             if node not in state.excluded_nodes:
@@ -234,7 +237,7 @@ class Actions:
             there = "its elasticd runs" if node in cluster.nodes else f"agents of {', '.join(jobs)} run there"
             raise Refused(409, f"node {node!r} is not gone: {there}; drain it and stop its elasticd first")
         self.uncordon(node)
-        if not self._txn([Absent(self._keys.node(node))], [Delete(self._keys.known_node(node))]):
+        if not self._txn([Absent(self._keys.node(node))], list(ending(self._keys, self._keys.known_node(node)))):
             raise Refused(409, f"node {node!r} is not gone: it has just come back")
 
     # ── etcd ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -312,6 +315,16 @@ class Actions:
         except (ProtocolVersionMismatch, msgspec.DecodeError, UnicodeDecodeError) as error:
             raise Refused(409, f"{key}: {error}") from error
 
+    def _heed_ending(self, key: str) -> None:
+        """So that the stamp of a new record is higher than that of the deletion, perhaps by a daemon whose clock is
+        ahead."""
+        try:
+            self._etcd.get(self._keys.ended(key))
+        except EtcdForged:
+            pass  # it ends nothing
+        except EtcdError as error:
+            raise _unavailable(error) from error
+
     def _txn(self, compares: Sequence[Compare], then: Sequence[Op]) -> bool:
         """Whether the transaction was applied; if so, this daemon's view contains it, unless the watch is slow."""
         if self._etcd.signatures_ignored:
@@ -329,7 +342,8 @@ class Actions:
 
     def _remove(self, keys: JobKeys, name: str, compares: Sequence[Compare]) -> None:
         """Unless another request has changed the job since it was looked at: it may have been started anew."""
-        if not self._txn(compares, [Delete(keys.root, prefix=True)]):
+        _, ended = ending(self._keys, keys.spec)
+        if not self._txn(compares, [Delete(keys.root, prefix=True), ended]):
             raise _overtaken(name)
 
 

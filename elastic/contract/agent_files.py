@@ -68,6 +68,10 @@ class JobKey(msgspec.Struct, frozen=True, kw_only=True):
     key_id: str
     secret: str
     """Hexadecimal."""
+    newest: dict[str, int] = {}
+    """Key of the job's head -> stamp of the newest record that the daemon has read: the agent takes no older one."""
+    after: int = 0
+    """The agent's own stamps are higher than this, whatever the clock says: an earlier agent here has signed, too."""
 
 
 class AgentConfig(msgspec.Struct, frozen=True, kw_only=True):

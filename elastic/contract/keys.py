@@ -4,6 +4,7 @@
 /elastic/<cluster>/known/<node>                             KnownNode (the inventory: stays until a user forgets it)
 /elastic/<cluster>/cordons/<node>                           CordonRecord
 /elastic/<cluster>/drains/<node>                            DrainRecord
+/elastic/<cluster>/ended/<key>                              {}: the record at <key> was deleted for good
 /elastic/<cluster>/events/<milliseconds>.<node>.<id>        EventRecord (the newest `KEPT_EVENTS` of the cluster)
 /elastic/<cluster>/jobs/<job>/head/spec                     SpecRecord
 /elastic/<cluster>/jobs/<job>/head/state                    JobState
@@ -16,6 +17,10 @@
 /elastic/<cluster>/jobs/<job>/ranks/<node>                  RanksRecord (each agent, every ten seconds or less often)
 /elastic/<cluster>/jobs/<job>/asked                         AskedRecord (daemons pass it on to their agents)
 
+`KINDS` has one row for each kind of record: which key signs it, and how a record that is put back is recognised. A new
+kind needs its row there, and nothing else, to be signed and ordered (`elastic.etcd.stamps`); a deletion that is to last
+leaves a record at `ClusterKeys.ended` (`elastic.etcd.signing.ending`).
+
 Below `head/` are the keys that every agent of a job watches, however large the job: see `watch_scope`. Those below
 `ranks/` sort after all others of the job, so that agents can watch the others alone: no agent reads them.
 """
@@ -24,6 +29,7 @@ from __future__ import annotations
 
 import enum
 import re
+from dataclasses import dataclass
 
 NAME = re.compile(r"[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?")
 """A valid cluster, node or job name: lower-case letters, digits, ``.``, ``_``, ``-``; at most 63 characters."""
@@ -54,6 +60,43 @@ class SigningAuthority(enum.Enum):
     BOTH = "both"  # written by daemons only, and checked by the job's agents: a spec
 
 
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of record."""
+
+    by: SigningAuthority
+    leased: bool = False
+    """It ends with the process that wrote it, a daemon or an agent: without a lease it is refused."""
+    acted_on: bool = True
+    """Daemons act on it, so its stamp is on the disk before they do. Of others it is saved along with these."""
+    ordered: bool = True
+    """False: each key is written once, so that there is no older record of it."""
+
+
+_CLUSTER, _JOB = SigningAuthority.CLUSTER, SigningAuthority.JOB
+KINDS = {
+    "nodes/*": Kind(_CLUSTER, leased=True),
+    "known/*": Kind(_CLUSTER),
+    "cordons/*": Kind(_CLUSTER),
+    "drains/*": Kind(_CLUSTER),
+    "ended/*": Kind(_CLUSTER),
+    "events/*": Kind(_CLUSTER, acted_on=False, ordered=False),
+    "jobs/*/head/spec": Kind(SigningAuthority.BOTH),
+    "jobs/*/head/state": Kind(_JOB),
+    "jobs/*/head/generation": Kind(_JOB),
+    "jobs/*/head/restored": Kind(_JOB, acted_on=False),
+    "jobs/*/head/broken/*": Kind(_JOB, acted_on=False),
+    "jobs/*/members/*": Kind(_JOB, leased=True),
+    "jobs/*/incidents/*": Kind(_JOB, acted_on=False),
+    "jobs/*/progress": Kind(_JOB, acted_on=False),
+    "jobs/*/ranks/*": Kind(_JOB, acted_on=False),
+    "jobs/*/asked": Kind(_CLUSTER),
+}
+"""Keys below the cluster's root -> the kind of their records. `*` stands for one name, in `ended/*` for a key."""
+_UNKNOWN = {False: Kind(_CLUSTER), True: Kind(_JOB)}
+"""Of keys that are in no row, which a later elasticd may have: of the cluster, of a job."""
+
+
 class ClusterKeys:
     """Keys that belong to a whole cluster."""
 
@@ -64,23 +107,30 @@ class ClusterKeys:
     def of_root(root: str) -> ClusterKeys:
         return ClusterKeys(root.removeprefix("/elastic/").rstrip("/"))
 
+    def kind(self, key: str) -> Kind:
+        """The kind of the record at `key`, which is one of this cluster."""
+        first, _, rest = key[len(self.root) :].partition("/")
+        if first != "jobs":
+            return KINDS.get(f"{first}/*", _UNKNOWN[False])
+        rest = rest.partition("/")[2]
+        return KINDS.get(f"jobs/*/{rest}") or KINDS.get(f"jobs/*/{rest.rpartition('/')[0]}/*", _UNKNOWN[True])
+
     def authority(self, key: str) -> tuple[SigningAuthority, str]:
         """Which key signs the record at `key`; and the job that it belongs to, '' for none."""
         if not key.startswith(self.root):
             return SigningAuthority.NONE, ""
-        if not key.startswith(self.jobs):
-            return SigningAuthority.CLUSTER, ""
-        job, _, rest = key[len(self.jobs) :].partition("/")
-        return _AUTHORITIES.get(rest, SigningAuthority.JOB), job
+        return self.kind(key).by, key[len(self.jobs) :].partition("/")[0] if key.startswith(self.jobs) else ""
 
-    def ordered(self, key: str) -> bool:
-        """Whether every writer of this key has read the record before, so that an older one can be recognised."""
-        return key.startswith(self.jobs) and key.endswith(_ORDERED)
+    def is_spec(self, key: str) -> bool:
+        return key.startswith(self.jobs) and key.endswith(self.SPEC)
 
     def is_leased(self, key: str) -> bool:
         """Whether the record at `key` ends with the process that wrote it: a daemon or an agent."""
-        job_key = key[len(self.jobs) :].partition("/")[2] if key.startswith(self.jobs) else ""
-        return key.startswith(self.nodes) or job_key.startswith("members/")
+        return key.startswith(self.root) and self.kind(key).leased
+
+    def ended(self, key: str) -> str:
+        """Where a record says that the one at `key` was deleted for good: none signed before that is accepted."""
+        return f"{self.endings}{key[len(self.root) :]}"
 
     def __init__(self, cluster: str) -> None:
         self.root = f"/elastic/{check_name('cluster', cluster)}/"
@@ -89,6 +139,7 @@ class ClusterKeys:
         self.cordons = f"{self.root}cordons/"
         self.drains = f"{self.root}drains/"
         self.events = f"{self.root}events/"
+        self.endings = f"{self.root}ended/"
         self.jobs = f"{self.root}jobs/"
 
     def node(self, node: str) -> str:
@@ -110,10 +161,6 @@ class ClusterKeys:
 
     def job(self, job: str) -> JobKeys:
         return JobKeys(self, job)
-
-
-_AUTHORITIES = {"head/spec": SigningAuthority.BOTH, "asked": SigningAuthority.CLUSTER}
-_ORDERED = ("/head/spec", "/head/state", "/head/generation", "/asked")
 
 
 class JobKeys:

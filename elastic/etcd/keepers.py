@@ -45,8 +45,15 @@ class Stream(Protocol):
     def cancel(self) -> None: ...
 
 
+class Signer(Protocol):
+    def deleted(self, keys: Iterable[str]) -> None: ...
+
+
 class Source(Protocol):
     call_s: float
+
+    @property
+    def signer(self) -> Signer | None: ...
 
     def get_prefix(self, prefix: str, before: str = "") -> View: ...
     def verified(self, kvs: Iterable[KV]) -> tuple[dict[str, KV], dict[str, Refusal]]: ...
@@ -196,7 +203,12 @@ class Watch:
         newest = self._source.newest(self.prefix, self._before)
         if self.view is None or not self._unchanged(self.view, newest):
             self._cluster = newest.cluster
-            return self._show(self._source.get_prefix(self.prefix, self._before))
+            read = self._source.get_prefix(self.prefix, self._before)
+            if self.view is not None:
+                self._deleted(self.view.kvs.keys() - read.kvs.keys() - read.refused.keys())
+                kept = {k: self.view.kvs[k] for k, r in read.refused.items() if r.older and k in self.view.kvs}
+                read = replace(read, kvs=MappingProxyType({**read.kvs, **kept})) if kept else read
+            return self._show(read)
         return self._show(replace(self.view, revision=newest.revision, connected=True, as_of_s=asked_s, error=""))
 
     def _unchanged(self, view: View, newest: Newest) -> bool:
@@ -285,10 +297,12 @@ class Watch:
                 kvs.pop(change[0], None)
                 written.pop(change[0], None)
                 revision = max(revision, change[1])
+                self._deleted(change[:1])
         accepted, refused = self._source.verified(written.values())
         kvs.update(accepted)
-        for key in refused:
-            kvs.pop(key, None)
+        for key, refusal in refused.items():
+            if not refusal.older:
+                kvs.pop(key, None)
         self._show(
             View(
                 MappingProxyType(kvs),
@@ -299,6 +313,10 @@ class Watch:
                 refused=MappingProxyType(refused),
             )
         )
+
+    def _deleted(self, keys: Iterable[str]) -> None:
+        if self._source.signer is not None:
+            self._source.signer.deleted(keys)
 
     def _lost(self, error: str) -> None:
         """Publish the loss once, and again when the reason changes; before the first contact with an empty view of

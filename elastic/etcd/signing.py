@@ -14,9 +14,11 @@ own key only. `-` stands for an absent field.
   therefore sign for this job only, and not its spec. A spec carries both MACs: daemons check that of the cluster key,
   agents that of the job key.
 - The **submission** is random per submission of a job: records of an earlier job of the same name are refused.
-- The **stamp** grows with each write of a key. A reader refuses a spec, state, generation or request that was written
-  after a newer one of the same key. It remembers stamps while it runs; a daemon that has just started does not know
-  them, and would accept an older record of the same submission.
+- The **stamp** is the time in nanoseconds, and grows with each write of a key, whatever the clocks of its writers say.
+  A reader refuses a record that is older than one of the same key that it has read (`stamps`), so each writer of a key
+  reads it before, or is the only one. A stamp more than `AHEAD_NS` ahead of the reader's clock is refused: there might
+  be none above it.
+- A record that belongs to a process has a **lease**, and is refused without one.
 """
 
 from __future__ import annotations
@@ -32,13 +34,16 @@ import msgspec
 
 from ..contract.agent_files import JobKey
 from ..contract.keys import ClusterKeys, SigningAuthority
-from .types import KV, EtcdError, EtcdForged, Op, Put, Refusal
+from .stamps import Stamps
+from .types import KV, Delete, EtcdError, EtcdForged, Op, Put, Refusal
 
 MARK = "elasticd-signed-1"
 _LINE = f"\n{MARK} ".encode()
 KEY_BYTES = 32
 """Length of a cluster key."""
 NONE = "-"
+AHEAD_NS = 24 * 3600 * 10**9
+"""A clock set to another time zone is wrong by less. What is read within this is followed by a higher stamp."""
 
 
 class _Trailer(NamedTuple):
@@ -66,6 +71,11 @@ def job_secret(secret: bytes, root: str, job: str, submission: str) -> bytes:
     return hmac.digest(secret, f"elasticd job key\n{root}\n{job}\n{submission}".encode(), "sha256")
 
 
+def ending(keys: ClusterKeys, key: str) -> tuple[Op, Op]:
+    """Delete the record at `key` for good: one that was signed before this is refused when it is put back."""
+    return Delete(key), Put(keys.ended(key), b"{}")
+
+
 def stripped(value: bytes) -> tuple[bytes, bool]:
     """A value without its signature, which is not checked; and whether it had one."""
     payload, line, _ = value.rpartition(_LINE) if not value.endswith(b"}") else (b"", b"", b"")
@@ -79,8 +89,9 @@ class Signer(abc.ABC):
         self._keys = ClusterKeys.of_root(root)
         self.key_id = name
         self._clock_ns = clock_ns
-        self._stamps: dict[str, tuple[int, int]] = {}
-        """Key -> (newest stamp read, its mod revision), of keys whose old values are refused."""
+        self._last = 0
+        """Stamp of the last record that was signed here."""
+        self.stamps = Stamps(self._keys)
 
     def sealed(self, ops: Sequence[Op]) -> list[Op]:
         """The operations with signed values. Raises EtcdForged for a record that this client must not sign."""
@@ -97,24 +108,36 @@ class Signer(abc.ABC):
             raise EtcdForged(kv, f"it is signed with another cluster key ({trailer.key_id}; here {self.key_id})")
         if not self._valid(kv.key, payload, trailer, authority, job):
             raise EtcdForged(kv, "its signature is not valid for this key")
-        ordered = self._keys.ordered(kv.key)
-        if ordered:
-            self._refuse_old(kv, trailer)
-        self._refuse_foreign(kv, trailer, authority, job)
-        if ordered and trailer.stamp >= self._stamps.get(kv.key, (0, 0))[0]:
-            self._stamps[kv.key] = trailer.stamp, kv.mod_revision
-        return KV(kv.key, payload, kv.create_revision, kv.mod_revision, kv.lease)
+        if (ahead_ns := trailer.stamp - self._clock_ns()) > AHEAD_NS:
+            hours = ahead_ns // 3_600_000_000_000
+            raise EtcdForged(kv, f"it was signed {hours} hours ahead of this node's clock: compare the nodes' clocks")
+        kind = self._keys.kind(kv.key)
+        if kind.leased and not kv.lease:
+            raise EtcdForged(kv, "it has no lease: the process that wrote it has ended")
+        with self.stamps.lock:
+            if kind.ordered:
+                self._refuse_old(kv, trailer.stamp)
+            self._refuse_foreign(kv, trailer, authority, job)
+            if kind.ordered:
+                self._remember(kv, trailer)
+        return KV(kv.key, payload, kv.create_revision, kv.mod_revision, kv.lease, trailer.stamp)
 
     def verified(self, kvs: Iterable[KV]) -> tuple[dict[str, KV], dict[str, Refusal]]:
-        """The accepted keys, and the others. Specs are checked first: they say which submission is the current one."""
+        """The accepted keys, and the others. Specs are checked first: they say which submission is the current one; and
+        before them what was deleted for good."""
         accepted: dict[str, KV] = {}
         refused: dict[str, Refusal] = {}
-        for kv in sorted(kvs, key=lambda kv: not kv.key.endswith(ClusterKeys.SPEC)):
+        keys = self._keys
+        for kv in sorted(kvs, key=lambda kv: (not kv.key.startswith(keys.endings), not keys.is_spec(kv.key))):
             try:
                 accepted[kv.key] = self.opened(kv)
             except EtcdForged as error:
-                refused[kv.key] = Refusal(kv, error.why)
+                refused[kv.key] = Refusal(kv, error.why, error.older)
         return accepted, refused
+
+    def deleted(self, keys: Iterable[str]) -> None:
+        """These keys are not in etcd any more."""
+        self.stamps.deleted(keys)
 
     # ── inside ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -132,12 +155,28 @@ class Signer(abc.ABC):
 
     def _stamp(self, key: str) -> int:
         """Newer than every stamp of this key that was read here, whatever the clocks of other nodes say."""
-        return max(self._clock_ns(), self._stamps.get(key, (0, 0))[0] + 1)
+        now_ns = self._clock_ns()
+        before = (stamp for stamp in (self._last, self.stamps.of(key).stamp) if stamp <= now_ns + AHEAD_NS)
+        self._last = max(now_ns, *(stamp + 1 for stamp in before), 0)
+        return self._last
 
-    def _refuse_old(self, kv: KV, trailer: _Trailer) -> None:
-        stamp, revision = self._stamps.get(kv.key, (0, 0))
-        if trailer.stamp < stamp and kv.mod_revision > revision:  # a lower revision: etcd was restored from a backup
-            raise EtcdForged(kv, "it is an older record that was written again")
+    def _newest(self, key: str) -> int:
+        """Stamp of the newest record that was read; 0: that was while this node's clock was far ahead."""
+        stamp = self.stamps.of(key).stamp
+        return stamp if stamp <= self._clock_ns() + AHEAD_NS else 0
+
+    def _refuse_old(self, kv: KV, stamp: int) -> None:
+        kind, newest = self._keys.kind(kv.key), self._newest(kv.key)
+        if stamp < newest:
+            raise EtcdForged(kv, "it is an older record that was written again", older=not kind.leased)
+        if stamp == newest and kind.leased and self.stamps.of(kv.key).gone:
+            raise EtcdForged(kv, "the process that wrote it has ended, and it was written again")
+
+    def _remember(self, kv: KV, trailer: _Trailer) -> None:
+        if trailer.stamp >= self._newest(kv.key):
+            self.stamps.take(kv.key, trailer.stamp, trailer.submission if self._keys.is_spec(kv.key) else "")
+        if kv.key.startswith(self._keys.endings):
+            self.stamps.end(self._keys.root + kv.key[len(self._keys.endings) :], trailer.stamp)
 
 
 class ClusterSigner(Signer):
@@ -146,13 +185,15 @@ class ClusterSigner(Signer):
     def __init__(self, root: str, secret: bytes, clock_ns: Callable[[], int] = time.time_ns) -> None:
         super().__init__(root, key_id(secret), clock_ns)
         self._secret = secret
-        self._submissions: dict[str, str] = {}
-        """Job -> submission, of the newest valid spec."""
 
     def job_key(self, job: str, submission: str) -> JobKey:
         """What the agents of a job are given."""
-        secret = job_secret(self._secret, self._keys.root, job, submission)
-        return JobKey(root=self._keys.root, job=job, submission=submission, key_id=self.key_id, secret=secret.hex())
+        secret, keys = job_secret(self._secret, self._keys.root, job, submission), self._keys.job(job)
+        newest = {key: self.stamps.of(key).stamp for key in (keys.spec, keys.state, keys.generation)}
+        return JobKey(
+            root=self._keys.root, job=job, submission=submission, key_id=self.key_id, secret=secret.hex(),
+            newest=newest if self.stamps.submission(job) == submission else {}, after=self.stamps.highest(job),
+        )  # fmt: skip
 
     def _sealed(self, put: Put, submissions: dict[str, str]) -> Put:
         authority, job = self._keys.authority(put.key)
@@ -162,7 +203,7 @@ class ClusterSigner(Signer):
         if authority is SigningAuthority.BOTH:
             submission = submissions[job] = _SUBMISSION.decode(put.value).submission
         elif job:
-            submission = submissions.get(job, self._submissions.get(job, ""))
+            submission = submissions.get(job, self.stamps.submission(job) or "")
         stamp = self._stamp(put.key)
         message = _message(put.key, submission, stamp, put.value)
         cluster = job_mac = NONE
@@ -184,13 +225,8 @@ class ClusterSigner(Signer):
         return valid and trailer.job_mac == NONE
 
     def _refuse_foreign(self, kv: KV, trailer: _Trailer, authority: SigningAuthority, job: str) -> None:
-        if authority is SigningAuthority.BOTH:
-            if self._submissions.get(job) != trailer.submission:
-                keys = self._keys.job(job)
-                for key in (keys.state, keys.generation, keys.asked):
-                    self._stamps.pop(key, None)
-            self._submissions[job] = trailer.submission
-        elif job and self._submissions.get(job, trailer.submission) != trailer.submission:
+        current = self.stamps.submission(job) if job and authority is not SigningAuthority.BOTH else None
+        if current is not None and current != trailer.submission:
             raise EtcdForged(kv, "it belongs to an earlier job of this name")
 
 
@@ -204,10 +240,15 @@ class JobSigner(Signer):
         self._submission = key.submission
         self._spec: bytes | None = None
         """The newest valid spec as it was signed by a daemon."""
+        self._revisions: dict[str, int] = {}
+        """Key -> mod revision of the newest record."""
+        self._last = key.after
+        spec = self._keys.job(key.job).spec
+        self.stamps.load((k, stamp, False, key.submission if k == spec else "") for k, stamp in key.newest.items())
 
     def opened(self, kv: KV) -> KV:
         found = super().opened(kv)
-        if kv.key.endswith(ClusterKeys.SPEC):
+        if self._keys.is_spec(kv.key):
             self._spec = kv.value
         return found
 
@@ -229,6 +270,16 @@ class JobSigner(Signer):
             return False
         message = _message(key, trailer.submission, trailer.stamp, payload)
         return _equal(_mac(self._secret, message), trailer.job_mac)
+
+    def _refuse_old(self, kv: KV, stamp: int) -> None:
+        """A lower revision: etcd was set back to a backup, and agents see to that (`recovery.effects.Restore`)."""
+        if kv.mod_revision > self._revisions.get(kv.key, 0):
+            super()._refuse_old(kv, stamp)
+
+    def _remember(self, kv: KV, trailer: _Trailer) -> None:
+        if trailer.stamp >= self._newest(kv.key):
+            self._revisions[kv.key] = kv.mod_revision
+        super()._remember(kv, trailer)
 
     def _refuse_foreign(self, kv: KV, trailer: _Trailer, authority: SigningAuthority, job: str) -> None:
         if trailer.submission != self._submission:

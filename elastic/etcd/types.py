@@ -25,6 +25,8 @@ class KV:
     create_revision: int
     mod_revision: int
     lease: int
+    stamp: int = 0
+    """Of its signature, in nanoseconds since 1970 or a little more; 0: signatures are not checked."""
 
 
 def key_text(key: bytes) -> str:
@@ -41,6 +43,8 @@ class Refusal:
     kv: KV
     """As it is in etcd."""
     why: str
+    older: bool = False
+    """It is genuine and older than one that was read, which still counts: that one stays among the view's keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +63,7 @@ class View:
     prefix: str = ""
     """The watched prefix."""
     refused: Mapping[str, Refusal] = field(default_factory=dict)
-    """Keys whose records are not used; they are not among `kvs`."""
+    """Keys whose records are not used; they are not among `kvs`, unless an earlier record of the key still counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,10 +149,11 @@ class EtcdDenied(EtcdError):
 class EtcdForged(EtcdError):
     """A record has no valid signature of the cluster key; see `elastic.etcd.signing`."""
 
-    def __init__(self, kv: KV, why: str) -> None:
+    def __init__(self, kv: KV, why: str, older: bool = False) -> None:
         super().__init__(f"{kv.key}: {why}")
         self.kv = kv
         self.why = why
+        self.older = older
 
 
 class EtcdRefused(EtcdError):

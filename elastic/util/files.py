@@ -10,9 +10,11 @@ from pathlib import Path
 MAX_READ_BYTES = 4 * 1024 * 1024
 
 
-def replace_file(path: Path, content: bytes, owner: tuple[int, int] | None = None, mode: int = 0o600) -> None:
+def replace_file(
+    path: Path, content: bytes, owner: tuple[int, int] | None = None, mode: int = 0o600, *, synced: bool = False
+) -> None:
     """Replace a file atomically: its reader sees the old or the new. `owner`: its (uid, gid), else this user's; links
-    are never followed. Raises OSError."""
+    are never followed. `synced`: one of them is there also after a loss of power. Raises OSError."""
     folder, name = os.path.split(path)
     aside = os.path.join(folder, f".{name}.new")
     with open(_new_file(aside, mode), "wb", buffering=0) as file:
@@ -21,6 +23,8 @@ def replace_file(path: Path, content: bytes, owner: tuple[int, int] | None = Non
             left = left[file.write(left) :]
         if owner is not None:
             os.fchown(file.fileno(), *owner)
+        if synced:
+            os.fsync(file.fileno())
     os.replace(aside, path)
 
 

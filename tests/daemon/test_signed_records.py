@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from support import procs
-from support.api import ApiError
+from support.api import ApiError, call
 from support.daemons import ELASTICD, FAKE_AGENT, Node, Nodes
 from support.etcd_server import EtcdServer
 from support.wait import eventually, holds
@@ -126,12 +126,53 @@ def test_the_state_of_a_finished_job_that_is_deleted_or_written_again_starts_not
     node.post("/v1/jobs/done/stop")
     eventually(lambda: node.job("done")["phase"] in ("stopping", "stopped"), 20)
     thief.put(keys.state, before)
-    eventually(lambda: "older" in etcd_of(node)["refused"].get(keys.state, ""), 20)
+    eventually(lambda: thief.raw(keys.root)[keys.state] != before, 20, "the daemon writes the newer one over it")
+    assert node.job("done")["phase"] in ("stopping", "stopped")
+    assert not etcd_of(node)["refused"]
     thief.delete(keys.state)
-    eventually(lambda: not etcd_of(node)["refused"], 20)
     procs.kill(agent)
     holds(lambda: (node.job("done")["agent"] or {}).get("pid") in (agent, None), 2.0)
     thief.delete_prefix(keys.root)
+
+
+def test_nothing_that_is_put_back_has_an_effect_also_after_a_restart(node: Node, thief: Thief) -> None:
+    """As the user of a job, who reads etcd's history: a drain that was lifted, a job that was forgotten, a node's own
+    record, with a lease that the user keeps alive."""
+    keys = KEYS.job("gone")
+    node.submit("gone", workers_per_node=1)
+    agent = eventually(lambda: node.agent_pid("gone"), 30)
+    node.post("/v1/nodes/honest/drain", {"reason": "old"})
+    eventually(lambda: b'"draining":"old"' in thief.raw(KEYS.nodes).get(KEYS.node("honest"), b""), 20)
+    node.post("/v1/nodes/honest/cordon", {"reason": "old"})
+    old = thief.raw(KEYS.root)
+    assert {KEYS.drain("honest"), KEYS.cordon("honest"), KEYS.node("honest"), keys.spec, keys.state} <= old.keys()
+    node.post("/v1/nodes/honest/uncordon")
+    node.post("/v1/jobs/gone/stop")
+    procs.kill(agent)
+    eventually(lambda: node.job("gone")["phase"] == "stopped", 30)
+    call(node.socket, "DELETE", "/v1/jobs/gone")
+    started = (node.state / "jobs" / "gone" / "agent" / "config.json").stat().st_mtime_ns
+    assert node.kill(15) == 0
+    lease = thief.grant(60)
+    for key, value in old.items():
+        if not key.startswith(KEYS.events):
+            thief.put(key, value, lease if KEYS.is_leased(key) else 0)
+    thief.delete_prefix(KEYS.endings)
+    node.start(wait_s=0)
+
+    def mended() -> bool:
+        there = thief.raw(KEYS.root)
+        return not {KEYS.drain("honest"), KEYS.cordon("honest"), keys.spec, keys.state} & there.keys()
+
+    eventually(mended, 30, "the daemon deletes again what was deleted for good")
+    row = eventually(lambda: next(r for r in node.get("/v1/nodes")["nodes"] if r["node"] == "honest"), 20)
+    eventually(lambda: node.ready(), 20)
+    assert row["state"] == "ready"
+    assert "gone" not in [job["job"] for job in node.get("/v1/jobs")["jobs"]]
+    assert (node.state / "jobs" / "gone" / "agent" / "config.json").stat().st_mtime_ns == started, (
+        "no agent was started"
+    )
+    thief.revoke(lease)
 
 
 def test_the_key_of_a_job_that_its_user_has_is_good_for_that_job_only(node: Node, thief: Thief) -> None:

@@ -7,11 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.contract.keys import ClusterKeys
+from elastic.contract.keys import KINDS, ClusterKeys
 from elastic.contract.node_records import CordonRecord
 from elastic.contract.records import JobState, Phase, SpecRecord, encode
 from elastic.contract.spec import JobSpec
+from elastic.etcd import stamps
 from elastic.etcd.client import KV, ClusterSigner, Delete, EtcdError, EtcdForged, JobSigner, Op, Put
+from elastic.etcd.signing import AHEAD_NS, ending
 
 KEYS = ClusterKeys("main")
 A, B = KEYS.job("a"), KEYS.job("b")
@@ -32,9 +34,11 @@ class World:
     def agent(self, job: str = "a", submission: str = "first") -> JobSigner:
         return JobSigner(self.daemon().job_key(job, submission), lambda: self.now_ns)
 
-    def write(self, key: str, value: bytes) -> KV:
+    def write(self, key: str, value: bytes, lease: int | None = None) -> KV:
+        """`lease`: as an honest writer has it, if it is not given."""
         self.revision += 1
-        self.kvs[key] = KV(key, value, 1, self.revision, 0)
+        leased = KEYS.is_leased(key) if lease is None else lease
+        self.kvs[key] = KV(key, value, 1, self.revision, int(leased))
         return self.kvs[key]
 
     def txn(self, signer: ClusterSigner | JobSigner, *ops: Op) -> None:
@@ -126,31 +130,197 @@ def test_a_record_of_an_earlier_job_of_the_same_name_is_refused(world: World) ->
     assert A.state in refused(world, world.agent("a", "two"))
 
 
-def test_an_older_record_that_is_written_again_is_refused_by_who_saw_the_newer(world: World) -> None:
+def test_a_clock_that_is_behind_signs_newer_records_all_the_same(world: World) -> None:
     daemon = world.daemon()
     world.submit(daemon)
     daemon.verified(world.kvs.values())
-    running, old_spec = world.kvs[A.state].value, world.kvs[A.spec].value
-    world.now_ns = 1  # the clock of the next writer is behind
-    world.txn(daemon, Put(A.state, encode(JobState(phase=Phase.STOPPED))))
-    daemon.verified(world.kvs.values())
-    world.write(A.state, running)
-    assert refused(world, daemon) == {A.state: "it is an older record that was written again"}
-    world.submit(daemon, "a", "later")
-    daemon.verified(world.kvs.values())
-    world.write(A.spec, old_spec)
-    assert A.spec in refused(world, daemon), "else its earlier records would be valid again"
-    assert A.spec not in refused(world, world.daemon()), "documented: it has not seen the newer one"
+    world.now_ns = 1
+    late = world.daemon()
+    late.verified(world.kvs.values())
+    world.txn(late, Put(A.state, encode(JobState(phase=Phase.STOPPED))))
+    assert refused(world, daemon) == {}
 
 
-def test_a_restored_backup_of_etcd_is_accepted(world: World) -> None:
+def again(signer: ClusterSigner, world: World) -> ClusterSigner:
+    """The signer of a daemon that starts after another, with what that one has saved."""
+    later = world.daemon()
+    later.stamps.load(signer.stamps.entries())
+    return later
+
+
+OLDER = "it is an older record that was written again"
+PATHS = sorted(path for path, kind in KINDS.items() if kind.ordered)
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+@pytest.mark.parametrize("path", PATHS)
+def test_no_kind_of_record_has_an_effect_once_a_newer_one_was_read(world: World, path: str, restarted: bool) -> None:
+    """Put back with or without a lease, also into an etcd that has lost its data."""
+    daemon, key = world.daemon(), KEYS.root + path.replace("jobs/*", "jobs/a").replace("*", "drains/n")
+    world.submit(daemon)
+    daemon.verified(world.kvs.values())
+    value = spec("a", "first") if key == A.spec else b"{}"
+    older = world.write(key, sealed(daemon, key, value)).value
+    daemon.verified(world.kvs.values())
+    world.write(key, sealed(daemon, key, value))
+    assert daemon.verified(world.kvs.values())[1] == {}
+    daemon = again(daemon, world) if restarted else daemon
+    for lease in (0, 7):
+        world.write(key, older, lease)
+        assert key in refused(world, daemon)
+    world.revision = 0
+    world.write(key, older)
+    assert key in refused(world, daemon)
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+@pytest.mark.parametrize("key", [KEYS.node("n"), A.member("n")])
+def test_the_record_of_a_process_that_has_ended_is_not_taken_again(world: World, key: str, restarted: bool) -> None:
     daemon = world.daemon()
     world.submit(daemon)
+    daemon.verified(world.kvs.values())
+    last = world.write(key, sealed(daemon, key, b"{}")).value
+    daemon.verified(world.kvs.values())
+    del world.kvs[key]
+    daemon.deleted([key])
+    daemon = again(daemon, world) if restarted else daemon
+    world.write(key, last, lease=9)
+    assert "has ended" in refused(world, daemon)[key]
+    world.write(key, sealed(daemon, key, b"{}"))
+    assert refused(world, daemon) == {}, "a new process writes a new record"
+    world.write(key, world.kvs[key].value, lease=0)
+    assert "has no lease" in refused(world, daemon)[key]
+
+
+def test_what_went_while_the_daemon_was_away_is_not_taken_again(world: World) -> None:
+    daemon = world.daemon()
+    last = world.write(KEYS.node("n"), sealed(daemon, KEYS.node("n"), b"{}")).value
+    daemon.verified(world.kvs.values())
+    later = again(daemon, world)
+    later.stamps.only(set())
+    world.write(KEYS.node("n"), last)
+    assert KEYS.node("n") in refused(world, later)
+
+
+def sealed(signer: ClusterSigner, key: str, value: bytes) -> bytes:
+    (put,) = signer.sealed([Put(key, value)])
+    assert isinstance(put, Put)
+    return put.value
+
+
+@pytest.mark.parametrize("saw_it_end", [True, False])
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_job_that_was_forgotten_runs_by_a_new_submission_only(
+    world: World, restarted: bool, saw_it_end: bool
+) -> None:
+    daemon, other = world.daemon(), world.daemon()
+    world.submit(daemon)
+    daemon.verified(world.kvs.values())
+    old = dict(world.kvs)
+    world.txn(daemon, *ending(KEYS, A.spec))
+    ended = KEYS.ended(A.spec)
+    world.kvs = {ended: world.kvs[ended]}
+    reader = daemon if saw_it_end else other
+    assert refused(world, reader) == {}
+    reader = again(reader, world) if restarted else reader
+    for key, kv in old.items():
+        world.write(key, kv.value)
+    assert refused(world, reader).keys() == {A.spec, A.state}
+    del world.kvs[ended]
+    assert refused(world, reader).keys() == {A.spec, A.state}, "also when the record of its end is deleted"
+    world.now_ns = 1
+    world.submit(reader, "a", "second")
+    assert refused(world, reader) == {}
+
+
+@pytest.mark.parametrize("key", [KEYS.cordon("n"), KEYS.drain("n"), KEYS.known_node("n")])
+def test_what_was_lifted_is_not_put_back(world: World, key: str) -> None:
+    daemon = world.daemon()
+    old = world.write(key, sealed(daemon, key, b"{}")).value
+    world.txn(daemon, *ending(KEYS, key))
+    world.write(key, old)
+    found, wrong = world.daemon().verified(world.kvs.values())
+    assert (key in found, wrong[key].older) == (False, True)
+
+
+def test_stamps_far_ahead_of_the_clock_are_refused(world: World) -> None:
+    """The owner of a job signs its state with the highest stamp: no daemon could stop the job any more."""
+    world.now_ns = 1_800_000_000 * 10**9
+    daemon, agent = world.daemon(), world.agent()
+    world.submit(daemon)
+    daemon.verified(world.kvs.values())
+    agent._last = 9_999_999_999_999_999_998
+    agent._clock_ns = lambda: 9_999_999_999_999_999_999
+    world.txn(agent, Put(A.state, encode(JobState())))
+    assert "hours ahead of this node's clock" in refused(world, daemon)[A.state]
+    world.txn(daemon, Put(A.state, encode(JobState(phase=Phase.STOPPING))))
+    assert refused(world, daemon) == refused(world, world.daemon()) == {}
+
+
+def test_what_was_read_while_the_clock_was_wrong_holds_nothing_up(world: World) -> None:
+    daemon, day_ns = world.daemon(), AHEAD_NS
+    world.now_ns = 10 * day_ns
+    world.submit(daemon)
+    daemon.verified(world.kvs.values())
+    world.now_ns = day_ns
+    world.submit(daemon, submission="second")
+    assert refused(world, daemon) == refused(world, world.daemon()) == {}
+
+
+def test_a_restored_backup_of_etcd_counts_for_agents_and_is_written_over_by_daemons(world: World) -> None:
+    daemon, agent = world.daemon(), world.agent()
+    world.submit(daemon)
+    daemon.verified(world.kvs.values())
     backup = dict(world.kvs)
-    world.now_ns += 1
     world.txn(daemon, Put(A.state, encode(JobState(phase=Phase.RUNNING))))
+    for reader in (daemon, agent):
+        assert reader.verified(world.kvs.values())[1] == {}
+    assert agent.verified(backup.values())[1] == {}
+    assert {key: r.older for key, r in daemon.verified(backup.values())[1].items()} == {A.state: True}
+
+
+def test_an_agent_takes_no_record_that_is_older_than_what_its_daemon_has_read(world: World) -> None:
+    daemon = world.daemon()
+    world.submit(daemon)
     daemon.verified(world.kvs.values())
-    assert daemon.verified(backup.values())[1] == {}
+    before = world.kvs[A.state].value
+    world.txn(daemon, Put(A.state, encode(JobState(phase=Phase.STOPPING))))
+    daemon.verified(world.kvs.values())
+    agent = JobSigner(daemon.job_key("a", "first"), lambda: 1)
+    world.write(A.state, before)
+    assert refused(world, agent) == {A.state: OLDER}
+    world.txn(agent, Put(A.member("n"), b"{}"))
+    assert refused(world, daemon).keys() == {A.state}, "its own stamps are newer, whatever its clock says"
+
+
+def test_what_is_remembered_is_bounded_and_what_is_not_remembered_is_refused(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stamps, "MOST_GONE", 4)
+    monkeypatch.setattr(stamps, "MOST_GONE_OF_JOB", 4)
+    daemon, old, saved = world.daemon(), dict[str, bytes](), list[stamps.Entry]()
+    for number in range(40):
+        world.now_ns += 1
+        job, drain = f"j{number}", KEYS.drain(f"n{number}")
+        world.submit(daemon, job)
+        daemon.verified(world.kvs.values())
+        for key in (drain, KEYS.job(job).spec):
+            old[key] = world.kvs[key].value if key in world.kvs else sealed(daemon, key, b"{}")
+            world.txn(daemon, *ending(KEYS, key))
+        daemon.verified(world.kvs.values())
+        world.kvs.clear()
+        daemon.deleted([KEYS.ended(drain), KEYS.ended(KEYS.job(job).spec)])
+        saved += daemon.stamps.entries()
+    assert len(list(daemon.stamps.all_entries())) < 40
+    later = world.daemon()
+    later.stamps.load(saved)
+    assert sorted(later.stamps.all_entries()) == sorted(daemon.stamps.all_entries())
+    for key, value in old.items():
+        world.write(key, value)
+    assert refused(world, later).keys() == old.keys()
+    world.kvs.clear()
+    world.submit(later, "new")
+    assert refused(world, later) == {}
 
 
 def test_an_agent_signs_nothing_but_its_own_jobs_records(world: World) -> None:

@@ -1,0 +1,66 @@
+"""Older records that stand in etcd in place of newer ones: after a client of etcd has written one again, or after etcd
+was set back to a backup. The newest that a daemon has read counts on, and it writes that over the older one.
+
+What was deleted for good (a job that was forgotten, a cordon) is deleted again. A daemon that has started since does
+not know the newer record itself, only that there was one: the older one is then shown as refused, unless the daemon of
+another node mends it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from elastic.contract.keys import ClusterKeys
+from elastic.etcd.client import Refusal, View
+from elastic.etcd.stamps import Stamps
+
+from .cluster import Cluster
+from .reconcile import Since
+from .writer import ClusterWriter
+
+AFTER_S = 2.0
+"""A watch may deliver a record after a newer one was read: the newer one follows within this time."""
+EACH_S = 0.5
+"""The daemon of the oldest node is the first to mend it, each further one this much later."""
+KEPT_ENDINGS = 2000
+"""Records of deletions for good that stay in etcd, the newest: for daemons that were away meanwhile."""
+TRIM_S = 60.0
+
+
+class OlderRecords:
+    def __init__(self, keys: ClusterKeys, stamps: Stamps, node: str, writer: ClusterWriter) -> None:
+        self._keys, self._stamps, self._node, self._writer = keys, stamps, node, writer
+        self._since = Since()
+        self._older: dict[str, tuple[str, Refusal]] = {}
+        """Key -> a name of this very record, and the refusal."""
+        self._view: View | None = None
+        self._trim_due_s = 0.0
+
+    def look(self, view: View, now_s: float) -> Mapping[str, Refusal]:
+        """The refused records of a new view, without those that may have arrived late only."""
+        if self._view is None and view.connected:
+            self._stamps.only({*view.kvs, *view.refused})
+        self._view = view if view.connected else self._view
+        before = self._older
+        self._older = {k: (f"{k} {r.kv.mod_revision}", r) for k, r in view.refused.items() if r.older}
+        for name in {name for name, _ in before.values()} - {name for name, _ in self._older.values()}:
+            self._since.lasts_s(name, False, now_s)
+        late = {k for k, (name, _) in self._older.items() if self._since.lasts_s(name, True, now_s) < AFTER_S}
+        return {k: r for k, r in view.refused.items() if k not in late}
+
+    def mend(self, cluster: Cluster, now_s: float) -> None:
+        """Called in each turn in which etcd can be reached."""
+        if self._view is None:
+            return
+        by_age = sorted(cluster.nodes.values(), key=lambda node: (node.create_revision, node.name))
+        place = next((i for i, node in enumerate(by_age) if node.name == self._node), len(by_age))
+        for key, (name, refusal) in self._older.items():
+            newest = self._view.kvs.get(key)
+            known = newest is not None or self._stamps.ended(key)
+            if known and self._since.lasts_s(name, True, now_s) >= AFTER_S + EACH_S * place:
+                self._writer.put_right(key, refusal.kv, newest)
+        if place == 0 and now_s >= self._trim_due_s:
+            self._trim_due_s = now_s + TRIM_S
+            found = sorted((kv.stamp, key) for key, kv in self._view.kvs.items() if key.startswith(self._keys.endings))
+            if over := [key for _, key in found[:-KEPT_ENDINGS]]:
+                self._writer.delete("old endings", over[:100])
