@@ -5,7 +5,8 @@
 
 Neither lies below the cluster's own prefix, so no other daemon or agent receives them, and `_asks` can be no cluster's
 name. All keys of one question have the lease of its asker: they are gone when it has its answer, or has given up. Only
-reading requests can be asked. Question and answer are signed with the cluster key. An answer has at most MAX_BYTES.
+reading requests can be asked. Question and answer are signed with the cluster key: a question for one node, which
+answers it once, also after a restart (`Stamps.first_time`). An answer has at most MAX_BYTES.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ MAX_BYTES = 2 * 1024 * 1024
 ANSWER_S = 10.0
 """How long an answer is waited for."""
 FRESH_S = 300.0
-"""A question may be this old, or from this far ahead: clocks differ. A repeated one is not answered anew."""
+"""A question may be this old, or from this far ahead: clocks differ."""
 WORKERS = 2
 """Questions of other nodes that are answered at a time."""
 MAX_WAITING = 32
@@ -59,6 +60,8 @@ class User(msgspec.Struct, frozen=True, kw_only=True):
     admin: bool
 
 
+FirstTime = Callable[[str, int], bool]
+"""(id of a question, nanoseconds since 1970) -> whether it has not been answered: see `Stamps.first_time`."""
 Answerer = Callable[[str, Mapping[str, str], User], tuple[int, bytes]]
 """(path, query, asking user) -> (HTTP status, body)."""
 
@@ -69,6 +72,9 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     """The asker's: the answer is written under it."""
     asker: str
     """The node that asks."""
+    cluster: str = ""
+    node: str = ""
+    """The one that is asked."""
     by: User
     path: str
     query: dict[str, str]
@@ -98,9 +104,16 @@ def sealed(ask: Ask, secret: bytes | None) -> Ask:
     return msgspec.structs.replace(ask, mac=_mac(secret, b"ask", _unsealed(ask)))
 
 
-def genuine(ask: Ask, secret: bytes | None, wall_s: float) -> bool:
-    """Whether a daemon of this cluster has asked this within FRESH_S."""
-    return _equal(ask.mac, _mac(secret, b"ask", _unsealed(ask))) and abs(wall_s - ask.wall_s) <= FRESH_S
+def why_not(ask: Ask, secret: bytes | None, cluster: str, node: str, wall_s: float) -> str:
+    """Why no daemon of this cluster has asked this of `node` within FRESH_S; empty: one has."""
+    if not _equal(ask.mac, _mac(secret, b"ask", _unsealed(ask))):
+        return "it is not signed with the cluster key"
+    if (ask.cluster, ask.node) != (cluster, node):
+        return f"it was asked of node {ask.node!r} of cluster {ask.cluster!r}"
+    if abs(off_s := ask.wall_s - wall_s) > FRESH_S:
+        how = f"{abs(off_s):.0f} s {'ahead of' if off_s > 0 else 'behind'} this node's clock"
+        return f"its time is {how}: it is an old one, or the clocks of {ask.asker} and {node} differ (timedatectl)"
+    return ""
 
 
 def _unsealed(ask: Ask) -> bytes:
@@ -184,7 +197,10 @@ class Asker:
             lease = self._etcd.grant(within_s + 5)
             watch = self._etcd.watch(prefix, show)
             try:
-                ask = Ask(id=name, lease=lease, asker=self._node, by=by, path=path, query=query, wall_s=time.time())
+                ask = Ask(
+                    id=name, lease=lease, asker=self._node, cluster=self._cluster, node=node, by=by, path=path,
+                    query=query, wall_s=time.time(),
+                )  # fmt: skip
                 raw = msgspec.json.encode(sealed(ask, self._secret))
                 self._etcd.put(f"{asks_of(self._cluster, node)}{name}", raw, lease)
                 arrived.wait(within_s)
@@ -223,11 +239,19 @@ class AnswerQueue:
     """Questions of other nodes' daemons, queued and answered."""
 
     def __init__(
-        self, etcd: Etcd, cluster: str, node: str, answer: Answerer, log: Log, secret: bytes | None = None
+        self,
+        etcd: Etcd,
+        cluster: str,
+        node: str,
+        answer: Answerer,
+        log: Log,
+        first_time: FirstTime,
+        secret: bytes | None = None,
     ) -> None:
         """`secret`: the cluster key; None: questions are not signed."""
         self._etcd, self._cluster, self._node, self._secret = etcd, cluster, node, secret
         self._answer = answer
+        self._first_time = first_time
         self._log = log
         self._work: queue.Queue[Ask] = queue.Queue(MAX_WAITING)
         self._seen: set[str] = set()
@@ -249,8 +273,11 @@ class AnswerQueue:
                 continue
             if ask.id != name or ask.protocol != PROTOCOL:
                 continue
-            if not genuine(ask, self._secret, time.time()):
-                self._log.warning("ask.refused", asker=ask.asker, path=ask.path, why="not signed with the cluster key")
+            if why := why_not(ask, self._secret, self._cluster, self._node, time.time()):
+                self._log.warning("ask.refused", asker=ask.asker, path=ask.path, why=why)
+                continue
+            if not self._first_time(ask.id, int(ask.wall_s * 1e9)):
+                self._log.warning("ask.refused", asker=ask.asker, path=ask.path, why="it was answered before")
                 continue
             try:
                 self._work.put_nowait(ask)

@@ -84,9 +84,9 @@ class DaemonLoop:
         self._chores = Chores(settings, writer)
         self._keys = ClusterKeys(settings.cluster)
         self._reader = ClusterReader(self._keys)
-        stamps = signer.stamps if signer else Stamps(self._keys)
-        self._stamp_file = StampFile(Path(settings.state_dir), stamps, log) if signer else None
-        self._older = OlderRecords(self._keys, stamps, settings.node, writer)
+        self.stamps = signer.stamps if signer else Stamps(self._keys)
+        self._stamp_file = StampFile(Path(settings.state_dir), self.stamps, log) if signer else None
+        self._older = OlderRecords(self._keys, self.stamps, settings.node, writer)
         self._timeline = Timeline(self._keys, settings.node)
         self._started_wall_s = time.time()
         self._cluster = Cluster()

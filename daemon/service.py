@@ -250,7 +250,8 @@ class Daemon:
 
     def _answer_other_nodes(self, service: Service) -> None:
         settings, answer = self._settings, partial(remote_answers.answer, service)
-        answers = AnswerQueue(self._etcd, settings.cluster, settings.node, answer, self._log, self._secret)
+        first_time = self._loop.stamps.first_time
+        answers = AnswerQueue(self._etcd, settings.cluster, settings.node, answer, self._log, first_time, self._secret)
         answers.start()
         for number in range(asks.WORKERS):
             self._threads.start(f"asks-{number}", answers.run)

@@ -22,7 +22,10 @@ from ..contract.keys import ClusterKeys
 MOST_GONE = 20_000
 """Keys that are gone of which the stamp is remembered; and jobs."""
 MOST_GONE_OF_JOB = 2_000
+"""And of the questions that were answered."""
 ENDED = "-"
+_ASKED = "asked/"
+"""Among the names of jobs: questions of other nodes' daemons, by their ids."""
 _DROPPED = -1
 _FLOOR = ""
 """In place of a key: what holds for those that are not remembered."""
@@ -96,12 +99,21 @@ class Stamps:
         with self.lock:
             for key in keys:
                 if (newest := self._groups.get(self._job(key), {}).get(key)) and not newest.gone:
-                    self._set(key, newest._replace(gone=True))
+                    self._set(key, Newest(newest.stamp, True, newest.submission))
 
     def only(self, there: set[str]) -> None:
         """No other keys than these are in etcd."""
         with self.lock:
             self.deleted([key for group in self._groups.values() for key in group if key and key not in there])
+
+    def first_time(self, question: str, stamp: int) -> bool:
+        """Whether the question of this id, asked at `stamp`, has not been answered: it is from now on."""
+        key = f"{self._keys.root}{_ASKED}{question}"
+        with self.lock:
+            if self.of(key).stamp >= stamp:
+                return False
+            self._set(key, Newest(stamp, True))
+            return True
 
     # ── kept in a file ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -132,10 +144,12 @@ class Stamps:
     # ── inside ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def _job(self, key: str) -> str:
-        return key[len(self._keys.jobs) :].partition("/")[0] if key.startswith(self._keys.jobs) else ""
+        if key.startswith(self._keys.jobs):
+            return key[len(self._keys.jobs) :].partition("/")[0]
+        return _ASKED if key.startswith(self._keys.root + _ASKED) else ""
 
     def _floor_key(self, job: str) -> str:
-        return f"{self._keys.jobs}{job}/" if job else self._keys.root
+        return f"{self._keys.jobs}{job}/" if job not in ("", _ASKED) else f"{self._keys.root}{job}"
 
     def _set(self, key: str, newest: Newest) -> None:
         group = self._groups.setdefault(self._job(key), {})

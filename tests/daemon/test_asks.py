@@ -6,7 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Mapping
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 from support.fake_etcd import FakeClient, FakeServer
 from support.wait import eventually
 
+from elastic.contract.keys import ClusterKeys
 from elastic.etcd.client import Etcd, EtcdUnavailable
+from elastic.etcd.stamps import Stamps
 from elasticd import asks
 from elasticd.api.remote_answers import ANSWERED
 from elasticd.asks import (
@@ -28,10 +30,10 @@ from elasticd.asks import (
     Asker,
     User,
     asks_of,
-    genuine,
     joined,
     pieces,
     sealed,
+    why_not,
 )
 from elasticd.errors import Refused
 
@@ -67,7 +69,8 @@ class Two:
         self.asked: list[str] = []
         a, b = FakeClient(server), FakeClient(server)
         self.asker = Asker(cast(Etcd, a), "main", "a", KEY)
-        self.answers = AnswerQueue(cast(Etcd, b), "main", "b", self.answer, LOG, key)
+        self.stamps = Stamps(ClusterKeys("main"))
+        self.answers = AnswerQueue(cast(Etcd, b), "main", "b", self.answer, LOG, self.stamps.first_time, key)
         self.answers.start()
 
     def answer(self, path: str, query: Mapping[str, str], by: User) -> tuple[int, bytes]:
@@ -168,7 +171,7 @@ def test_garbage_and_a_flood_of_questions_end_nothing(two: Two) -> None:
     prefix = asks_of("main", "b")
     client.put(f"{prefix}garbage", b"\xff{")
     client.put(f"{prefix}nested", b'{"x":' + b"[" * 9999)
-    wrong = Ask(id="other", lease=1, asker="a", by=ADA, path="/p", query={}, wall_s=time.time())
+    wrong = question(id="other", wall_s=time.time())
     client.put(f"{prefix}renamed", msgspec.json.encode(sealed(wrong, KEY)))
     for number in range(asks.MAX_WAITING + 5):
         ask = sealed(msgspec.structs.replace(wrong, id=f"n{number}"), KEY)
@@ -188,16 +191,50 @@ def test_a_question_or_an_answer_of_another_key_is_refused() -> None:
         joined("x", dict(enumerate(pieces("y", 200, b"{}", KEY))), KEY)
 
 
+def question(**changed: Any) -> Ask:
+    made = Ask(
+        id="x", lease=1, asker="a", cluster="main", node="b", by=ADA, path="/p", query={}, wall_s=1000.0
+    )  # fmt: skip
+    return msgspec.structs.replace(made, **changed)
+
+
 @pytest.mark.parametrize(
-    "changed", [{"path": "/q"}, {"by": User(name="ada", uid=0, admin=True)}, {"lease": 2}, {"mac": ""}, {"wall_s": 0.0}]
-)
-def test_a_changed_or_old_question_is_not_genuine(changed: dict[str, object]) -> None:
-    ask = sealed(Ask(id="x", lease=1, asker="a", by=ADA, path="/p", query={}, wall_s=1000.0), KEY)
-    assert genuine(ask, KEY, 1000.0 + FRESH_S)
-    assert not genuine(ask, KEY, 1000.1 + FRESH_S)
-    assert not genuine(msgspec.structs.replace(ask, **changed), KEY, 1000.0)
-    assert genuine(sealed(ask, None), None, 1000.0), "a cluster without a key"
-    assert not genuine(sealed(ask, None), KEY, 1000.0)
+    "changed",
+    [{"path": "/q"}, {"by": User(name="ada", uid=0, admin=True)}, {"lease": 2}, {"mac": ""}, {"wall_s": 0.0},
+     {"node": "c"}, {"cluster": "other"}],
+)  # fmt: skip
+def test_a_changed_question_is_refused(changed: dict[str, object]) -> None:
+    ask = sealed(question(), KEY)
+    assert not why_not(ask, KEY, "main", "b", 1000.0 + FRESH_S)
+    assert "not signed" in why_not(msgspec.structs.replace(ask, **changed), KEY, "main", "b", 1000.0)
+    assert not why_not(sealed(ask, None), None, "main", "b", 1000.0), "a cluster without a key"
+    assert "not signed" in why_not(sealed(ask, None), KEY, "main", "b", 1000.0)
+
+
+def test_a_question_is_for_one_node_of_one_cluster_for_a_while_and_the_clocks_are_named() -> None:
+    ask = sealed(question(), KEY)
+    assert "asked of node 'b' of cluster 'main'" in why_not(ask, KEY, "main", "c", 1000.0)
+    assert "asked of node 'b'" in why_not(ask, KEY, "other", "b", 1000.0)
+    assert "310 s behind this node's clock" in why_not(ask, KEY, "main", "b", 1010.0 + FRESH_S)
+    assert "clocks of a and b differ" in why_not(ask, KEY, "main", "b", 990.0 - FRESH_S)
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_question_that_is_put_back_is_not_answered_again(two: Two, restarted: bool) -> None:
+    """By another user, who watches etcd for the answer."""
+    raw = msgspec.json.encode(sealed(question(wall_s=time.time()), KEY))
+    thief, key = FakeClient(two.server), f"{asks_of('main', 'b')}x"
+    thief.put(key, raw)
+    two.server.pump()
+    two.answers.run_one()
+    thief.delete(key)
+    two.server.pump()
+    if restarted:
+        saved, two = two.stamps.entries(), Two(two.server)
+        two.stamps.load(saved)
+    thief.put(key, raw)
+    two.server.pump()
+    assert two.answers._work.empty()
 
 
 @pytest.mark.parametrize(

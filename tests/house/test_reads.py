@@ -34,6 +34,7 @@ WITHOUT_A_LIMIT = {
     "elasticd.leftovers:_has": _KERNEL,
     "elasticd.main:_access": _SETTING,
     "elasticd.page.access:token": _SETTING,
+    "elasticd.stamp_file:StampFile._read": _OWN,
     "elasticd.writer:_is_elasticd": _KERNEL,
 }
 """module:function -> why no other user's file of any length is read there."""
