@@ -31,7 +31,7 @@ _FLOOR = ""
 """In place of a key: what holds for those that are not remembered."""
 
 
-class Newest(NamedTuple):
+class NewestRead(NamedTuple):
     """The newest record of a key that was read."""
 
     stamp: int = 0
@@ -42,7 +42,7 @@ class Newest(NamedTuple):
 
 
 Entry = tuple[str, int, bool, str]
-"""A key, and the fields of its `Newest`. A key that ends with `/` stands for a floor."""
+"""A key, and the fields of its `NewestRead`. A key that ends with `/` stands for a floor."""
 
 
 class Stamps:
@@ -52,17 +52,17 @@ class Stamps:
         self._keys = keys
         self.lock = threading.RLock()
         """Held from the check of a record to `take`."""
-        self._groups: dict[str, dict[str, Newest]] = {"": {}}
+        self._groups: dict[str, dict[str, NewestRead]] = {"": {}}
         """Job, '' for the cluster's own keys -> key -> newest."""
-        self._unsaved: dict[str, Newest | None] = {}
+        self._unsaved: dict[str, NewestRead | None] = {}
         self.urgent = False
         """Whether something changed, since `entries` was called, that is to be saved before it is acted on."""
 
-    def of(self, key: str) -> Newest:
+    def of(self, key: str) -> NewestRead:
         with self.lock:
             group = self._groups.get(self._job(key), {})
             floor = self._groups[""] if self._keys.is_spec(key) else group
-            return group.get(key) or floor.get(_FLOOR) or Newest()
+            return group.get(key) or floor.get(_FLOOR) or NewestRead()
 
     def submission(self, job: str) -> str | None:
         """The current submission of a job; ENDED for one that was forgotten, None for one that is not known."""
@@ -83,7 +83,7 @@ class Stamps:
         with self.lock:
             if self._keys.is_spec(key) and self.submission(self._job(key)) != submission:
                 self._drop_job(self._job(key))
-            self._set(key, Newest(stamp, False, submission))
+            self._set(key, NewestRead(stamp, False, submission))
 
     def end(self, key: str, stamp: int) -> None:
         """A record at `ended/<key>` was read."""
@@ -92,14 +92,14 @@ class Stamps:
                 return
             if self._keys.is_spec(key):
                 self._drop_job(self._job(key))
-            self._set(key, Newest(stamp, True, ENDED))
+            self._set(key, NewestRead(stamp, True, ENDED))
 
     def deleted(self, keys: Iterable[str]) -> None:
         """These keys are not in etcd any more."""
         with self.lock:
             for key in keys:
                 if (newest := self._groups.get(self._job(key), {}).get(key)) and not newest.gone:
-                    self._set(key, Newest(newest.stamp, True, newest.submission))
+                    self._set(key, NewestRead(newest.stamp, True, newest.submission))
 
     def only(self, there: set[str]) -> None:
         """No other keys than these are in etcd."""
@@ -112,7 +112,7 @@ class Stamps:
         with self.lock:
             if self.of(key).stamp >= stamp:
                 return False
-            self._set(key, Newest(stamp, True))
+            self._set(key, NewestRead(stamp, True))
             return True
 
     # ── kept in a file ──────────────────────────────────────────────────────────────────────────────────────
@@ -127,14 +127,14 @@ class Stamps:
                 if stamp == _DROPPED:
                     group.pop(name, None)
                 else:
-                    group[name] = Newest(stamp, gone, submission)
+                    group[name] = NewestRead(stamp, gone, submission)
 
     def entries(self) -> list[Entry]:
         """What has changed since the last call."""
         with self.lock:
             self._trim()
             changed, self._unsaved, self.urgent = self._unsaved, {}, False
-            return [(key, *(newest or Newest(_DROPPED))) for key, newest in changed.items()]
+            return [(key, *(newest or NewestRead(_DROPPED))) for key, newest in changed.items()]
 
     def all_entries(self) -> Iterator[Entry]:
         with self.lock:
@@ -151,7 +151,7 @@ class Stamps:
     def _floor_key(self, job: str) -> str:
         return f"{self._keys.jobs}{job}/" if job not in ("", _ASKED) else f"{self._keys.root}{job}"
 
-    def _set(self, key: str, newest: Newest) -> None:
+    def _set(self, key: str, newest: NewestRead) -> None:
         group = self._groups.setdefault(self._job(key), {})
         if group.get(key) != newest:
             group[key] = self._unsaved[key] = newest
@@ -187,6 +187,6 @@ class Stamps:
         for _, owner, key in dropped:
             self._drop(owner, key)
         if dropped:
-            floor = Newest(max(dropped[-1][0], self._groups[job].get(_FLOOR, Newest()).stamp))
+            floor = NewestRead(max(dropped[-1][0], self._groups[job].get(_FLOOR, NewestRead()).stamp))
             self._groups[job][_FLOOR] = self._unsaved[self._floor_key(job)] = floor
         return dropped

@@ -8,7 +8,7 @@ import pytest
 import structlog
 
 from elastic.contract.keys import ClusterKeys
-from elastic.etcd.stamps import Newest, Stamps
+from elastic.etcd.stamps import NewestRead, Stamps
 from elasticd import stamp_file
 from elasticd.stamp_file import StampFile
 
@@ -31,7 +31,7 @@ def test_what_was_read_is_remembered_by_the_next_daemon(tmp_path: Path) -> None:
     later, _ = started(tmp_path)
     assert later.of(KEYS.drain("n")).gone
     assert later.of(KEYS.drain("n")).stamp == 7
-    assert later.of(JOB.spec) == Newest(5, False, "first")
+    assert later.of(JOB.spec) == NewestRead(5, False, "first")
     assert sorted(later.all_entries()) == sorted(stamps.all_entries())
 
 
