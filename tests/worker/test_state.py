@@ -218,6 +218,32 @@ def test_a_newcomer_takes_over_everything_and_steps_on_alike() -> None:
     assert [p.data_ptr() for p in target.model.parameters()] == pointers
 
 
+def test_an_optimizers_state_comes_in_the_order_in_which_it_was_made() -> None:
+    """A hash over it, or the bytes of `torch.save`, are the same on survivors and replacements."""
+
+    class Counting(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            super().step()
+            self.state["steps"] = {"b": 1, "a": 2}  # type: ignore[index]
+            for param in reversed(self.param_groups[0]["params"]):
+                self.state[param].update(zeta=torch.ones(2), count=3, alpha=torch.ones(3))
+
+    def order(optimizer: torch.optim.Optimizer) -> list[Any]:
+        numbers = {param: number for number, param in enumerate(optimizer.param_groups[0]["params"])}
+        return [(numbers.get(key, key), list(held)) for key, held in optimizer.state.items()]
+
+    for kind, options in ((torch.optim.AdamW, {}), (Counting, {"lr": 0.1}), (Counting, {"lr": 0.1, "momentum": 0.9})):
+        source, target = ({"model": nn.Linear(3, 3)} for _ in range(2))
+        for each in (source, target):
+            each["state"] = State(model=each["model"], optimizer=kind(each["model"].parameters(), **options))
+        source["model"](torch.ones(1, 3)).sum().backward()
+        source["state"].optimizer.step()
+        copy(source["state"], target["state"])
+        assert order(target["state"].optimizer) == order(source["state"].optimizer)
+        copy(source["state"], target["state"])  # into tensors that are there
+        assert order(target["state"].optimizer) == order(source["state"].optimizer)
+
+
 def test_surplus_optimizer_state_is_dropped() -> None:
     """Going back to before the first step: the moments of later steps must go."""
     source, target = trained(seed=0, steps=0), trained(seed=1, steps=3)

@@ -262,7 +262,7 @@ class OptimizerPart:
             fresh.setdefault(param, {}).update(decode(held, target, self._codecs))
         fresh.update(decode(extra.get("common", {}), target, self._codecs))
         self.value.state.clear()
-        self.value.state.update(fresh)
+        self.value.state.update(_in_order(fresh, params, extra))
         return came
 
     def _made(
@@ -340,12 +340,19 @@ class OptimizerPart:
         rest: dict[str, Any] = {}
         state = {id(param): held for param, held in self.value.state.items()}
         sorts: dict[tuple[Any, ...], list[Any]] = {}
+        order, last = dict[str, list[str]](), ()
+        numbers: dict[int, int] = {}
         for index, param in enumerate(self._params()):
-            if not (held := state.get(id(param))):
+            if (held := state.get(id(param))) is None:
+                continue
+            numbers[id(param)] = index
+            if not held:
                 continue
             path = f"{self.name}.state.{index}"
             if (keys := sorts.get(kinds := tuple(held))) is None:
                 keys = sorts[kinds] = _texts(held, path)
+            if kinds != last:
+                order[str(index)], last = list(kinds), kinds
             on_cpu, others = param.is_cpu, list[str]()
             for key in keys:
                 item = held[key]
@@ -357,7 +364,9 @@ class OptimizerPart:
                     others.append(key)
             for key in others:  # last: a name that one of the tensors has is not given to a tensor within these
                 rest.setdefault(str(index), {})[key] = encode(held[key], f"{path}.{key}", tensors, self._codecs)
-        found = {"groups": groups, "on": on, "state": rest}
+        found: dict[str, Any] = {"groups": groups, "on": on, "state": rest, "order": order}
+        if list(numbers) != list(state):  # by numbers, and by names, as the optimizer has met them
+            found["sequence"] = [numbers.get(id(key), key) for key in self.value.state]
         if common := self._common():
             found["common"] = encode(common, f"{self.name}.common", tensors, self._codecs)
         return found
@@ -374,6 +383,20 @@ class OptimizerPart:
             if type(key) is not str:
                 raise MisuseTypeError(f"state.{self.name} keeps state under {key!r}: neither a parameter nor a text")
         return others
+
+
+def _in_order(
+    state: dict[Any, dict[str, Any]], params: list[torch.Tensor], extra: Mapping[str, Any]
+) -> dict[Any, dict[str, Any]]:
+    """`state` in the order in which the optimizer has made it where it comes from, so that what is computed from it as
+    it comes (a hash, the bytes of `torch.save`) is the same on survivors and replacements."""
+    keys: list[str] = []
+    for number, param in enumerate(params):
+        keys = extra.get("order", {}).get(str(number), keys)
+        if held := state.get(param):
+            state[param] = {**{key: held[key] for key in keys if key in held}, **held}
+    first = [each if isinstance(each, str) else params[each] for each in extra.get("sequence", ())]
+    return {**{key: state.get(key, {}) for key in first}, **state}
 
 
 def _texts(held: Mapping[Any, Any], path: str) -> list[str]:
