@@ -154,9 +154,9 @@ def _table(state: State) -> Rows:
 
 
 def _plain(state: State) -> Rows:
-    """Plain values, and of tensors within them the names."""
+    """Plain values and generators, and of tensors within them the names."""
     extra = state.extra()
-    values = {name: extra["parts"][name] for name, kind in extra["kinds"].items() if kind == "value"}
+    values = {name: extra["parts"][name] for name, kind in extra["kinds"].items() if kind in ("value", "generator")}
     return {name: xxhash.xxh3_64_hexdigest(repr(value).encode(errors="replace")) for name, value in values.items()}
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import enum
 import json
 import math
 import pathlib
+import random
 import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -103,7 +106,7 @@ def test_state_refuses_values_json_cannot_hold_and_names_the_remedy() -> None:
     class Color(enum.Enum):
         RED = 1
 
-    with pytest.raises(CannotEncodeError, match=r"state\.options\.path is PosixPath.*convert=\{PosixPath"):
+    with pytest.raises(CannotEncodeError, match=r"state\.options\.path is PosixPath.*convert=\{pathlib\.PurePath"):
         State(options={"path": pathlib.Path("/x")})
     state = State(best=1)
     with pytest.raises(CannotEncodeError):
@@ -121,6 +124,79 @@ def test_state_refuses_values_json_cannot_hold_and_names_the_remedy() -> None:
     )
     copy(converted, other)
     assert (other.folder, other.colors) == (pathlib.Path("/x"), [Color.RED])
+
+
+class Color(enum.Enum):
+    RED = 1
+    BLUE = 2
+
+
+@dataclasses.dataclass
+class Meter:
+    total: float = 0.0
+    n: int = 0
+
+
+Pair = collections.namedtuple("Pair", "a b")
+
+
+@pytest.mark.parametrize(
+    "value", [Color.RED, Meter(1.5, 2), Pair(1, 2.5), pathlib.Path("/x"), collections.deque([1, 2, 3], maxlen=2)]
+)
+def test_the_conversion_that_is_advised_is_right(value: Any) -> None:
+    with pytest.raises(CannotEncodeError) as caught:
+        State(value=value)
+    advised = re.search(r"State\(…, convert=(\{.*\})\)$", str(caught.value))
+    assert advised is not None
+    convert = eval(advised[1], globals())
+    kept, other = State(convert=convert, value=value), State(convert=convert, value=None)
+    copy(kept, other)
+    assert other.value == value
+    assert type(other.value) is type(value)
+    if isinstance(value, collections.deque):
+        assert other.value.maxlen == 2
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_what_has_a_better_place_than_a_conversion_is_told_it() -> None:
+    net = nn.Linear(1, 1)
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    for value, advice in (
+        (np.zeros(3), r"torch\.from_numpy"),
+        ([net], r"nn\.ModuleList"),
+        ([torch.optim.SGD(net.parameters(), 0.1)], r"first=optimizer"),
+        (nested, r"state\.value is nested Tensor.*nested\.unbind\(\)"),
+    ):
+        with pytest.raises(CannotEncodeError, match=advice):
+            State(value=value)
+
+
+@pytest.mark.parametrize(
+    ("make", "draw"),
+    [
+        (lambda: torch.Generator().manual_seed(7), lambda g: torch.rand(2, generator=g).tolist()),
+        (lambda: np.random.default_rng(7), lambda g: [*g.random(2), int(g.integers(9, dtype=np.int32))]),
+        (lambda: random.Random(7), lambda g: [g.random(), g.gauss(0, 1)]),
+    ],
+)
+def test_generators_go_back_to_the_commit_and_come_to_a_newcomer(
+    make: Callable[[], Any], draw: Callable[[Any], Any]
+) -> None:
+    state, other = State(noise=make()), State(noise=make())
+    draw(state.noise)
+    state.committed(1)
+    state.turned()
+    copy(state, other)
+    first = draw(state.noise)
+    with pytest.raises(RuntimeError, match=r"state\.noise was changed"):
+        state.turned()
+    assert state.rewind() is None
+    assert draw(state.noise) == draw(other.noise) == first
+
+
+def test_a_generator_may_be_converted_in_another_way() -> None:
+    state = State(convert={random.Random: (lambda r: r.getstate()[1][0], random.Random)}, noise=random.Random(7))
+    assert isinstance(state.extra()["parts"]["noise"]["value"], int)
 
 
 def test_tensors_that_are_not_dense_are_refused() -> None:

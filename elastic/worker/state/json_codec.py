@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import base64
 import collections
+import dataclasses
+import enum
 import math
+import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -34,12 +37,40 @@ class CannotEncodeError(MisuseTypeError):
     """A value has no exact form in JSON. The message names its path and the remedies."""
 
     def __init__(self, path: str, value: Any) -> None:
-        kind = type(value).__name__
-        self.path, self.kind = path, kind
-        super().__init__(
-            f"state.{path} is {kind}, which JSON cannot hold: leave it out, make it an object with state_dict() and "
-            f"load_state_dict(), or say how to convert it: State(…, convert={{{kind}: (to_json, from_json)}})"
-        )
+        self.path, self.kind = path, f"{'nested ' * _is_nested(value)}{type(value).__name__}"
+        super().__init__(f"state.{path} is {self.kind}, which JSON cannot hold: {_cure(value)}")
+
+
+def _cure(value: Any) -> str:
+    """What to put in its place."""
+    kind, convert = type(value).__name__, "say how to convert it: State(…, convert={{{}: ({}, {})}})".format
+    match value:
+        case np.ndarray():
+            return "keep a tensor, torch.from_numpy(…), and take its .numpy() where it is used"
+        case torch.Tensor():
+            return "keep the list of its tensors, list(nested.unbind()), and nest them where they are used"
+        case torch.nn.Module():
+            return (
+                "a module is a part of its own, State(…, name=module); several are one nn.ModuleList or nn.ModuleDict"
+            )
+        case torch.optim.Optimizer():
+            return "each optimizer is a part of its own: State(…, first=optimizer, second=other)"
+        case collections.deque():
+            return convert("collections.deque", "list", f"lambda held: collections.deque(held, {value.maxlen})")
+        case enum.Enum():
+            return convert(kind, "lambda each: each.name", f"{kind}.__getitem__")
+        case pathlib.PurePath():
+            return convert("pathlib.PurePath", "str", "pathlib.Path")
+        case tuple() if hasattr(value, "_asdict"):
+            return convert(kind, "tuple", f"{kind}._make")
+    if dataclasses.is_dataclass(value):
+        return convert(kind, "dataclasses.asdict", f"lambda held: {kind}(**held)")
+    own = "leave it out, make it an object with state_dict() and load_state_dict(), or "
+    return own + convert(kind, "to_json", "from_json")
+
+
+def _is_nested(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_nested
 
 
 # One test per type of value, here and in `decode`: two lists, to be compared.
@@ -53,6 +84,8 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor], codecs: Code
         if isinstance(value, kind):
             return {"$as": _name(kind), "value": sub(to_json(value), "value")}
     if isinstance(value, torch.Tensor):
+        if value.is_nested:
+            raise CannotEncodeError(path, value)
         while tensors.get(path, value) is not value:  # {"a.b": …, "a": {"b": …}}: two tensors, one path
             path += "'"
         tensors[path] = value

@@ -1,10 +1,12 @@
-"""Parts of a `State` that are no modules and no optimizers: objects with `state_dict`, plain values, GradScaler."""
+"""Parts of a `State` that are no modules and no optimizers: objects with `state_dict`, generators, plain values."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from .. import torch_private
@@ -112,3 +114,38 @@ class ScalerPart(ObjectPart):
 
     def put_back(self, held: Any) -> None:
         vars(self.value).update(held)
+
+
+class GeneratorPart(ObjectPart):
+    """A random generator of torch, numpy or Python."""
+
+    kind = "generator"
+
+    def _get(self) -> Any:
+        match self.value:
+            case torch.Generator():
+                return self.value.get_state().numpy().tobytes()
+            case np.random.Generator():
+                return self.value.bit_generator.state
+        return self.value.getstate()
+
+    def _put(self, held: Any) -> None:
+        match self.value:
+            case torch.Generator():
+                self.value.set_state(torch.frombuffer(bytearray(held), dtype=torch.uint8))
+            case np.random.Generator():
+                self.value.bit_generator.state = held
+            case _:
+                self.value.setstate(held)
+
+
+def object_part(name: str, value: Any, codecs: Codecs) -> ObjectPart:
+    """The part of a value that is no module and no optimizer."""
+    if isinstance(value, torch.amp.GradScaler):
+        return ScalerPart(name, value, codecs)
+    generator = isinstance(value, torch.Generator | np.random.Generator) or type(value) is random.Random
+    if generator and not isinstance(value, tuple(codecs)):
+        return GeneratorPart(name, value, codecs)
+    if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
+        return ObjectPart(name, value, codecs)
+    return ValuePart(name, value, codecs)

@@ -20,7 +20,7 @@ from .described import Described
 from .hooks import Hooks
 from .json_codec import Codecs
 from .modes import Modes
-from .object_parts import ObjectPart, ScalerPart, ValuePart
+from .object_parts import ValuePart, object_part
 from .optimizers import Optimizers, is_sharded, sharded
 from .parts import ModulePart, OptimizerPart, Part
 from .refused import listed, refuse_lazy, refuse_sharded
@@ -41,9 +41,9 @@ class State(HasProgress):
 
         elastic.State(model=model, optimizer=optimizer, scheduler=scheduler, best_loss=math.inf)
 
-    A part is a module, an optimizer, any object with ``state_dict`` and ``load_state_dict``, or a plain value (numbers,
-    text, lists, dicts, tensors). Plain values are attributes: ``state.best_loss = 1.5``. `convert` maps further types
-    to and from JSON: ``{SomeType: (to_json, from_json)}``.
+    A part is a module, an optimizer, any object with ``state_dict`` and ``load_state_dict``, a random generator, or a
+    plain value (numbers, text, lists, dicts, tensors). Plain values are attributes: ``state.best_loss = 1.5``.
+    `convert` maps further types to and from JSON: ``{SomeType: (to_json, from_json)}``.
 
     Raises CannotEncodeError for a value that JSON cannot hold and `convert` does not cover; TypeError for sharded
     modules and optimizers (FSDP, DTensor), lazy modules without shapes and tensors that are not dense; ValueError for a
@@ -117,11 +117,7 @@ class State(HasProgress):
                 raise MisuseTypeError(f"state.{name}: {sharded(type(value).__name__)}")
             self._optimizers.own(value)
             return optimizer_part(name, value, self._codecs)
-        if isinstance(value, torch.amp.GradScaler):
-            return ScalerPart(name, value, self._codecs)
-        if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
-            return ObjectPart(name, value, self._codecs)
-        return ValuePart(name, value, self._codecs)
+        return object_part(name, value, self._codecs)
 
     # ── version and commits ─────────────────────────────────────────────────────────────────────────────────
 
