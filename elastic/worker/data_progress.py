@@ -160,7 +160,8 @@ class DataProgress:
         gives another order than before."""
         self._allowed = self._allowed or allow_changed
         known = any(map(plan.same, self._begun))
-        over = plan.end is not None and (plan.end < step or (plan.end == step and not known))
+        other = bool(self._begun) and not known
+        over = plan.end is not None and (plan.end < step or (plan.end == step and other))
         if self._committed and not self.in_round and over:
             raise MisuseRuntimeError(
                 f"a loop that ends at step {plan.end} begins at step {step}, and takes no batch: outside of job.epochs "

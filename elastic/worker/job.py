@@ -7,7 +7,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -26,7 +26,7 @@ from .kept_gradients import KeptGradients
 from .logged import JobLog
 from .loss_reader import LossReader
 from .lr_scaling import ScaledSteps
-from .misuse import MisuseTypeError, MisuseValueError, kept
+from .misuse import MisuseRuntimeError, MisuseTypeError, MisuseValueError, kept
 from .numerics import Fingerprint, disagreeing, refuse_different
 from .replicas import Replicas
 from .state.state import State
@@ -80,6 +80,9 @@ class CheckpointScheduler(Protocol):
         """Complete the copy under way: the state is about to change, or no step follows for long."""
 
 
+_GIVEN = ("rank", "world_size")
+
+
 class Job(JobData):
     """One training run, as seen by this worker in the current generation."""
 
@@ -88,8 +91,9 @@ class Job(JobData):
     """The device of this worker's tensors."""
     local_rank: int
     """This worker's slot on its node: the index of its GPU."""
-    rank: int = 0
-    world_size: int = 1
+    rank: int
+    """Of this generation. Where an agent starts the workers, the ranks are given after `setup`."""
+    world_size: int
     generation: int = 0
 
     def __init__(
@@ -130,7 +134,19 @@ class Job(JobData):
         """The one that the script has now."""
 
     def __repr__(self) -> str:
-        return f"<Job {self.name}: rank {self.rank} of {self.world_size}, generation {self.generation}>"
+        rank, of = (vars(self).get(name, "?") for name in _GIVEN)
+        return f"<Job {self.name}: rank {rank} of {of}, generation {self.generation}>"
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if name not in _GIVEN:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            raise MisuseRuntimeError(
+                f"job.{name} in setup(): the ranks are given after it, and this process may become any of them. What "
+                "one process of each node does here, such as a download, is for `if job.local_rank == 0`; what depends "
+                "on the rank or the world size belongs in train()"
+            )
 
     def enter(
         self,
@@ -167,6 +183,8 @@ class Job(JobData):
     def forget(self) -> None:
         """Drop every reference to the state and to what `train` has made of it. Not for scripts."""
         self._state = self._batch = None
+        for name in _GIVEN:
+            vars(self).pop(name, None)
         self._gradient_weight.detach_all()
         self._first_bad.off()
 

@@ -183,13 +183,13 @@ class JobCalls(abc.ABC):
 
         Raises ValueError for ranks that do not exist, twice the same, or none; RuntimeError in `setup`.
         """
-        chosen = list(range(self.world_size)) if ranks is None else [int(rank) for rank in ranks]
-        if not chosen or len(set(chosen)) < len(chosen) or not all(0 <= rank < self.world_size for rank in chosen):
-            raise ValueError(
-                f"job.new_group({chosen}): distinct ranks of 0 to {self.world_size - 1}; the world size may change at "
-                "each re-formation, so compute them from job.world_size"
-            )
         with self._collective("new_group"):
+            chosen = list(range(self.world_size)) if ranks is None else [int(rank) for rank in ranks]
+            if not chosen or len(set(chosen)) < len(chosen) or not all(0 <= rank < self.world_size for rank in chosen):
+                raise ValueError(
+                    f"job.new_group({chosen}): distinct ranks of 0 to {self.world_size - 1}; the world size may change "
+                    "at each re-formation, so compute them from job.world_size"
+                )
             if not dist.is_initialized():
                 return None
             limit = None if math.isinf(self._group_s) else timedelta(seconds=self._group_s)

@@ -208,7 +208,7 @@ class ManagedWorker:
                 self._keeper.leave()  # a thread must not copy on into a buffer that a standby is given next
             reconfigured.release()
         session.beat(Doing.DONE)
-        group_is_over(first=job.rank == 0)
+        group_is_over(first=vars(job).get("rank") == 0)
         return self._state
 
     def _device(self, slot: int) -> torch.device:
