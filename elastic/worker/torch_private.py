@@ -140,20 +140,20 @@ def rebuild_buckets(reducer: Any) -> Any:
     return reducer._rebuild_buckets()
 
 
-def reducers_end_first() -> None:
-    """Have every DistributedDataParallel of this process end its reducer before it lets go of its group.
-
-    After `destroy_process_group()` the reducer may hold the group alone. Its destructor then ends the group without
-    releasing the GIL, and joins gloo's threads; one of them may just be waiting for the GIL, to drop the context of
-    Python that a backward leaves with each all-reduce (torch 2.13). So a script whose DDP is a function's local hung
-    at the end of the function. The Python object of a group releases the GIL when it ends the group.
-    """
-    torch.nn.parallel.DistributedDataParallel.__del__ = _end_reducer  # type: ignore[attr-defined]
+def end_reducer(model: torch.nn.Module) -> None:
+    """End the reducer of a DistributedDataParallel, with its hooks at the parameters, and let go of the group."""
+    held: Any = vars(model)  # a name for the reducer itself would let it outlive the group
+    if "reducer" in held:
+        held["reducer"]._remove_autograd_hooks()  # the graph of an aborted backward may hold it
+    for name in ("logger", "reducer", "_comm_hooks", "process_group"):  # the logger holds the reducer
+        held.pop(name, None)
 
 
-def _end_reducer(model: torch.nn.Module) -> None:
-    for name in ("logger", "reducer"):  # the logger holds the reducer
-        vars(model).pop(name, None)
+# After `destroy_process_group()` a reducer may hold the group alone. Its destructor then ends the group with the GIL
+# held, and joins gloo's threads; one of them may just be waiting for the GIL, to drop the context of Python that a
+# backward leaves with each all-reduce (torch 2.13). So a script whose DDP is a function's local hung at its end. The
+# Python object of a group releases the GIL when it ends the group: let it be the last.
+setattr(torch.nn.parallel.DistributedDataParallel, "__del__", end_reducer)  # noqa: B010
 
 
 # ── modules, scalers, data loaders ──────────────────────────────────────────────────────────────────────────

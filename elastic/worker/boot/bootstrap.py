@@ -118,9 +118,8 @@ def _run(argv: tuple[str, ...]) -> int:
         return become_program(argv[1:])
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-    from ..torch_private import reducers_end_first
+    from .. import torch_private  # noqa: F401 - with it a DistributedDataParallel may outlive its group
 
-    reducers_end_first()
     handler = get_error_handler()
     handler.initialize()
     try:

@@ -149,6 +149,8 @@ class GradientWeight(FailedSums):
         """Drop the models and the weight: their group is closed."""
         for hook in self._hooks:
             hook.remove()
+        for model in self._wrapped:
+            model.end()
         self._hooks.clear()
         self._models.clear()
         self._wrapped.clear()

@@ -4,7 +4,7 @@ broadcast before a step is applied. And which of its options they cannot have.""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,12 @@ FROZEN = (
     "were frozen (requires_grad_(False)) after job.ddp had wrapped it: the exchange waits for their gradients, and "
     "each rank has its own of the others. Parameters that train freezes at some step: freeze them before job.ddp, "
     "on each entry of train (if state.step > N), or call job.ddp(model, find_unused_parameters=True)"
+)
+
+
+OVER = (
+    "this wrapper of job.ddp is of an earlier entry of train, whose process group is closed: call job.ddp in train, on "
+    "each entry, and use what it returns"
 )
 
 
@@ -50,6 +56,12 @@ class Told(DistributedDataParallel):
         self.own = OwnGradients()
         # A part may train while the whole is in evaluation mode.
         self._writers = [model, *(module for module in model.modules() if any(True for _ in module.buffers(False)))]
+
+    def end(self) -> None:
+        """Its group is closed. What still has this wrapper may keep it (torch.compile's cache does); the hooks of its
+        reducer must not: after an aborted backward they would run in the next generation's, and raise."""
+        torch_private.end_reducer(self)
+        vars(self).update(forward=_over)
 
     def _build_params_for_reducer(self) -> Any:
         parameters, expect_sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
@@ -116,6 +128,10 @@ class Told(DistributedDataParallel):
             broadcast_coalesced(ours, self.process_group, authoritative_rank, buffer_size)
         if others := [tensor for tensor in tensors if tensor.device.type != "cpu"]:
             super()._distributed_broadcast_coalesced(others, buffer_size, authoritative_rank)  # type: ignore[no-untyped-call]
+
+
+def _over(*_: Any, **__: Any) -> NoReturn:
+    raise MisuseRuntimeError(OVER)
 
 
 class FixedLayout(Told):
