@@ -220,7 +220,8 @@ def _surplus(job: Job, staying: list[str], planned: list[str]) -> dict[str, str]
     most = job.spec.spec.max_nodes
     enough = f"{job.name} has the {most} nodes" if most > 1 else f"{job.name} has the one node"
     return dict.fromkeys(extra, f"{enough} that it may have (nodes = {job.spec.spec.nodes})") | {
-        n: f"{n} is excluded for {job.name}: its workers fail there more often" for n in aside
+        n: f"{n} is excluded for {job.name}: {job.state.no_agent.get(n, 'its workers fail there more often')}"
+        for n in aside
     }
 
 

@@ -54,7 +54,8 @@ RULES = (
     Rule("gpu_drained", Class.GPU, "its node was drained because a GPU is faulty", kinds=_PLANNED,
          says=r"GPU \d+: |NVML: |self-test of the GPUs",
          cure="reset or replace the GPU that is named; then restart elasticd on the node"),
-    Rule("excluded", Class.NODE, "the job left a node on which its workers fail more often", kinds=_PLANNED,
+    Rule("excluded", Class.NODE, "the job left a node on which its workers fail more often, or cannot be started",
+         kinds=_PLANNED,
          says=r"is excluded for ",
          cure="compare that node with the others: elasticctl incidents; elasticctl uncordon NODE uses it again"),
     Rule("preempted", Class.PLANNED, "its node is being taken away (SIGTERM, or a reclaimed instance)", kinds=_PLANNED,
@@ -90,6 +91,10 @@ RULES = (
               r"EtcdUnavailable",
          cure="bring etcd back (a majority of its members); training goes on meanwhile, and the recovery follows by "
               "itself"),
+    # ── what a node lacks ───────────────────────────────────────────────────────────────────────────────────
+    Rule("shortage", Class.LIMIT, "its node lacks what a worker needs to be started", kinds=("shortage",),
+         cure="raise what is named there: LimitNOFILE, TasksMax, memory, or space on the disk of the job's folder; the "
+              "node is tried again, and another one is taken if there is one"),
     # ── storage ─────────────────────────────────────────────────────────────────────────────────────────────
     Rule("shm_full", Class.MEMORY, "shared memory (/dev/shm) is full",
          says=r"(?i)out of shared memory|insufficient shared memory|bus error|"

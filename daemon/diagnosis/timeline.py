@@ -144,7 +144,7 @@ def _of_job(old: Job | None, new: Job, wall_s: float) -> Iterator[EventRecord]:
     was = old.state.excluded_nodes if old else ()
     for node in sorted(set(new.state.excluded_nodes) - set(was)):
         no_agent = new.state.no_agent.get(node)
-        why = f"no agent of the job starts there: {no_agent}" if no_agent else "the job's workers fail there more often"
+        why = f"the job cannot be started there: {no_agent}" if no_agent else "the job's workers fail there more often"
         yield _event(wall_s, "node.excluded", new.name, node, why)
     for node in sorted(set(was) - set(new.state.excluded_nodes)):
         yield _event(wall_s, "node.readmitted", new.name, node, f"{new.name} may use it again")

@@ -167,7 +167,7 @@ def _excluded(job: Job, node: str, wall_s: float) -> str:
     """Its daemon takes it back SET_ASIDE_S after it has seen the exclusion, which follows the last failure there."""
     until = f"for at most {SET_ASIDE_S / 60:.0f} min"
     if node in job.state.no_agent:
-        return f"{until}, because no agent of {job.name} starts there: {job.state.no_agent[node]}"
+        return f"{until}, because {job.name} cannot be started there: {job.state.no_agent[node]}"
     failures = [failure for failure in job.state.failures if failure.node == node]
     if not failures:
         return f"{until}, because workers of {job.name} failed there"

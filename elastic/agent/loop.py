@@ -345,7 +345,7 @@ class AgentLoop:
         if record := late_exit(self.agent, slot, ended, error, time.time()):
             self._registry.put_exit_incident(record, ended.worker_id)
         said, signal = last_lines(ended.log_file) if ended.signal else (), ended.signal or ""
-        how = ended.cause, ended.code, error, fingerprint, ended.step, said, signal, ended.stopped
+        how = ended.cause, ended.code, error, fingerprint, ended.step, said, signal, ended.stopped, ended.shortage
         self._turn(WorkerExited(slot, ended.worker_id, *how))
 
     def _read_orders(self) -> None:

@@ -6,6 +6,7 @@ Everything here is called from the loop's thread. The pool returns what happens 
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 import selectors
@@ -36,6 +37,7 @@ from .process import Process as Process
 from .process import ProcessStarted as ProcessStarted
 from .process import WorkerMessage as WorkerMessage
 from .process import ZygoteUp as ZygoteUp
+from .shortage import is_shortage
 from .stacks import process_state
 from .zygote import CLOSE_S, Zygote, ZygoteDied, ZygoteUnfit
 
@@ -120,11 +122,11 @@ class Pool:
         if died.barren:
             why = f"the process that forks workers (zygote) dies before it has forked one: {died.how}"
             for worker_id in tuple(self._waiting):
-                self._give_up(worker_id, why, self._zygote.log_file)
+                self._give_up(worker_id, why, self._zygote.log_file, short=died.shortage)
         elif not self._waiting:
             self._zygote.excused()
 
-    def _give_up(self, worker_id: int, why: str, log_file: str = "") -> None:
+    def _give_up(self, worker_id: int, why: str, log_file: str = "", *, short: bool = False) -> None:
         """Report a worker that was ordered and never started as exited."""
         for descriptor in self._waiting.pop(worker_id)[1]:
             os.close(descriptor)
@@ -135,7 +137,8 @@ class Pool:
             self.selector.unregister(process.channel)
         process.channel.close()
         log.warning("worker.never_began", slot=process.slot, worker_id=worker_id, why=why)
-        self._untold.append(Exited(worker_id, 1, None, 0, process.error_file, log_file or process.log_file, why))
+        log_file = log_file or process.log_file
+        self._untold.append(Exited(worker_id, 1, None, 0, process.error_file, log_file, why, shortage=short))
 
     def _take_untold(self) -> list[PoolEvent]:
         taken, self._untold = self._untold, []
@@ -156,7 +159,8 @@ class Pool:
         except (OSError, messages.TooLarge) as error:
             log.warning("worker.never_began", slot=slot, worker_id=worker_id, why=str(error))
             why = f"a worker cannot be started: {error}"
-            self._untold.append(Exited(worker_id, 1, None, 0, error_file, log_file, why))
+            short = is_shortage(error)
+            self._untold.append(Exited(worker_id, 1, None, 0, error_file, log_file, why, shortage=short))
             return
         if self._zygote.up or self._zygote.unfit:
             self._order_when_free(worker_id)
@@ -206,7 +210,7 @@ class Pool:
             if process.child is not None:
                 process.child.kill()
                 process.child.wait()
-            self._give_up(worker_id, f"a worker cannot be started: {error}")
+            self._give_up(worker_id, f"a worker cannot be started: {error}", short=is_shortage(error))
 
     def _forked(self, message: Forked) -> Iterator[PoolEvent]:
         if message.ticket not in self._waiting:
@@ -214,10 +218,10 @@ class Pool:
         process = self.processes[message.ticket]
         try:
             if message.pid <= 0:
-                raise OSError("fork failed: no memory, or too many processes")
+                raise OSError(errno.EAGAIN, "fork failed: no memory, or too many processes")
             self._began(process, message.pid)
         except OSError as error:
-            self._give_up(message.ticket, f"a worker cannot be started: {error}")
+            self._give_up(message.ticket, f"a worker cannot be started: {error}", short=is_shortage(error))
         else:
             self._zygote.proved()
         yield from self._take_untold()

@@ -38,6 +38,8 @@ class Exited:
     """Whether the kernel's out-of-memory killer was active at that moment, and the agent had not killed the process."""
     stopped: bool = False
     """A signal (SIGSTOP) had stopped the process when its agent killed it. Not a debugger, which traces it."""
+    shortage: bool = False
+    """It was never started, for lack of something on this node: see `shortage`."""
     misuse: str = ""
     """See messages.ScriptEnded."""
 

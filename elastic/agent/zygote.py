@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
+import signal
 import socket
 import subprocess
 import time
@@ -21,6 +22,7 @@ from ..contract.messages import Fork, Forked, ForkRefused, Preload, ZygoteReady
 from ..util.capped_log import open_log
 from ..util.descriptors import send
 from .first_zygote import ZYGOTE, FirstZygote, ForkedChild
+from .shortage import is_shortage
 
 RESTART_S, RESTART_MAX_S = 0.2, 10.0
 """Pause before a dead zygote is restarted: the first, and the longest."""
@@ -40,6 +42,8 @@ class ZygoteDied:
     how: str
     barren: bool
     """It has died BARREN_DEATHS times or more without forking: waiting workers are given up."""
+    shortage: bool
+    """It could not be started for lack of something on this node, or was killed: by the kernel, mostly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +106,7 @@ class Zygote:
             self._process, self._control = (ForkedChild(first.pid), first.control) if first else self._popen()
         except OSError as error:
             self._process = self._control = None
-            return self._died(str(error))
+            return self._died(str(error), shortage=is_shortage(error))
         self.up, self._started_s = False, time.monotonic()
         self._selector.register(self._control, selectors.EVENT_READ, ("zygote", 0))
         return None
@@ -201,16 +205,16 @@ class Zygote:
         code: int | None = None
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = self._process.wait(timeout=2)
-        return self._died(f"exit code {code}")
+        return self._died(f"exit code {code}", shortage=code == -signal.SIGKILL)
 
-    def _died(self, how: str) -> ZygoteDied:
+    def _died(self, how: str, *, shortage: bool) -> ZygoteDied:
         self.up = False
         self._ordered.clear()
         self._deaths += 1
         pause_s = min(RESTART_MAX_S, RESTART_S * 2.0 ** min(self._deaths - 1, 10))
         self._restart_s = time.monotonic() + pause_s
         log.warning("zygote.died", how=how, deaths=self._deaths, again_in_s=pause_s)
-        return ZygoteDied(how, barren=self._deaths >= BARREN_DEATHS)
+        return ZygoteDied(how, barren=self._deaths >= BARREN_DEATHS, shortage=shortage)
 
     def tick(self, now_s: float) -> ZygoteDied | ZygoteUnfit | None:
         """To be called every beat. Starts the next one when that is due; returns its death if that fails, or why it was

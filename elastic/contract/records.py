@@ -113,7 +113,7 @@ class JobState(Record, frozen=True, kw_only=True):
     excluded_nodes: tuple[str, ...] = ()
     """Nodes excluded from this job: its workers die there more often than elsewhere, or no agent of it starts there."""
     no_agent: dict[str, str] = {}
-    """Of these, the nodes on which no agent of it starts -> why."""
+    """Of these, the nodes on which no agent of it starts, or no worker for lack of something there -> why."""
 
 
 class MemberRecord(Record, frozen=True, kw_only=True):
@@ -136,6 +136,7 @@ class MemberRecord(Record, frozen=True, kw_only=True):
     standings: tuple[Standing, ...] = ()
     """Of local workers that showed no progress: written when a job stands still; the positions show if it is stale."""
     managed: bool = False  # this agent has learnt that the job's workers call `elastic.run`
+    lacks: str = ""  # why workers cannot be started here, tried several times: something is lacking on the node
     saved_generation: Int = 0  # the newest in this node's checkpoint folder, if no other node sees it; 0 = none
     held_generation: Int = 0  # whose state local workers have, though the node has no place now; 0 = none
     held_consistent: Int = 0  # the same, of workers whose state is consistent
@@ -268,7 +269,7 @@ class BrokenRecord(Record, frozen=True, kw_only=True):
     generation: Int
     node: str
     kind: str
-    """exit, hang, comm, store, form, drain, undrain, boundary, idle, respawn, or of the numerics: nan, inf, drift, …"""
+    """exit, shortage, hang, comm, store, form, drain, undrain, boundary, idle, respawn, nan, inf, drift, …"""
     detail: str
     slots: tuple[Int, ...] = ()
     """Slots of `node` whose workers are lost: their state is gone."""

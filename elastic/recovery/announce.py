@@ -18,6 +18,9 @@ agent that has the cause to report it first."""
 IDLE_S = 1.0
 """How long a worker may stay outside the group of a generation that is not broken, with nothing to wait for."""
 
+LACKING_TRIES = 3
+"""After so many failures in a row to start a worker, the node is excluded for what it lacks."""
+
 SAVE_S = 600.0
 """The same while a draining node waits for the checkpoint at which all ranks have stopped, or three times as long as
 the last one took to write. If it fails they would stand still for as long as the drain lasts."""
@@ -35,6 +38,7 @@ def member_record(turn: Turn) -> MemberRecord:
         ready = standing
     else:
         ready = tuple(range(policy.slots)) if before or len(standing) == policy.slots else ()
+    lacking = {slot: worker for slot, worker in agent.local.workers.items() if worker.lacks}
     number = agent.formed.generation.number if agent.formed.generation else 0
     held = _held(turn)
     return MemberRecord(
@@ -43,12 +47,13 @@ def member_record(turn: Turn) -> MemberRecord:
         host=policy.host,
         port=policy.port,
         slots=policy.slots,
-        ready=ready,
+        ready=tuple(slot for slot in ready if slot not in lacking),
         draining=agent.drain.draining,
         done=number if turn.done_here() else 0,
         unreachable=tuple(sorted({node for node, _ in agent.peers.unreachable})),
         standings=agent.local.standings,
         managed=policy.managed,
+        lacks=next((worker.lacks for worker in lacking.values() if worker.crashes >= LACKING_TRIES), ""),
         code=policy.code,
         held_generation=max((w.synced for w in held), default=0),
         held_consistent=max((w.synced for w in held if w.consistent and w.stage is Stage.READY), default=0),

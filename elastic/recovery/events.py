@@ -152,6 +152,8 @@ class WorkerExited:
     """That killed it: 'SIGKILL', …"""
     stopped: bool = False
     """A signal had stopped it when its agent killed it."""
+    shortage: bool = False
+    """It was never started: the node lacks descriptors, processes, memory or disk space for it."""
 
 
 @dataclass(frozen=True, slots=True)

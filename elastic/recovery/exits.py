@@ -11,10 +11,13 @@ from .effects import PutBroken
 from .events import WorkerExited, WorkerFailed
 from .evidence import merged
 from .model import Agent, Uncounted, Worker, has_process
-from .restart_budget import backoff_s
+from .restart_budget import SHORTAGE, backoff_s
 from .standbys import promote
 from .transitions import HOLDS, IN_GROUP, Stage, Trigger
 from .turn import Turn
+
+SHORTAGE_S = 0.25
+"""First pause after a process could not be started for lack of something."""
 
 
 def exited(turn: Turn, event: WorkerExited) -> None:
@@ -32,12 +35,15 @@ def exited(turn: Turn, event: WorkerExited) -> None:
     expected = worker.stage in (Stage.KILLED, Stage.ABORTING) or turn.is_over()
     if turn.agent.etcd.view.state.phase is Phase.STOPPING and _struck_down(turn, worker, event):
         _report_at_the_end(turn, worker, event)
+    if event.shortage:
+        _never_started(turn, worker, event)
+        return
     if not turn.policy.managed:
         _plain_exited(turn, worker, event, expected)
         return
     crashes = worker.crashes + (0 if expected else 1)
     pause = backoff_s(crashes, turn.policy.spec.restarts, turn.jitter)
-    turn.move(worker, Trigger.EXITED, turn.now_s + pause, crashes=crashes)
+    turn.move(worker, Trigger.EXITED, turn.now_s + pause, crashes=crashes, lacks="")
     promote(turn, worker.slot)
     if not expected:
         _report_exit(turn, worker, event)
@@ -55,6 +61,21 @@ def exited(turn: Turn, event: WorkerExited) -> None:
             _report_fallen(turn, worker, event)
     elif worker.generation:
         _report_fallen(turn, worker, event)
+
+
+def _never_started(turn: Turn, worker: Worker, event: WorkerExited) -> None:
+    """The node lacks what a process needs. That is no fault of the script, whose budget it does not touch: the job goes
+    on without the slot, which is tried again and again."""
+    crashes = worker.crashes + 1
+    pause_s = max(SHORTAGE_S, backoff_s(crashes, turn.policy.spec.restarts, turn.jitter))
+    trigger = Trigger.EXITED if turn.policy.managed else Trigger.EXITED_PLAIN
+    turn.move(worker, trigger, turn.now_s + pause_s, crashes=crashes, lacks=event.cause)
+    if turn.policy.managed and promote(turn, worker.slot):
+        return
+    if worker.slot in turn.my_ranks():
+        report_failure(
+            turn, SHORTAGE, event.cause, (worker.slot,), step=worker.step, step_in=worker.synced, charged=False
+        )
 
 
 def _lost_on_its_way(turn: Turn, worker: Worker) -> bool:
@@ -99,7 +120,7 @@ def _plain_exited(turn: Turn, worker: Worker, event: WorkerExited, expected: boo
     if event.code == 0 and not expected:
         turn.move(worker, Trigger.COMPLETED_PLAIN)
         return
-    turn.move(worker, Trigger.EXITED_PLAIN, crashes=worker.crashes + (0 if expected else 1))
+    turn.move(worker, Trigger.EXITED_PLAIN, crashes=worker.crashes + (0 if expected else 1), lacks="")
     if not expected:
         _report_exit(turn, worker, event)
 

@@ -179,12 +179,12 @@ def _take_from_worker(turn: Turn, event: WorkerEvent) -> None:
 def _heard(turn: Turn, worker: Worker, event: WorkerEvent) -> None:  # noqa: C901
     match event:
         case WorkerStarted():
-            turn.put(replace(worker, started=True))
+            turn.put(replace(worker, started=True, lacks=worker.lacks if turn.policy.managed else ""))
         case WorkerManaged():
             manage(turn)
         case WorkerReady():
             if worker.stage is Stage.STARTING:
-                turn.move(worker, Trigger.SET_UP)
+                turn.move(worker, Trigger.SET_UP, lacks="")
         case WorkerFormed():
             pass
         case WorkerSynced(_, _, generation, at_step):

@@ -20,7 +20,7 @@ from .membership import (
     unreached,
 )
 from .model import is_leader
-from .restart_budget import Charge, backoff_s, charge, in_vain
+from .restart_budget import Charge, backoff_s, charge, in_vain, lacking
 from .state_holders import all_workers_lost
 from .turn import Turn
 
@@ -103,6 +103,9 @@ def _decision(turn: Turn) -> Change | Wait:
         and all(a is b for a, b in zip(agent.lead.fine[0], same, strict=True))
     ):
         return AS_IT_SHOULD_BE
+    state = lacking(view.state, [m.record for m in view.members.values()], managed=turn.policy.managed)
+    if state != view.state:
+        turn.ask(PutState(state, view.state_revision), f"excluded {state.excluded_nodes}")
     reached = turn.agent.lead.min_reached_s
     decision = next_generation(
         view if (broken := _reported(turn)) == view.broken else replace(view, broken=broken),
@@ -236,6 +239,9 @@ def _wait(turn: Turn, decision: Wait) -> None:
         reason += "; the job has no checkpoint.dir, so its state would be lost"
     if turn.agent.formed.generation is None and view.state.error is not None:
         reason += f"; the newest failure, on {view.state.error.node}: {one_line(view.state.error.message)}"
+    if decision.below_min:
+        short = (m.record for m in view.members.values() if m.record.lacks)
+        reason += "".join(f"; {m.node} is tried again and again: {m.lacks}" for m in short)
     lost = turn.is_broken() or not turn.steps_advance()
     halted = decision.below_min and lost and turn.agent.formed.generation is not None
     turn.change(reason="" if decision.fine else reason, below_min=decision.below_min, halted=halted)

@@ -45,6 +45,9 @@ class Worker(msgspec.Struct, frozen=True):
     """Its process runs. A worker is ordered before, and its zygote may have to import first."""
     left: int = 0
     """The newest generation that it has left between two steps: see messages.GroupClosed."""
+    lacks: str = ""
+    """What the node lacked when the slot's last process was to be started. The slot is given no rank until the next one
+    is ready (a plain one: until it is tried again)."""
     seat: int = 0
     """The generation whose rank its process was started with, if it has called `elastic.run` and not formed since."""
 

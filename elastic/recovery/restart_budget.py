@@ -7,12 +7,13 @@ does not matter; nothing else is decided by it.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import msgspec
 
 from ..contract.phases import PhaseTrigger, after, allows
-from ..contract.records import BrokenRecord, Failure, JobState
+from ..contract.records import BrokenRecord, Failure, JobState, MemberRecord
 from ..contract.spec import Restarts
 
 BAD_NODE_FAILURES = 3
@@ -28,6 +29,9 @@ COMM = "comm"
 
 STORE = "store"
 """Failure kind: the generation's store held a value that none of its ranks wrote, or was closed for its size."""
+
+SHORTAGE = "shortage"
+"""Failure kind: a process could not be started, for lack of something on its node."""
 
 OF_THE_NETWORK = frozenset({COMM, STORE})
 """Kinds that no node is charged with, and not the job either once it has stepped."""
@@ -197,6 +201,22 @@ def _set_aside(state: JobState, failures: tuple[Failure, ...], other_nodes: int 
     if other_nodes is None:
         by_failures &= set(state.excluded_nodes)
     return tuple(sorted({*state.no_agent, *by_failures}))
+
+
+def lacking(state: JobState, members: Iterable[MemberRecord], *, managed: bool) -> JobState:
+    """`state` with the nodes excluded on which workers cannot be started for lack of something: another node is taken
+    where there is one. Where there is none they stay, and are taken back once all their workers are ready; not in a
+    plain job, in which that shows only when all its workers are started anew."""
+    found = list(members)
+    new = {m.node: m.lacks for m in found if m.lacks and m.node not in state.excluded_nodes}
+    back = {m.node for m in found if managed and m.node in state.no_agent and len(m.ready) == m.slots}
+    if not (new or back):
+        return state
+    return msgspec.structs.replace(
+        state,
+        excluded_nodes=tuple(sorted({*state.excluded_nodes, *new} - back)),
+        no_agent={node: why for node, why in {**state.no_agent, **new}.items() if node not in back},
+    )
 
 
 def _avoid(failures: tuple[Failure, ...]) -> tuple[str, ...]:

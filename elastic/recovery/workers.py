@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+
+from msgspec.structs import replace
 
 from ..contract import messages
 from ..contract.records import GenerationRecord
@@ -28,6 +31,8 @@ def settle_worker(turn: Turn, worker: Worker) -> None:
             )
             turn.do(ForkWorker(worker.slot, agent.local.spawned + 1))
         return
+    if worker.lacks and worker.stage is Stage.READY and turn.now_s >= worker.deadline_s:
+        turn.put(worker := replace(worker, lacks="", deadline_s=math.inf))  # a plain one: it can be given a rank again
     if worker.stage is Stage.ABORTING and turn.now_s >= worker.deadline_s:
         turn.kill(worker, "did not abort in time")
         return

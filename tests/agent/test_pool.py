@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import gc
 import json
 import os
@@ -335,6 +336,25 @@ def test_worker_that_cannot_be_forked_is_reported_as_exited(bench: Bench) -> Non
     assert end is not None
     assert end.code == 1
     assert "cannot be started" in end.cause
+    assert not end.shortage, "a folder that is not there is nothing that the node lacks"
+    assert not bench.pool.processes
+
+
+@pytest.mark.parametrize("call", ["memfd_create", "pidfd_open"])
+def test_worker_that_the_node_has_no_descriptors_for_is_reported_as_that(
+    bench: Bench, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lacking(*_: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, lacking)
+        bench.pool.fork(1, 0, dict(os.environ), ["x.py"], str(bench.folder), str(bench.folder / "1.log"))
+        bench.until(lambda: bench.exit_of(1), 5.0)
+    end = bench.exit_of(1)
+    assert end is not None
+    assert end.shortage
+    assert end.cause == "a worker cannot be started: [Errno 24] Too many open files"
     assert not bench.pool.processes
 
 

@@ -76,7 +76,7 @@ def test_phases_generations_and_exclusions_of_a_job() -> None:
     aside = replace(formed, state=JobState(phase=Phase.RUNNING, excluded_nodes=("b",)))
     assert told(cluster(formed), cluster(aside)) == [("node.excluded", "train", "b")]
     for no_agent, text in (({}, "the job's workers fail there more often"),
-                           ({"b": "no torch"}, "no agent of the job starts there: no torch")):  # fmt: skip
+                           ({"b": "no torch"}, "the job cannot be started there: no torch")):  # fmt: skip
         state = msgspec.structs.replace(aside.state, no_agent=no_agent, reason="2 of at least 3 nodes")
         assert [e.text for e in happened(cluster(formed), cluster(replace(formed, state=state)), NOW_S)] == [text]
     assert told(cluster(aside), cluster(formed)) == [("node.readmitted", "train", "b")]

@@ -56,6 +56,7 @@ CASES: dict[str, list[IncidentRecord]] = {
     "planned": [incident("planned", "new order")],
     "diverged": [incident("drift", "drift on rank 1 at step 40: its state differs")],
     "bad_loss": [incident("bad loss", "bad loss on rank 1 at step 40: nan")],
+    "shortage": [incident("shortage", "a worker cannot be started: [Errno 24] Too many open files")],
     "etcd_no_space": [raised(f"EtcdError: {ETCD}")],
     "etcd_refused": [
         raised("EtcdError: etcd 10.0.0.1:2379: authentication failed, invalid user ID or password"),

@@ -188,7 +188,7 @@ def test_node_says_who_cannot_reach_it_and_which_jobs_exclude_it() -> None:
     cut = job(members={"a": member("a"), "b": member("b", unreachable=("a",))})
     assert of_node(job=cut) == "unreachable by b (train)"
     aside = job(state=JobState(phase=Phase.RUNNING, excluded_nodes=("a",), no_agent={"a": "torch?"}))
-    assert of_node(job=aside) == "excluded for train for at most 10 min, because no agent of train starts there: torch?"
+    assert of_node(job=aside) == "excluded for train for at most 10 min, because train cannot be started there: torch?"
     late = job(state=JobState(phase=Phase.RUNNING, excluded_nodes=("a",)))
     assert of_node(job=late) == "excluded for train for at most 10 min, because workers of train failed there"
     failures = (Failure(wall_s=950.0, generation=1, node="a", fingerprint="x"),)

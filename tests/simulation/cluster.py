@@ -99,6 +99,8 @@ class Cluster:
         self.strikes: list[str] = []
         """Nodes that die in the middle of the next hand-overs."""
         self.drained: set[str] = set()
+        self.starved: set[str] = set()
+        """Nodes that have been so at some time."""
         self.scaled = False
         self.stopped = False
         self._trouble: dict[str, float] = {}
@@ -206,6 +208,12 @@ class Cluster:
     def deafen_worker(self, node: int, slot: int) -> None:
         if worker := self.worker(node, slot):
             worker.deaf = True
+
+    def starve(self, node: int, seconds: float) -> None:
+        it = self.nodes[node]
+        it.starved = True
+        self.starved.add(it.name)
+        self.clock.after(seconds, setattr, it, "starved", False)
 
     def kill_agent(self, node: int) -> None:
         self.nodes[node].crash()
@@ -385,7 +393,7 @@ class Cluster:
         self.etcd_slow_s = 0.0
         self.heal_etcd_links()
         for node in self.nodes:
-            node.effects_left = None
+            node.effects_left, node.starved = None, False
             self.power_on(node.index)
             node.resume()
             if node.name in self.drained and sum(n.name not in self.drained for n in self.nodes) < (

@@ -257,6 +257,26 @@ def leaving(seed: int) -> History:
     return History(setting, tuple(faults))
 
 
+def starving(seed: int) -> History:
+    """On some nodes no process can be started for a while, and workers die there meanwhile, or at the very start."""
+    rng = random.Random(f"starving {seed}")
+    nodes = rng.choice((1, 2, 2, 3))
+    most = rng.randint(1, nodes)
+    setting = Setting(
+        seed=seed, nodes=nodes, slots=rng.choice((1, 2)), least=rng.randint(1, most), most=most, setup_s=0.2,
+        standby=rng.choice((0, 0, 1)), shrink=rng.random() < 0.3, managed=rng.random() < 0.5,
+        checkpoint_every=rng.choice((0, 7)),
+    )  # fmt: skip
+    at_s = rng.choice((0.0, 4.0 + rng.random()))
+    faults = [Fault(at_s, "starve", (n, rng.choice((1.0, 8.0, 40.0)))) for n in range(nodes) if rng.random() < 0.7]
+    for _ in range(rng.randint(1, 4)):
+        at_s += rng.choice((0.0, 0.1, 1.0, 5.0)) * rng.random()
+        kind = rng.choice(("kill_worker", "kill_worker", "kill_agent"))
+        slot = (rng.randrange(setting.slots),) if kind == "kill_worker" else ()
+        faults.append(Fault(at_s, kind, (rng.randrange(nodes), *slot)))
+    return History(setting, tuple(faults))
+
+
 _FAMILIES = (_worn, _spoiled, _slow, _unformed, _drained, _together, _repeated, _away)
 
 

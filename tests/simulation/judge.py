@@ -168,7 +168,10 @@ class Judge:
 
     def _set_aside(self) -> None:
         """No node is set aside for what happened elsewhere."""
-        for name in self._cluster.state().excluded_nodes:
+        state = self._cluster.state()
+        for name in state.excluded_nodes:
+            if name in state.no_agent and name in self._cluster.starved:
+                continue
             if self._cluster.deaths[name] < BAD_NODE_FAILURES:
                 raise Broken("blame", f"{name} is set aside after {self._cluster.deaths[name]} deaths there")
 

@@ -133,6 +133,8 @@ class Node:
         self.incarnation = ""
         self.up = True
         """The machine has power."""
+        self.starved = False
+        """No process can be started there."""
         self.paused = False
         self.processes: dict[int, Worker] = {}
         self.watched: set[tuple[str, str]] = set()
@@ -423,6 +425,10 @@ class Node:
             case Send(_, worker_id, message):
                 if worker := self.processes.get(worker_id):
                     self._send(("to", worker_id), worker.hear, message)
+            case ForkWorker(slot, worker_id) | ForkPlain(slot, worker_id) if self.starved:
+                said = "a worker cannot be started: [Errno 24] Too many open files"
+                event = WorkerExited(slot, worker_id, said, 1, shortage=True)
+                self.cluster.clock.after(self.cluster.delay(0.0, 0.05), self.take, event)
             case ForkWorker(slot, worker_id, _):
                 worker = self.processes[worker_id] = Worker(self, slot, worker_id)
                 self.cluster.clock.after(self.cluster.delay(0.05, self.cluster.setup_s), worker.ready)

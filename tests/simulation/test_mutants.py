@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import structlog
-from simulation.histories import draw, family, late, play
+from simulation.histories import draw, family, late, play, starving
 from simulation.mutants import MUTANTS, Mutant, planted
 from simulation.player import FILES, Player
 from simulation.run import silent
 
-TRIES, FAMILY_TRIES, LATE_TRIES = 1500, 96, 48
+TRIES, FAMILY_TRIES, LATE_TRIES, STARVING_TRIES = 1500, 96, 48, 60
 TESTS = Path(__file__).parent.parent
 
 
@@ -55,7 +55,7 @@ def caught_by(mutant: Mutant) -> str:
     with planted(mutant):
         if mutant.test:
             return mutant.test if fails(mutant.test) else ""
-        for drawn, tries in ((family, FAMILY_TRIES), (late, LATE_TRIES), (draw, TRIES)):
+        for drawn, tries in ((family, FAMILY_TRIES), (late, LATE_TRIES), (starving, STARVING_TRIES), (draw, TRIES)):
             for seed in range(tries):
                 if failure := play(drawn(seed)).failure:
                     return f"{drawn.__name__} {seed}: {failure}"

@@ -6,7 +6,7 @@ import collections
 import os
 
 import pytest
-from simulation.histories import draw, family, late, leaving, play
+from simulation.histories import draw, family, late, leaving, play, starving
 from simulation.run import explain, many
 
 from elastic.contract.records import Phase
@@ -17,6 +17,7 @@ FEW = 400
 FAMILIES = 400
 LATE = 100
 LEAVING = 300
+STARVING = 300
 SHARE = 3
 """In `make test` every third of the families and of the late ones."""
 
@@ -41,7 +42,7 @@ def test_every_promise_is_kept_in_all_histories(count: int) -> None:
 
 @pytest.mark.parametrize("share", [SHARE, pytest.param(1, marks=pytest.mark.long)])
 def test_every_promise_is_kept_in_the_histories_that_are_seldom_drawn(share: int) -> None:
-    for drawn, count in ((family, FAMILIES), (late, LATE), (leaving, LEAVING)):
+    for drawn, count in ((family, FAMILIES), (late, LATE), (leaving, LEAVING), (starving, STARVING)):
         for outcome in many(range(0, count, share), drawn=drawn):
             if outcome.failure:
                 pytest.fail(explain(outcome))

@@ -54,6 +54,7 @@ from elastic.recovery.events import (
     WorkerExited,
     WorkerGroupClosed,
     WorkerReady,
+    WorkerStarted,
     WorkerStepping,
     WorkerSynced,
     WorkerUnhealthy,
@@ -188,6 +189,60 @@ def test_exit_code_0_before_the_end_is_a_failure_too() -> None:
     effects = running().take(WorkerExited(0, 1, "exit code 0", code=0))
     assert isinstance(effects[0], PutBroken)
     assert effects[0].record.detail == "exited with code 0 before the job was done"
+
+
+LACKS = "a worker cannot be started: [Errno 24] Too many open files"
+
+
+def lacks(machine: Watched, slot: int, worker_id: int) -> list[Effect]:
+    return machine.take(WorkerExited(slot, worker_id, LACKS, code=1, shortage=True))
+
+
+def test_a_worker_that_cannot_be_started_is_charged_to_nobody_and_its_slot_waits_until_it_can() -> None:
+    machine = running()
+    machine.take(WorkerExited(0, 1, "signal SIGKILL"))
+    machine.see(view(A, B, spec=SPEC, formed=generation(2, SECOND.nodes)))
+    effects = lacks(machine, 0, 3)
+    assert kinds(effects) == [PutBroken, PutMember]
+    said, changed = effects
+    assert isinstance(said, PutBroken)
+    assert (said.record.kind, said.record.slots, said.record.charged) == ("shortage", (0,), False)
+    assert isinstance(changed, PutMember)
+    assert (changed.record.ready, changed.record.lacks) == ((1,), "")
+    assert machine.wait(0.5) == [ForkWorker(0, 4)]
+    assert lacks(machine, 0, 4)[0].record.lacks == LACKS, "the third failure of the slot in a row"  # type: ignore[union-attr]
+    assert ForkWorker(0, 5) in machine.wait(1.5)
+    assert machine.take(WorkerStarted(0, 5)) == []
+    back = machine.take(WorkerReady(0, 5))[0]
+    assert isinstance(back, PutMember)
+    assert (back.record.ready, back.record.lacks) == ((0, 1), "")
+
+
+def test_a_plain_worker_that_cannot_be_started_is_tried_again_with_the_next_generation() -> None:
+    machine = Watched(managed=False)
+    machine.take(Start(), Joined())
+    machine.see(view(A, B, spec=SPEC, formed=SECOND))
+    effects = lacks(machine, 0, 1)
+    assert [e.record.kind for e in effects if isinstance(e, PutBroken)] == ["shortage"]
+    assert [e.record.ready for e in effects if isinstance(e, PutMember)] == [(1,)]
+    assert [e.record.ready for e in machine.wait(0.3) if isinstance(e, PutMember)] == [(0, 1)]
+
+
+def test_the_leader_excludes_a_node_for_what_it_lacks_takes_it_back_and_says_what_it_waits_for() -> None:
+    machine = running(formed=FIRST)
+    short = msgspec.structs.replace(B.record, ready=(), lacks=LACKS)
+    there = view(A, Member(short, 2), spec=SPEC, formed=FIRST)
+    effects = machine.see(there)
+    [put] = [effect for effect in effects if isinstance(effect, PutState)]
+    assert (put.state.excluded_nodes, put.state.no_agent, put.state.restarts) == (("b",), {"b": LACKS}, 0)
+    excluded = view(A, B, spec=SPEC, formed=FIRST)
+    excluded = dataclasses.replace(excluded, state=put.state)
+    [put] = [effect for effect in machine.see(excluded) if isinstance(effect, PutState)]
+    assert (put.state.excluded_nodes, put.state.no_agent) == ((), {})
+    both = JobSpec(name="job", script="train.py", nodes="2", workers_per_node=2)
+    waits = running(both, formed=FIRST)
+    waits.see(view(A, Member(short, 2), spec=both, formed=FIRST, failed=broken(1, "b", 0)))
+    assert waits.agent.lead.reason.endswith(f"1 of at least 2 nodes are there; b is tried again and again: {LACKS}")
 
 
 def test_a_second_death_in_a_row_pauses_and_a_step_forgives() -> None:
