@@ -216,7 +216,7 @@ class Answers:
         if path.endswith("/drain"):
             return self._say({"node": "n", "jobs": [{"job": "j", "effect": "stops", "text": "j stops"}]})
         if path.startswith("/v1/nodes/"):
-            return self._say({"node": "n", "jobs": ["j"]})
+            return self._say({"node": "n", "jobs": ["j"], "empty": True, "state": "ready", "reason": ""})
         if path == "/v1/incidents":
             return self._say({"incidents": ANSWERS["incidents"]})
         return self._say(ANSWERS["config"] if path == "/v1/config" else ANSWERS["status"])

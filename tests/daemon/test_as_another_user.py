@@ -153,6 +153,7 @@ def test_elasticctl_ends_with_7_where_the_user_is_not_permitted(
 def test_submit_passes_the_user_that_root_names(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     sent: list[Any] = []
     monkeypatch.setattr(Client, "post", lambda self, path, body=None: sent.append(body) or {"job": "x"})
+    monkeypatch.setattr(Client, "get", lambda self, path: {"python": sys.executable})
     (tmp_path / "t.py").touch()
     (tmp_path / "job.toml").write_text(f'script = "{tmp_path}/t.py"\n')
     with pytest.raises(SystemExit):

@@ -14,6 +14,7 @@ from elastic.etcd.client import Etcd, MemberHealth, View
 from elasticd import loop as loops
 from elasticd import reconcile
 from elasticd.api import views
+from elasticd.chores import Chores
 from elasticd.cluster import Cluster, Node
 from elasticd.etcd.members import Members
 from elasticd.published_state import Contact, Snapshot
@@ -86,35 +87,35 @@ class Recorder:
         self.compacted.append(revision)
 
 
-def bare_loop(every_s: float, endpoints: tuple[str, ...] = ("10.0.0.1:2379",)) -> Any:
+def bare_loop() -> Any:
     made: Any = loops.DaemonLoop.__new__(loops.DaemonLoop)
-    made._settings = Settings(node="a", etcd=EtcdSettings(endpoints=endpoints, compact_every_s=every_s))
+    made._settings = Settings(node="a", etcd=EtcdSettings(endpoints=("10.0.0.1:2379",)))
     made._cluster = Cluster(nodes={"a": Node(NODE, 1)}, revision=100)
-    made._writer, made._compact_mark, made._log = Recorder(), None, structlog.get_logger()
+    made._writer, made._log = Recorder(), structlog.get_logger()
     made._contact, made._contact_said = Contact(), ("", 0.0)
     return made
 
 
-def compactions(loop: Any) -> list[int]:
+def compactions(every_s: float, endpoints: tuple[str, ...] = ("10.0.0.1:2379",), node: str = "a") -> list[int]:
+    recorder = Recorder()
+    settings = Settings(node=node, etcd=EtcdSettings(endpoints=endpoints, compact_every_s=every_s))
+    chores = Chores(settings, cast(Any, recorder))
     for turn in range(10):
-        loop._cluster = Cluster(nodes=loop._cluster.nodes, revision=100 + turn)
-        loop._compact(turn * 10.0)
-    return cast(list[int], loop._writer.compacted)
+        chores._compact(Cluster(nodes={"a": Node(NODE, 1)}, revision=100 + turn), turn * 10.0)
+    return recorder.compacted
 
 
 def test_etcd_compaction_keeps_revisions_of_the_configured_age() -> None:
-    assert compactions(bare_loop(30.0)) == [100, 103, 106]
-    assert compactions(bare_loop(0.0)) == []
-    assert compactions(bare_loop(30.0, ())) == [], "the embedded etcd does it by itself"
-    other = bare_loop(30.0)
-    other._settings = Settings(node="z", etcd=EtcdSettings(endpoints=("10.0.0.1:2379",)))
-    assert compactions(other) == []
+    assert compactions(30.0) == [100, 103, 106]
+    assert compactions(0.0) == []
+    assert compactions(30.0, ()) == [], "the embedded etcd does it by itself"
+    assert compactions(30.0, node="z") == [], "another node's daemon does it"
 
 
 def test_the_first_failure_after_the_start_is_logged_and_each_new_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    loop = bare_loop(0.0)
+    loop = bare_loop()
 
     def seen(connected: bool, error: str = "") -> None:
         view = View({}, 1, connected, clock[0], error)
@@ -139,7 +140,7 @@ def test_a_reason_that_comes_too_soon_after_another_is_logged_later(monkeypatch:
     """A watch publishes the loss once per reason: a refusal in the seconds after "still logging in" was never said."""
     clock = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    loop = bare_loop(0.0)
+    loop = bare_loop()
     with structlog.testing.capture_logs() as lines:
         for clock[0], error in ((0.0, "still logging in"), (2.0, "authentication failed")):
             loop._say_contact(View({}, 0, False, clock[0], error))

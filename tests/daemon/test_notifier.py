@@ -408,7 +408,7 @@ def test_waiting_job_is_notified_once_by_a_real_daemon(receiver: Receiver, tmp_p
         eventually(lambda: receiver.got, 20.0, "the webhook is called")
         told = receiver.bodies()[0]
         assert (told["event"], told["job"], told["cluster"], told["sender"]) == ("job_waiting", "train", "main", "a")
-        assert "wait" in told["why"]
+        assert "can never run here: it needs 2 workers on 2 nodes" in told["why"]
         shown = node.ctl("config", "show", "--json").stdout
         assert masking.masked_url(receiver.url) in shown
         assert "s3cret" not in shown + node.log.read_text()

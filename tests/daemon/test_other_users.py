@@ -95,7 +95,9 @@ def test_root_refuses_an_etcd_that_anyone_may_write_to_unless_told_otherwise(nod
         key = nodes.folder / "key"  # for a certificate that this etcd never asks for
         key.touch(0o600)
         for name, more in (("bare", {}), ("vain", {"etcd__cert_file": str(key), "etcd__key_file": str(key)})):
-            node = nodes.add(name, start=False, etcd__endpoints=server.endpoint, etcd__insecure="false", **more)
+            node = nodes.add(
+                name, start=False, node="told", etcd__endpoints=server.endpoint, etcd__insecure="false", **more
+            )
             node.start(wait_s=0)
             assert node.process is not None
             assert node.process.wait(20) == 78
