@@ -20,7 +20,7 @@ A job in a final phase, or about to stop, gets no new node. A job without a spec
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from elastic.contract.node_records import KnownNode
@@ -56,9 +56,16 @@ class Assignment:
         return {job: nodes[node] for job, nodes in self.surplus.items() if node in nodes}
 
 
-def plan(cluster: Cluster, running: Mapping[str, int], me: str, wall_s: float = 0.0) -> Assignment:
+def plan(
+    cluster: Cluster,
+    running: Mapping[str, int],
+    me: str,
+    wall_s: float = 0.0,
+    silent: Collection[tuple[str, str]] = (),
+) -> Assignment:
     """`running`: job -> workers of the agents on node `me`, which may not be members yet. `wall_s`: now; reservations
-    follow from it, so that daemons whose clocks differ reserve at different times, and never overbook."""
+    follow from it, so that daemons whose clocks differ reserve at different times, and never overbook. `silent`: see
+    `reconcile.Silent`: daemons see that at about the same time, and a node too many leaves again."""
     used = _Used()
     places: dict[str, dict[str, int]] = {}
     surplus: dict[str, dict[str, str]] = {}
@@ -76,7 +83,7 @@ def plan(cluster: Cluster, running: Mapping[str, int], me: str, wall_s: float = 
         assert job.spec is not None
         mine, spec = places[job.name], job.spec.spec
         if job.state.phase is not Phase.STOPPING:
-            new = _candidates(cluster, job, mine, used)[: max(0, spec.max_nodes - len(staying[job.name]))]
+            new = _candidates(cluster, job, mine, used, silent)[: max(0, spec.max_nodes - len(staying[job.name]))]
             if len(staying[job.name]) + len(new) < spec.min_nodes and (not mine or job.generation is None):
                 new = []
                 if not _could_run(cluster, job):
@@ -225,11 +232,13 @@ def _surplus(job: Job, staying: list[str], planned: list[str]) -> dict[str, str]
     }
 
 
-def _candidates(cluster: Cluster, job: Job, mine: Mapping[str, int], used: _Used) -> list[Node]:
+def _candidates(
+    cluster: Cluster, job: Job, mine: Mapping[str, int], used: _Used, silent: Collection[tuple[str, str]] = ()
+) -> list[Node]:
     on_gpus = _on_gpus(cluster, job, mine)
     return [
         node
-        for node in sorted(cluster.nodes.values(), key=lambda n: n.create_revision)
+        for node in sorted(cluster.nodes.values(), key=lambda n: ((job.name, n.name) in silent, n.create_revision))
         if node.name not in mine
         and not node.why_not
         and node.name not in job.state.excluded_nodes

@@ -32,7 +32,7 @@ from .event_queue import Event, EventQueue, NodeLeaseLost, NodeRegistered, Stop,
 from .gpus import Health
 from .log import Log
 from .notify import Notify
-from .older_records import OlderRecords
+from .older_records import SIGN_S, OlderRecords
 from .published_state import Contact, LocalAgent, PublishedState, Snapshot
 from .run_as import NotAllowed, RunAs
 from .settings import Settings
@@ -102,6 +102,7 @@ class DaemonLoop:
         self._ready = False
         self._overdue: dict[str, float] = {}
         self._aside, self._deserted, self._drained = reconcile.Since(), reconcile.Since(), reconcile.Since()
+        self._silent, self._sign_due_s = reconcile.Silent(), 0.0
         self._said: dict[str, str] = {}
         self._contact_said = ("", 0.0)
         """Why etcd could not be reached, as last logged, and the time before which no other reason is logged."""
@@ -142,10 +143,12 @@ class DaemonLoop:
                 self._agents.gone(event)
             case NodeRegistered(lease, record):
                 self._lease, self._registered = lease, record
+                self._sign_due_s = time.monotonic() + SIGN_S
                 self._log.info("node.registered", lease=f"{lease.id:x}", address=record.address, slots=record.slots)
             case Updated(lease_id, record):
                 if self._lease is not None and self._lease.id == lease_id:
                     self._registered = record
+                    self._sign_due_s = time.monotonic() + SIGN_S
             case NodeLeaseLost(lease_id, why):
                 if self._lease is not None and self._lease.id == lease_id:
                     self._lease = self._registered = None
@@ -160,8 +163,8 @@ class DaemonLoop:
 
     def _look(self, view: View) -> None:
         if view.revision or view.connected:  # an empty view before the first contact carries no information
-            refused = self._older.look(view, time.monotonic())
-            self._cluster = self._reader.read(view.kvs, view.revision, refused, self._signer is not None)
+            view = self._older.look(view, time.monotonic())
+            self._cluster = self._reader.read(view.kvs, view.revision, view.refused, self._signer is not None)
             self._timeline.look(self._cluster, time.time())
         self._say_contact(view)
         self._timeline.contact(view.connected, view.error, time.time())
@@ -205,7 +208,8 @@ class DaemonLoop:
         stays_out = self._stays_out()
         node = self._settings.node
         running = {job: agent.config.slots for job, agent in self._agents.running.items()}
-        self._plan = plan(self._cluster, running, node, time.time())
+        silent = self._silent.look(self._plan.places, self._cluster, running, node, now_s)
+        self._plan = plan(self._cluster, running, node, time.time(), silent)
         self._refuses = {
             job.name: self._run_as.why_not(job.spec)
             for job in self._cluster.by_age()
@@ -255,15 +259,15 @@ class DaemonLoop:
     def _keep_registered(self, now_s: float) -> None:
         record = self._record()
         times = self._settings.timeouts
-        key_there = self._settings.node in self._cluster.nodes
+        there = self._cluster.nodes.get(self._settings.node)
         if self._lease is None:
             if now_s >= self._retry_s:
                 self._writer.register(record, times.lease_ttl_s, times.lease_renew_s)
-        elif record != self._registered:
+        elif record != self._registered or now_s >= self._sign_due_s:
             if now_s >= self._retry_s:
                 self._writer.update(record, self._lease.id)
-        elif not key_there and self._turn % 5 == 0:  # the key was deleted; the lease is still alive
-            self._writer.update(record, self._lease.id)
+        elif (there is None or there.record != record) and self._turn % 5 == 0:
+            self._writer.update(record, self._lease.id)  # deleted, or another one was written; the lease is still alive
 
     def _record(self) -> NodeRecord:
         settings = self._settings

@@ -4,20 +4,25 @@ was set back to a backup. The newest that a daemon has read counts on, and it wr
 What was deleted for good (a job that was forgotten, a cordon) is deleted again. A daemon that has started since does
 not know the newer record itself, only that there was one: the older one is then shown as refused, unless the daemon of
 another node mends it.
+
+The record of a node that is switched off may be put back, too, and kept with a lease: each daemon signs its own anew
+every `SIGN_S`, and one that is not signed anew within `UNSIGNED_S` does not count.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
 
 from elastic.contract.keys import ClusterKeys
-from elastic.etcd.client import Refusal, View
+from elastic.etcd.client import KV, Refusal, View
 from elastic.etcd.stamps import Stamps
 
 from .cluster import Cluster
 from .reconcile import Since
 from .writer import ClusterWriter
 
+SIGN_S, UNSIGNED_S = 240.0, 600.0
 AFTER_S = 2.0
 """A watch may deliver a record after a newer one was read: the newer one follows within this time."""
 EACH_S = 0.5
@@ -34,10 +39,13 @@ class OlderRecords:
         self._older: dict[str, tuple[str, Refusal]] = {}
         """Key -> a name of this very record, and the refusal."""
         self._view: View | None = None
+        self._signed: dict[str, tuple[int, float]] = {}
+        """Key of a node's record -> its stamp, and since when that is known, while etcd can be reached."""
         self._trim_due_s = 0.0
 
-    def look(self, view: View, now_s: float) -> Mapping[str, Refusal]:
-        """The refused records of a new view, without those that may have arrived late only."""
+    def look(self, view: View, now_s: float) -> View:
+        """A new view as it counts: refused are also the records of nodes that are not signed anew, and not what may
+        have arrived late only."""
         if self._view is None and view.connected:
             self._stamps.only({*view.kvs, *view.refused})
         self._view = view if view.connected else self._view
@@ -46,7 +54,20 @@ class OlderRecords:
         for name in {name for name, _ in before.values()} - {name for name, _ in self._older.values()}:
             self._since.lasts_s(name, False, now_s)
         late = {k for k, (name, _) in self._older.items() if self._since.lasts_s(name, True, now_s) < AFTER_S}
-        return {k: r for k, r in view.refused.items() if k not in late}
+        refused = {k: r for k, r in view.refused.items() if k not in late}
+        if unsigned := self._unsigned(view, now_s):
+            view = replace(view, kvs=MappingProxyType({k: kv for k, kv in view.kvs.items() if k not in unsigned}))
+        return replace(view, refused={**refused, **unsigned})
+
+    def _unsigned(self, view: View, now_s: float) -> dict[str, Refusal]:
+        nodes = {k: kv for k, kv in view.kvs.items() if k.startswith(self._keys.nodes) and kv.stamp}
+        known = self._signed
+        self._signed = {
+            k: known[k] if k in known and known[k][0] == kv.stamp else (kv.stamp, now_s) for k, kv in nodes.items()
+        }
+        if not view.connected:
+            self._signed = {}  # nothing can be signed meanwhile
+        return {k: _unsigned(nodes[k]) for k, (_, since_s) in self._signed.items() if now_s >= since_s + UNSIGNED_S}
 
     def mend(self, cluster: Cluster, now_s: float) -> None:
         """Called in each turn in which etcd can be reached."""
@@ -64,3 +85,7 @@ class OlderRecords:
             found = sorted((kv.stamp, key) for key, kv in self._view.kvs.items() if key.startswith(self._keys.endings))
             if over := [key for _, key in found[:-KEPT_ENDINGS]]:
                 self._writer.delete("old endings", over[:100])
+
+
+def _unsigned(kv: KV) -> Refusal:
+    return Refusal(kv, f"the node's elasticd has not signed it anew for {UNSIGNED_S / 60:.0f} minutes")

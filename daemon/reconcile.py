@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 
 import msgspec
 
@@ -24,6 +24,8 @@ SET_ASIDE_S = 600.0
 DESERTED_S = 30.0
 """A job without any agent, and without room for one, is waiting after this time: longer than agents need to register
 again when etcd has lost its data."""
+SILENT_S, ASIDE_S = 60.0, 600.0
+"""See `Silent`."""
 END_AFTER_S = 10.0
 """Added to the job's own stop grace: how long an agent may outlive its job before SIGTERM, and as long again before
 SIGKILL."""
@@ -120,12 +122,40 @@ class Since:
     def __contains__(self, name: str) -> bool:
         return name in self._first_s
 
+    def keep(self, names: Container[str]) -> None:
+        """All others do not hold."""
+        self._first_s = {name: first_s for name, first_s in self._first_s.items() if name in names}
+
     def lasts_s(self, name: str, holds: bool, now_s: float) -> float:
         """`now_s`: monotonic. 0 if it does not hold, or since just now."""
         if not holds:
             self._first_s.pop(name, None)
             return 0.0
         return now_s - self._first_s.setdefault(name, now_s)
+
+
+class Silent:
+    """Which nodes were given to which jobs and have had no agent of them for `SILENT_S`, as seen by this daemon: such a
+    node may be gone, whatever its record says. Others are preferred to it for `ASIDE_S`."""
+
+    def __init__(self) -> None:
+        self._since = Since()
+        self._until_s: dict[tuple[str, str], float] = {}
+
+    def look(
+        self, places: Mapping[str, Mapping[str, int]], cluster: Cluster, running: Container[str], me: str, now_s: float
+    ) -> set[tuple[str, str]]:
+        """(job, node) of each. `places`: job -> node -> workers, the plan of now."""
+        for job, nodes in places.items():
+            for node in nodes:
+                there = cluster.nodes.get(node)
+                agent = node in cluster.jobs[job].members or bool(there and job in there.record.jobs)
+                absent = not (agent or (node == me and job in running))
+                if self._since.lasts_s(f"{job} {node}", absent, now_s) >= SILENT_S:
+                    self._until_s[job, node] = now_s + ASIDE_S
+        self._since.keep({f"{job} {node}" for job, nodes in places.items() for node in nodes})
+        self._until_s = {place: until_s for place, until_s in self._until_s.items() if now_s < until_s}
+        return set(self._until_s)
 
 
 def job_state(

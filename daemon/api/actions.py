@@ -364,9 +364,8 @@ def _absent(job: str, cluster: Cluster) -> Refused:
 
 
 def known_nodes(cluster: Cluster) -> set[str]:
-    """Those of the inventory, and those of which etcd holds a record, a cordon, a drain or an agent."""
-    members = (node for job in cluster.jobs.values() for node in job.members)
-    return {*cluster.nodes, *cluster.known, *cluster.cordons, *cluster.drains, *members}
+    """Those of the inventory, and those of which etcd holds a record, a cordon or a drain."""
+    return {*cluster.nodes, *cluster.known, *cluster.cordons, *cluster.drains}
 
 
 def no_node(node: str, known: Iterable[str], cluster: Cluster) -> Refused:

@@ -44,7 +44,7 @@ def without_daemon(cluster: Cluster) -> Iterator[Finding]:
     """Nodes that have agents of jobs and no elasticd."""
     jobs: dict[str, list[str]] = {}
     for job in cluster.jobs.values():
-        for node in () if job.over else job.members.keys() - cluster.nodes.keys():
+        for node in () if job.over else job.members.keys() & cluster.known.keys() - cluster.nodes.keys():
             jobs.setdefault(node, []).append(job.name)
     for node, names in sorted(jobs.items()):
         yield Finding(

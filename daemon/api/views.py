@@ -127,7 +127,7 @@ def nodes(snapshot: Snapshot, me: str, wall_s: float) -> list[Json]:
         for left in there.record.jobs:
             used.setdefault(there.name, {}).setdefault(left, 0)
     rows = []
-    for name in sorted({*cluster.nodes, *used, *cluster.known}):
+    for name in sorted({*cluster.nodes, *cluster.known}):
         node = cluster.nodes.get(name)
         jobs = used.get(name, {})
         row: Json = {"node": name, "jobs": sorted(jobs), "slots_used": sum(jobs.values())}

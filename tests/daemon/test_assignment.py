@@ -14,6 +14,7 @@ from elastic.contract.records import GenerationNode, GenerationRecord, JobState,
 from elastic.contract.spec import JobSpec
 from elasticd.assignment import Assignment, plan
 from elasticd.cluster import Cluster, Job, Node, slots_wanted
+from elasticd.reconcile import Silent
 
 
 def node(name: str, slots: int = 2, create_revision: int = 0, **record: object) -> Node:
@@ -45,6 +46,27 @@ def cluster(nodes: list[Node], jobs: list[Job]) -> Cluster:
 
 def where(made: Assignment) -> dict[str, list[str]]:
     return {name: list(nodes) for name, nodes in made.places.items()}
+
+
+def test_a_node_without_an_agent_after_a_minute_comes_last() -> None:
+    """The record of one that is switched off, put back into etcd: a new job does not wait for it."""
+    there = cluster([node("a"), node("b")], [job("j1")])
+    silent, places = Silent(), {"j1": {"a": 2}}
+    assert not silent.look(places, there, {}, "b", 0.0)
+    assert not silent.look(places, there, {}, "b", 59.0)
+    assert silent.look(places, there, {}, "b", 60.0) == {("j1", "a")}
+    assert silent.look({"j1": {"b": 2}}, there, {}, "b", 61.0) == {("j1", "a")}, "it does not come back at once"
+    assert not silent.look({"j1": {"b": 2}}, there, {"j1"}, "b", 661.0)
+    assert where(plan(there, {}, "b", silent={("j1", "a")})) == {"j1": ["b"]}
+    assert where(plan(cluster([node("a")], [job("j1")]), {}, "b", silent={("j1", "a")})) == {"j1": ["a"]}
+
+
+@pytest.mark.parametrize("there", [node("a", jobs=("j1",)), node("a")])
+def test_an_agent_that_starts_or_is_a_member_is_no_silence(there: Node) -> None:
+    one = job("j1") if there.record.jobs else replace(job("j1"), members={"a": member("a")})
+    silent = Silent()
+    for now_s in (0.0, 100.0):
+        assert not silent.look({"j1": {"a": 2}}, cluster([there], [one]), {}, "b", now_s)
 
 
 def test_the_oldest_job_is_served_first() -> None:

@@ -12,6 +12,8 @@ from click.testing import CliRunner, Result
 from support.door import Door
 from support.pictures import job, snapshot
 
+from elasticd.api import views
+from elasticd.api.actions import known_nodes
 from elasticd.api.doctor_routes import unanswered, without_daemon
 from elasticd.cluster import Node
 from elasticd.ctl import main as ctl
@@ -84,6 +86,16 @@ def test_a_node_that_could_not_be_asked_for_want_of_etcd_is_not_to_be_looked_at(
     assert (silent.level, silent.cure) == (ERROR, "on b: systemctl status elasticd")
     unasked = unanswered("b", {"error": "etcd cannot be reached now", "status": 503})
     assert (unasked.level, unasked.cure) == (ERROR, "first what is said of etcd; then ask again")
+
+
+def test_members_that_a_jobs_user_invents_name_no_nodes() -> None:
+    """The user has the job's key, and may sign members of any name."""
+    invented = job()
+    invented = replace(invented, members={**invented.members, "ghost": invented.members["b"]})
+    seen = replace(snapshot(job()), cluster=replace(snapshot(job()).cluster, jobs={"train": invented}))
+    assert [found.node for found in without_daemon(seen.cluster)] == ["b"]
+    assert [row["node"] for row in views.nodes(seen, "a", 0.0)] == ["a", "b"]
+    assert known_nodes(seen.cluster) == {"a", "b"}
 
 
 def test_doctor_names_nodes_that_have_agents_and_no_daemon() -> None:

@@ -6,6 +6,7 @@ import pathlib
 import time
 from typing import cast
 
+import msgspec
 import pytest
 import structlog
 from support.accounts import own_user
@@ -25,6 +26,7 @@ from elasticd.gpus import Health
 from elasticd.launch import Detached
 from elasticd.loop import RETRY_S, DaemonLoop
 from elasticd.notify import Notify
+from elasticd.older_records import SIGN_S
 from elasticd.published_state import PublishedState
 from elasticd.settings import Settings
 from elasticd.threads import Threads
@@ -96,6 +98,30 @@ def test_a_change_that_etcd_did_not_take_is_written_again(daemon: Daemon) -> Non
     assert daemon.record.healthy
     daemon.settle()
     assert daemon.record.reason == "its disk is full"
+
+
+def test_another_record_in_the_place_of_ones_own_is_replaced(daemon: Daemon) -> None:
+    """An old one, say, in which the node drains: after `uncordon` it takes work, whatever stands there."""
+    old = msgspec.structs.replace(daemon.record, draining="drained by root")
+    daemon.client.put(KEY, encode(old))
+    daemon.settle()
+    assert daemon.record.draining is None
+    daemon.client.put(KEY, encode(old), lease=0)
+    for _ in range(2):
+        daemon.settle()
+    assert (daemon.record.draining, daemon.server.kvs[KEY].lease) == (
+        None,
+        daemon.loop._lease and daemon.loop._lease.id,
+    )
+
+
+def test_the_own_record_is_signed_anew_every_few_minutes(daemon: Daemon) -> None:
+    before = daemon.server.kvs[KEY].mod_revision
+    daemon.settle()
+    assert daemon.server.kvs[KEY].mod_revision == before
+    daemon.now_s += SIGN_S
+    daemon.settle()
+    assert daemon.server.kvs[KEY].mod_revision > before
 
 
 def test_node_record_change_during_a_pending_write_is_written_too(daemon: Daemon) -> None:

@@ -35,7 +35,7 @@ def seen(*jobs: Job, nodes: tuple[Node, ...] = (), **facts: object) -> Snapshot:
     base = snapshot(*jobs)
     all_ = {**base.cluster.nodes, **{n.name: n for n in nodes}}
     more = {key: facts.pop(key) for key in ("foreign", "refused") if key in facts}
-    cluster = Cluster(nodes=all_, jobs={j.name: j for j in jobs}, revision=9, **more)  # type: ignore[arg-type]
+    cluster = replace(base.cluster, nodes=all_, **more)  # type: ignore[arg-type]
     return replace(base, cluster=cluster, **facts)  # type: ignore[arg-type]
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import msgspec
 
 from elastic.contract.decoding import Member
-from elastic.contract.node_records import NodeRecord
+from elastic.contract.node_records import KnownNode, NodeRecord
 from elastic.contract.origin import Origin
 from elastic.contract.records import (
     GenerationNode,
@@ -67,8 +67,12 @@ def snapshot(*jobs: Job, **facts: object) -> Snapshot:
     record = NodeRecord(
         node="a", hostname="h", address="10.0.0.1", slots=2, gpus=0, version="0.1", pid=1, started_wall_s=5.0
     )  # fmt: skip
+    known = {
+        name: KnownNode.of(msgspec.structs.replace(record, node=name))
+        for name in sorted({"a", *(name for j in jobs for name in j.members)})
+    }
     base = Snapshot(
-        cluster=Cluster(nodes={"a": Node(record, 1)}, jobs={j.name: j for j in jobs}, revision=9),
+        cluster=Cluster(nodes={"a": Node(record, 1)}, jobs={j.name: j for j in jobs}, revision=9, known=known),
         contact=Contact(True, 99.5, "", "3.5.21"),
         registered=True,
         turned_s=99.9,
