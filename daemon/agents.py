@@ -228,6 +228,7 @@ class Agents:
                 folder,  # not the job's workdir: a file in it must not be imported in place of ours
                 folder / "agent.log" if user is None else folder.parent / job_folders.OUTPUT,
                 properties,
+                f"elasticd: agent of job {job}",
             )
             started = self._launcher.start(service)
         except (CannotStart, OSError) as error:

@@ -3,6 +3,7 @@
     <state_dir>/access/<uid>/              that user's own, mode 0700
     <state_dir>/access/<uid>/ca.pem, cert.pem, key.pem
     <state_dir>/access/<uid>/client-0      the embedded etcd's socket: a second name of the same file
+    <state_dir>/access/<uid>/login         its login for agents, a copy
 
 They are renewed when the originals change, and removed with the user's last agent on this node; anything else that the
 user put into the folder stays there. docs/security.md says what a user can do with them.
@@ -18,7 +19,8 @@ from pathlib import Path
 import msgspec
 
 from elastic.contract.agent_files import EtcdAccess
-from elastic.util.files import replace_file
+from elastic.etcd.login import NAME as LOGIN
+from elastic.util.files import read_file, replace_file
 
 from . import ownership
 from .authority import Account
@@ -70,7 +72,7 @@ class EtcdGrants:
     def _remove(self, name: str) -> None:
         """What elasticd put into the folder, and the folder, unless its user keeps other things there: however many
         and deep these are, the loop does not wait for them. Raises OSError."""
-        ours = [*FILES.values(), *(_link(i) for i in range(max(MOST_LINKS, len(self._access.endpoints))))]
+        ours = [*FILES.values(), LOGIN, *(_link(i) for i in range(max(MOST_LINKS, len(self._access.endpoints))))]
         with Folder(self._root, (name,)).opened() as folder:
             for each in ours:
                 for path in (each, _aside(each)):
@@ -88,6 +90,9 @@ class EtcdGrants:
                 replace_file(folder / name, Path(source).read_bytes(), (uid, gid))
         for i, endpoint in enumerate(self._access.endpoints):
             if endpoint.startswith(SOCKET):
+                login = Path(endpoint.removeprefix(SOCKET)).with_name(LOGIN)
+                if login.exists():
+                    replace_file(folder / LOGIN, read_file(login), (uid, gid))
                 _second_name(Path(endpoint.removeprefix(SOCKET)), folder / _link(i))
         self._granted[uid] = version
 

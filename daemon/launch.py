@@ -30,6 +30,8 @@ PROPERTIES = (
     "Before=elasticd.service",  # when the machine shuts down, the daemon is stopped first: it drains the node
 )
 
+HOLD = Path(__file__).with_name("hold_lock.py")
+
 LOGIN_VARIABLES = frozenset({"HOME", "USER", "LOGNAME", "SHELL", "MAIL"})
 
 HOLDER_S = 1.0
@@ -58,6 +60,8 @@ class ServiceProcess:
     """stdout and stderr are appended to it."""
     properties: Sequence[str] = ()
     """Of its unit, such as its user and its limits, if it becomes one."""
+    description: str = ""
+    """Of its unit, for `systemctl status`: without one systemd shows the command line."""
 
 
 class Launcher(Protocol):
@@ -94,6 +98,7 @@ class TransientUnit:
     def start(self, service: ServiceProcess) -> Started:
         unit = f"{service.name}.service"
         command = ["systemd-run", "--quiet", "--collect", f"--unit={unit}", f"--working-directory={service.cwd}"]
+        command += [f"--description={service.description or service.name}"]
         command += [f"--property={p}" for p in (*PROPERTIES, *service.properties)]
         command += [f"--property=Standard{stream}=append:{service.output}" for stream in ("Output", "Error")]
         # The values are taken from our environment, so that ps does not show them.
@@ -152,22 +157,9 @@ def _is_text(raw: str) -> bool:
     return True
 
 
-_HOLD = """
-import fcntl, os, signal, sys
-lock = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-signal.alarm(2)  # another process may look at it for a moment; if one keeps it, that is our end
-fcntl.flock(lock, fcntl.LOCK_EX)
-signal.alarm(0)
-os.ftruncate(lock, 0)
-os.write(lock, str(os.getpid()).encode())
-os.set_inheritable(lock, True)
-os.execv(sys.argv[2], sys.argv[2:])
-"""
-
-
 def holding(lock: Path, argv: Sequence[str]) -> list[str]:
     """The command that runs `argv` and holds `lock` for as long as the process lives."""
-    return [sys.executable, "-I", "-S", "-c", _HOLD, str(lock), *argv]
+    return [sys.executable, "-I", "-S", str(HOLD), str(lock), *argv]
 
 
 class HeldElsewhere(OSError):

@@ -36,6 +36,18 @@ def private(folder: Path) -> None:
         os.close(descriptor)
 
 
+def lent(folder: Path, gid: int, mode: int) -> None:
+    """Create `folder`, of this user, for a group. Raises OSError; CannotStart if it is a link or another user's."""
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(folder, 0o700)
+    found = os.lstat(folder)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        raise CannotStart(f"{folder} must be a folder, and uid {os.geteuid()}'s own")
+    if (found.st_gid, stat.S_IMODE(found.st_mode)) != (gid, mode):
+        os.chown(folder, -1, gid)
+        os.chmod(folder, mode)
+
+
 def trusted(folder: Path, setting: str) -> None:
     """Refuse a directory that another user could change or replace. Raises CannotStart with the remedy.
 

@@ -1,4 +1,4 @@
-"""The unit properties of an agent: its user, its limits, its isolation. Pure.
+"""The unit properties of an agent, and of the embedded etcd: its user, its limits, its isolation. Pure.
 
 See systemd.exec(5) and systemd.resource-control(5). The limits hold for the agent and all its workers on this node
 together. Without systemd there are none.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 from elastic.contract.spec import JobSpec
 
@@ -37,6 +38,21 @@ def properties(spec: JobSpec, user: Account | None) -> tuple[str, ...]:
     if user is not None:
         found += [f"User={user.user}", f"Group={user.gid}"]
     return tuple(found)
+
+
+def of_etcd(user: Account | None, folder: Path, binary: str) -> tuple[str, ...]:
+    """Of the embedded etcd's unit, which writes to `folder` alone. `user`: None: there is none of its own."""
+    in_tmp = any(_IN_TMP.search(text) for text in (str(folder), binary, *INSTALLED))
+    found = [
+        "TasksMax=infinity", "UMask=0077", "NoNewPrivileges=yes", "CapabilityBoundingSet=", "ProtectSystem=strict",
+        f"ReadWritePaths={folder}", "ProtectHome=read-only", f"PrivateTmp={'no' if in_tmp else 'yes'}",
+        "PrivateDevices=yes", "ProtectKernelTunables=yes", "ProtectKernelModules=yes", "ProtectKernelLogs=yes",
+        "ProtectControlGroups=yes", "ProtectClock=yes", "ProtectHostname=yes", "RestrictNamespaces=yes",
+        "RestrictRealtime=yes", "RestrictSUIDSGID=yes", "LockPersonality=yes", "MemoryDenyWriteExecute=yes",
+        "RestrictAddressFamilies=AF_UNIX AF_INET AF_INET6 AF_NETLINK", "SystemCallArchitectures=native",
+        "SystemCallFilter=@system-service", "SystemCallErrorNumber=EPERM",
+    ]  # fmt: skip
+    return (*found, f"User={user.user}", f"Group={user.gid}") if user is not None else tuple(found)
 
 
 def uses_tmp(spec: JobSpec) -> bool:

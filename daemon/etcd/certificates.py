@@ -4,6 +4,9 @@
     server.pem, server-key.pem      etcd's own
     client.pem, client-key.pem      required, with ca.pem, by every elasticd on another machine
 
+All but the authority's are good for a year, and issued again in time while elasticd runs. etcd reads its own at each
+handshake.
+
 etcd serves a client only if ca.pem has signed the client's certificate.
 """
 
@@ -11,24 +14,31 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
+import os
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from elastic.util.files import replace_file
+from elastic.etcd.admin import USER
+from elastic.util.files import read_file, replace_file
 
 from ..errors import CannotStart
-from ..ownership import private
+from ..ownership import lent, private
 
-VALID_DAYS = 3650
+CA_DAYS = 3650
+VALID_DAYS = 365
+RENEWED_DAYS = 120
+"""Before its end a certificate is issued again. Other nodes have so long to copy that of clients."""
 CLOCK_SKEW = datetime.timedelta(days=1)
 """Certificates are valid from a day before their creation: the clock of another node may be behind."""
 
 
-def ensure(folder: Path, names: Sequence[str]) -> None:
-    """Create missing files. `names`: host names and addresses by which etcd is reached; a server certificate that lacks
-    one of them is issued again by the same authority, so that clients need nothing new. Raises CannotStart."""
+def ensure(folder: Path, names: Sequence[str], gid: int | None = None) -> None:
+    """Create missing files, and issue again what expires within RENEWED_DAYS: by the same authority, so that what was
+    issued before stays good until its own end. `names`: host names and addresses by which etcd is reached; a server
+    certificate that lacks one of them is issued again, too. `gid`: of etcd, where it runs as another user. Raises
+    CannotStart."""
     try:
         import cryptography.x509  # noqa: F401 - asks whether the package is there
     except ImportError:
@@ -36,16 +46,41 @@ def ensure(folder: Path, names: Sequence[str]) -> None:
             "etcd.embedded_listen needs certificates, and the package cryptography, which makes them, is not "
             "installed (pip install 'elasticd[embedded]')"
         ) from None
-    private(folder)
     try:
-        if not (folder / "ca.pem").exists():
+        if gid is None:
+            private(folder)
+        else:
+            lent(folder, gid, 0o710)
+        if not _good(folder / "ca.pem"):
             _make(folder, "ca", f"elasticd etcd CA {secrets.token_hex(4)}", (), authority=True)
-        if not (folder / "client.pem").exists():
-            _make(folder, "client", "elasticd", ())
-        if not set(names) <= _names_in(folder / "server.pem"):
+            for name in ("client.pem", "server.pem"):
+                (folder / name).unlink(missing_ok=True)
+        if not _good(folder / "client.pem"):
+            _make(folder, "client", USER, ())
+        if not _good(folder / "server.pem") or not set(names) <= _names_in(folder / "server.pem"):
             _make(folder, "server", "etcd", names)
+        if gid is not None:
+            for name in ("ca.pem", "server.pem", "server-key.pem"):
+                os.chown(folder / name, -1, gid)
+                os.chmod(folder / name, 0o640)
     except (OSError, ValueError) as error:
         raise CannotStart(f"the embedded etcd's certificates in {folder}: {error}") from error
+
+
+def _good(certificate: Path) -> bool:
+    """Whether it is there, issued for the time that such a certificate has, and not about to expire."""
+    from cryptography import x509
+
+    try:
+        found = x509.load_pem_x509_certificate(read_file(certificate))
+    except FileNotFoundError:
+        return False
+    ends, now = found.not_valid_after_utc, datetime.datetime.now(datetime.UTC)
+    if certificate.name == "client.pem" and ends - found.not_valid_before_utc > datetime.timedelta(
+        days=VALID_DAYS + 10
+    ):
+        return False  # of an earlier elasticd: ten years
+    return ends - now > datetime.timedelta(days=RENEWED_DAYS)
 
 
 def _make(folder: Path, name: str, subject: str, names: Sequence[str], *, authority: bool = False) -> None:
@@ -68,7 +103,7 @@ def _make(folder: Path, name: str, subject: str, names: Sequence[str], *, author
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - CLOCK_SKEW)
-        .not_valid_after(now + datetime.timedelta(days=VALID_DAYS))
+        .not_valid_after(now + datetime.timedelta(days=CA_DAYS if authority else VALID_DAYS))
         .add_extension(x509.BasicConstraints(ca=authority, path_length=0 if authority else None), critical=True)
     )
     if not authority:  # etcd's own gateway uses the server's certificate as a client's

@@ -1,8 +1,8 @@
 """The etcd that a daemon runs itself when no endpoint is configured: one member, its data below the state directory.
 
-It requires no password, so no other user may reach it: it listens on Unix sockets in a directory that is private to
-this user. If `etcd.embedded_listen` gives an address for other nodes, it serves that one over TLS, to clients with a
-certificate of its own authority (see `certificates`).
+It is closed to all but its logins (see `closing`), and listens on Unix sockets in a directory that is private to this
+user. If `etcd.embedded_listen` gives an address for other nodes, it serves that one over TLS, to clients with a
+certificate of its own authority (see `certificates`). As a unit of systemd it runs as a user of its own, in a sandbox.
 
 It outlives the daemon (restart, upgrade, SIGKILL), and the next one finds it by the lock that it holds:
 
@@ -16,6 +16,7 @@ It outlives the daemon (restart, upgrade, SIGKILL), and the next one finds it by
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import shutil
@@ -29,17 +30,21 @@ from pathlib import Path
 from elastic.util.files import last_line
 from elastic.util.processes import wait_until_gone
 
-from .. import launch, shutdown
+from .. import host, launch, sandbox, shutdown
+from ..accounts import named
+from ..authority import Account
 from ..config import MAX_SOCKET_PATH, host_port
 from ..errors import CannotStart
 from ..log import Log
-from ..ownership import private
+from ..ownership import lent, private
 from ..settings import Settings
 from ..threads import Threads
 from . import certificates
+from .closing import Closing
 from .versions import VersionSupport, judge
 
-UNIT = "elasticd-etcd"
+UNIT = USER = "elasticd-etcd"
+DAY_S = 86_400.0
 LISTEN = "--listen-client-urls="
 CLIENT, PEER = "client:0", "peer:0"
 """Names of its sockets, in its directory: etcd before 3.5.5 requires a suffix like a port."""
@@ -53,33 +58,47 @@ class EmbeddedEtcd:
         self._settings = settings
         self._launcher = launcher
         self._log = log
-        self._closed = threading.Event()
+        self._closed, self._runs = threading.Event(), threading.Event()
+        self._names: tuple[str, ...] = ()
+        """In its server's certificate; empty: it has none."""
+        self._gid: int | None = None
         self._pid: int | None = None
         self._child: subprocess.Popen[bytes] | None = None
         self.endpoint = f"unix:{self.dir / CLIENT}"
+        etcd = settings.etcd
+        stays_open = bool(etcd.embedded_listen and etcd.insecure)
+        self._closing = Closing(Path(settings.state_dir), self.endpoint, stays_open, log)
 
     def start(self) -> str:
         """Find the running etcd, or start one. Returns its endpoint at once; it may take a moment to answer. Raises
         CannotStart."""
         if len(os.fsencode(self.dir / CLIENT)) > MAX_SOCKET_PATH:
             raise CannotStart(f"{self.dir / CLIENT}: longer than the {MAX_SOCKET_PATH} bytes a Unix socket may have")
-        private(self.dir)
+        user = self._user()
+        try:
+            _own(self.dir, user)
+            self._closing.prepare()
+        except OSError as error:
+            raise CannotStart(f"{self.dir}: {error.strerror or error}") from error
         try:
             pid = launch.holder(self.dir / "lock")
         except launch.HeldElsewhere as error:
             raise CannotStart(str(error)) from None
-        if pid is not None and (listens := _listens(pid)) != self._urls():
+        as_another = user is not None and pid is not None and host.uid_of(pid) != user.uid
+        if pid is not None and ((listens := _listens(pid)) != self._urls() or as_another):
             if listens and "unix:" not in listens:
                 raise CannotStart(
                     f"an embedded etcd of an earlier elasticd (process {pid}) runs and takes writes from every user "
                     f"at {listens}: end it and the jobs with `elasticd --stop`, then start elasticd again"
                 )
             if listens:
-                self._log.warning("etcd.restarts", pid=pid, listens=listens, shall=self._urls())
+                whose = user.user if user is not None else ""
+                self._log.warning("etcd.restarts", pid=pid, listens=listens, shall=self._urls(), user=whose)
                 shutdown.end("etcd", pid)
             pid = None  # or it has just ended by itself
         if pid is not None:
             self._log.info("etcd.found", pid=pid, endpoint=self.endpoint)
+            self._runs.set()
         else:
             pid = self._launch()
         self._pid = pid
@@ -88,10 +107,12 @@ class EmbeddedEtcd:
     def supervise(self, threads: Threads) -> None:
         """From now on, restart it whenever it dies."""
         threads.start("etcd-supervisor", self._supervise)
+        threads.start("etcd-closing", self._keep_closed)
 
     def close(self) -> None:
         """Stop supervising it. It continues to run: the agents still need it."""
         self._closed.set()
+        self._runs.set()
 
     # ── inside ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -102,8 +123,16 @@ class EmbeddedEtcd:
             return f"unix://{CLIENT}"
         return f"unix://{CLIENT},{'http' if etcd.insecure else 'https'}://{etcd.embedded_listen}"
 
+    def _user(self) -> Account | None:
+        """Whom it runs as; None: this daemon's own user."""
+        if not self._launcher.switches_user:
+            return None
+        if (user := named(USER)) is None:
+            self._log.warning("etcd.without_user", user=USER, cure="elasticctl install-service, restart elasticd")
+        return user
+
     def _launch(self) -> int:
-        etcd = self._settings.etcd
+        etcd, user = self._settings.etcd, self._user()
         binary = etcd.embedded_binary or find_binary(self._log)
         argv = [
             binary, "--name=embedded", f"--data-dir={self.dir / 'data'}",
@@ -115,9 +144,11 @@ class EmbeddedEtcd:
             "--heartbeat-interval=40", "--election-timeout=200",
             "--auto-compaction-mode=periodic", "--auto-compaction-retention=1h",
             "--quota-backend-bytes=1073741824", "--logger=zap", "--log-level=warn",
+            "--bcrypt-cost=4",  # passwords are random, 256 bits: a slow hash protects nothing
         ]  # fmt: skip
         if etcd.embedded_listen:
-            argv += self._for_other_nodes(etcd.embedded_listen)
+            argv += self._for_other_nodes(etcd.embedded_listen, user)
+        _own(self.dir, user)
         started = self._launcher.start(
             launch.ServiceProcess(
                 UNIT,
@@ -125,15 +156,17 @@ class EmbeddedEtcd:
                 launch.environment(),
                 self.dir,
                 self.dir / "etcd.log",
-                ("TasksMax=infinity", "NoNewPrivileges=yes"),
+                sandbox.of_etcd(user, self.dir, binary),
+                "elasticd: embedded etcd",
             )
         )
         self._log.info("etcd.started", pid=started.pid, endpoint=self.endpoint, binary=binary, unit=started.unit)
         if started.child is not None:
             self._child = started.child
+        self._runs.set()
         return started.pid
 
-    def _for_other_nodes(self, listen: str) -> list[str]:
+    def _for_other_nodes(self, listen: str, user: Account | None) -> list[str]:
         """Check the port and create the certificates; returns etcd's flags for them. Raises CannotStart."""
         host, port = host_port("etcd.embedded_listen", listen)
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
@@ -149,11 +182,26 @@ class EmbeddedEtcd:
             self._log.warning("etcd.open", listen=listen, why="etcd.insecure: any client may write to it")
             return []
         tls = self.dir / "tls"
-        certificates.ensure(tls, sorted({host, self._settings.address, socket.gethostname(), "localhost"}))
+        self._names = tuple(sorted({host, self._settings.address, socket.gethostname(), "localhost"}))
+        self._gid = user.gid if user is not None else None
+        certificates.ensure(tls, self._names, self._gid)
         return [
             f"--cert-file={tls / 'server.pem'}", f"--key-file={tls / 'server-key.pem'}",
             f"--trusted-ca-file={tls / 'ca.pem'}", "--client-cert-auth",
         ]  # fmt: skip
+
+    def _keep_closed(self) -> None:
+        """Close each etcd that is started, and renew the certificates long before they expire."""
+        while not self._closed.is_set():
+            if self._runs.wait(DAY_S):
+                self._runs.clear()
+                while (again_s := self._closing.attempt()) is not None and not self._closed.wait(again_s):
+                    pass
+            elif self._names:
+                try:
+                    certificates.ensure(self.dir / "tls", self._names, self._gid)
+                except CannotStart as error:
+                    self._log.error("etcd.certificates_not_renewed", why=str(error))
 
     def _supervise(self) -> None:
         pause_s = BACKOFF_S[0]
@@ -183,6 +231,21 @@ class EmbeddedEtcd:
             return last_line(self.dir / "etcd.log", 600)
         except OSError:
             return ""
+
+
+def _own(folder: Path, user: Account | None) -> None:
+    """Create etcd's directory: this user's own; an own user of etcd's may make files there, and change no
+    others. Raises CannotStart, OSError."""
+    if user is None:
+        private(folder)
+        return
+    lent(folder, user.gid, 0o1770)
+    owned = [folder / "lock", folder / CLIENT, folder / PEER]
+    if (folder / "data").exists() and (folder / "data").lstat().st_uid != user.uid:
+        owned += [folder / "data", *(folder / "data").rglob("*")]
+    for path in owned:
+        with contextlib.suppress(FileNotFoundError):
+            os.chown(path, user.uid, user.gid, follow_symlinks=False)
 
 
 def _listens(pid: int) -> str:

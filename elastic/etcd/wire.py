@@ -16,6 +16,7 @@ from ..contract.agent_files import EtcdAccess
 from . import etcd3_import
 from .expiry import expired
 from .keepers import Compacted, WatchBatch
+from .login import NOT_ENABLED, with_login
 from .threads import start_thread
 from .types import KV, EtcdDenied, EtcdError, EtcdFull, EtcdRefused, EtcdUnavailable, LeaseGone, key_text
 
@@ -83,7 +84,14 @@ class _Opening:
 class Connection:
     """A connection to one member. `silent` becomes True when a call ended without any answer."""
 
-    def __init__(self, endpoint: str, access: EtcdAccess, token: Token | None = None) -> None:
+    def __init__(
+        self, endpoint: str, access: EtcdAccess, token: Token | None = None, *, find_login: bool = True
+    ) -> None:
+        """`find_login`: take the one beside a Unix socket, if `access` has none."""
+        given, access = access, with_login(endpoint, access) if find_login else access
+        self._found_login = access is not given
+        self._needs_none = False
+        """Whether etcd wants no login yet, and one was found: elasticd is about to close its embedded etcd."""
         self.endpoint = endpoint.removeprefix("http://").removeprefix("https://")
         self.silent = False
         self._access = access
@@ -112,7 +120,7 @@ class Connection:
     @property
     def open(self) -> bool:
         """Whether it is connected and the user is logged in."""
-        return self._open and bool(self._token.text or not self._access.user)
+        return self._open and bool(self._token.text or not self._access.user or self._needs_none)
 
     def call(self, method: str, request: Callable[[Any], Any], within_s: float, *, login: bool = True) -> Any:
         """One unary request, `method` like 'KV.Put'. Raises EtcdError or a subclass.
@@ -127,6 +135,7 @@ class Connection:
         except EtcdDenied as error:
             if not self._access.user or not any(sign in str(error) for sign in _LOGIN_AGAIN):
                 raise
+            self._needs_none = False
         self._ready(max(0.05, end_s - time.monotonic()), stale=token)
         return self._send(method, message, max(0.05, end_s - time.monotonic()))
 
@@ -141,7 +150,7 @@ class Connection:
 
         Raises EtcdUnavailable after `within_s`: opening continues, and a later call finds it done.
         """
-        login = login and bool(self._access.user)
+        login = login and bool(self._access.user) and not self._needs_none
         with self._lock:
             token = self._token.text
             if token and token == stale:
@@ -174,6 +183,9 @@ class Connection:
                 self._ask_status()
             self._open, self._denied = True, None
         except EtcdError as error:
+            if self._found_login and NOT_ENABLED in str(error):
+                self._needs_none, self._open, self._denied = True, True, None
+                return
             opening.fault = error
             if isinstance(error, EtcdUnavailable):
                 opening.fault = EtcdUnavailable(str(error), maybe_done=False)  # the caller's request was not sent

@@ -19,6 +19,8 @@ class Quiet:
 
 
 class Starts:
+    switches_user = False
+
     def start(self, service: launch.ServiceProcess) -> launch.Started:
         return launch.Started(7, None)
 

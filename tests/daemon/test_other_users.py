@@ -26,14 +26,14 @@ ca, cert, key = tls or ("", "", "")
 access = EtcdAccess(endpoints=(endpoint,), ca_file=ca, cert_file=cert, key_file=key)
 first = Etcd(access, call_s=1)
 try:
-    first.get("/elasticd/main/t")  # imports all there is to import, while that is allowed
+    first.get("/elastic/main/t")  # imports all there is to import, while that is allowed
 except EtcdError:
     pass
 first.close()
 os.setgroups([]); os.setresgid(int(user), int(user), int(user)); os.setresuid(int(user), int(user), int(user))
 etcd = Etcd(access, call_s=3)
 try:
-    etcd.put("/elasticd/main/t", b"{}")
+    etcd.put("/elastic/main/t", b"{}")
 except EtcdError as error:
     print("refused:", error)
 else:

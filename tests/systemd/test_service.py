@@ -87,6 +87,36 @@ def test_started_is_ready_to_work(host: SystemdHost) -> None:
     assert mode == "660 root elasticd"
 
 
+def test_the_embedded_etcd_is_a_user_of_its_own_in_a_sandbox_and_closed(host: SystemdHost) -> None:
+    host.systemctl("start", "elasticd")
+    seen = host.show(
+        "elasticd-etcd", "User", "Description", "CapabilityBoundingSet", "ProtectSystem", "NoNewPrivileges"
+    )
+    assert seen == {
+        "User": "elasticd-etcd", "Description": "elasticd: embedded etcd", "CapabilityBoundingSet": "",
+        "ProtectSystem": "strict", "NoNewPrivileges": "yes",
+    }  # fmt: skip
+    said = host.run(["systemd-analyze", "security", "--no-pager", "elasticd-etcd"], check=False).stdout
+    exposed = said.splitlines()[-1]
+    assert float(exposed.partition("elasticd-etcd.service: ")[2].split()[0]) < 3.0, exposed
+    assert "import" not in host.systemctl("status", "--no-pager", "elasticd-etcd")
+    put = (
+        "from elastic.etcd.client import *; Etcd(EtcdAccess(endpoints=('unix:/var/lib/elasticd/etcd/client:0',){})).put"
+    )
+    login = ", user='elasticd', password=open('/var/lib/elasticd/etcd/login').read().strip().split(':')[1]"
+    python = "/opt/elasticd/bin/python"
+    assert host.run([python, "-c", f"{put.format(login)}('/elastic/x', b'1')"], check=False).returncode == 0
+    refused = host.run([python, "-c", f"{put.format(login)}('/other', b'1')"], check=False)
+    assert "permission denied" in refused.stderr
+    # and an etcd that an earlier elasticd has started as root becomes one of that user
+    host.systemctl("stop", "elasticd")
+    host.systemctl("stop", "elasticd-etcd")
+    host.run(["chown", "-R", "root:root", "/var/lib/elasticd/etcd"])
+    host.systemctl("start", "elasticd")
+    assert host.show("elasticd-etcd", "User") == {"User": "elasticd-etcd"}
+    assert [n["state"] for n in ctl(host, "nodes")["nodes"]] == ["ready"]  # type: ignore[attr-defined]
+
+
 def test_doctor_needs_no_call_that_the_unit_forbids(host: SystemdHost) -> None:
     host.systemctl("start", "elasticd")
     before = main_pid(host)

@@ -1,0 +1,100 @@
+"""The embedded etcd is elasticd's alone: its root administers it, daemons and agents read and write records, and others
+have no login. A job's user who has the agents' login cannot add users, or turn the authentication on or off.
+
+    <state_dir>/etcd/login         of daemons and agents: see `elastic.etcd.login`
+    <state_dir>/etcd/root-login    of etcd's root, for this module, and for `etcdctl --user "$(cat …)"`
+
+Both are for elasticd's own user; a job's user gets a copy of the first (`etcd_grants`).
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+
+from elastic.etcd import admin
+from elastic.etcd.login import NAME
+from elastic.etcd.types import EtcdDenied, EtcdError, EtcdUnavailable
+from elastic.util.files import read_file, replace_file
+
+from .. import launch
+from ..log import Log
+
+PREFIX = "/elastic/"
+ROOT_NAME = "root-login"
+AGAIN_S = 60.0
+"""Pause between attempts while agents of an earlier elasticd keep etcd open."""
+
+
+class Closing:
+    """Used by one thread, but for `prepare`."""
+
+    def __init__(self, state_dir: Path, endpoint: str, stays_open: bool, log: Log) -> None:
+        """`stays_open`: other nodes reach it in plain text, as etcd.insecure allows."""
+        self._state_dir, self._endpoint, self._stays_open, self._log = state_dir, endpoint, stays_open, log
+        self._said = ""
+
+    def prepare(self) -> None:
+        """Make the logins, before any process that may use them is started. Raises OSError."""
+        for name, user in ((ROOT_NAME, admin.ROOT), (NAME, admin.USER)):
+            path = self._state_dir / "etcd" / name
+            if not path.exists():
+                replace_file(path, f"{user}:{secrets.token_hex(32)}\n".encode())
+                _sync(path)  # etcd keeps the passwords, and so must we
+                _sync(path.parent)
+
+    def attempt(self) -> float | None:
+        """Close etcd, unless it is closed. Returns in how many seconds to try again; None: it is done."""
+        try:
+            root = self._password(ROOT_NAME)
+            closed = admin.is_closed(self._endpoint, root)
+            if self._stays_open:
+                if closed:
+                    admin.open_again(self._endpoint, root)
+            elif not closed:
+                if earlier := self._agents_without_login():
+                    return self._say(AGAIN_S, f"agents of an earlier elasticd have no login: {', '.join(earlier)}")
+                admin.close(self._endpoint, PREFIX, root, self._password(NAME))
+                self._log.info("etcd.closed", why="only elasticd's logins are served from now on")
+        except EtcdUnavailable:
+            return 0.03  # it has just been started
+        except EtcdDenied as error:
+            cure = (
+                "restore STATE_DIR/etcd/root-login, or end etcd and move STATE_DIR/etcd/data away (docs/operating.md)"
+            )
+            return self._say(AGAIN_S, f"{error}: {cure}")
+        except (EtcdError, OSError) as error:
+            return self._say(1.0, str(error))
+        return None
+
+    def _say(self, again_s: float, why: str) -> float:
+        if why != self._said:
+            self._log.warning("etcd.not_closed", why=why)
+            self._said = why
+        return again_s
+
+    def _password(self, name: str) -> str:
+        return read_file(self._state_dir / "etcd" / name).decode().strip().partition(":")[2]
+
+    def _agents_without_login(self) -> list[str]:
+        """Jobs whose agents here began before there was a login: they would lose etcd."""
+        import psutil
+
+        since_wall_s, found = (self._state_dir / "etcd" / NAME).stat().st_mtime, []
+        for lock in sorted(self._state_dir.glob("jobs/*/agent/lock")):
+            try:
+                pid = launch.holder(lock)
+                if pid is not None and psutil.Process(pid).create_time() < since_wall_s - 1:
+                    found.append(lock.parent.parent.name)
+            except (OSError, psutil.Error):
+                continue  # it has just ended, or it is none
+        return found
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
