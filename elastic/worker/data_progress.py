@@ -172,7 +172,8 @@ class DataProgress:
             alike = (kept.nth, kept.epoch, kept.world) == (plan.nth, plan.epoch, plan.world)
             if alike and not known and kept.numbers != plan.numbers and _but_order(kept, plan.numbers):
                 raise MisuseRuntimeError(_another_order(kept, plan))
-        self._begun.append(plan)
+        if not known:
+            self._begun.append(plan)
         self.moves(loop, plan)
 
     def moves(self, loop: object, plan: LoopPlan) -> None:

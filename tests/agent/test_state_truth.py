@@ -53,14 +53,16 @@ def test_a_kill_in_the_middle_of_a_step_changes_no_bit(loop: str, tmp_path: Path
     ("loop", "env"),
     [
         ("calls", {"KILL_IN": "evaluate"}),
+        ("epochs", {"KILL_IN": "end", "KILL_STEP": "19"}),
+        pytest.param("epochs", {"KILL_IN": "backward"}, marks=pytest.mark.long),
         pytest.param("calls", {"KILL_IN": "broadcast"}, marks=pytest.mark.long),
         pytest.param("calls", {"KILL_IN": "backward"}, marks=pytest.mark.long),
         pytest.param("powersgd", {}, marks=pytest.mark.long),
     ],
 )
 def test_a_kill_in_a_call_of_the_job_changes_no_bit(loop: str, env: dict[str, str], tmp_path: Path) -> None:
-    """Evaluation, broadcast, and gradients that are compressed."""
-    with job_of(loop, tmp_path, KILL_STEP=12, **env) as job:
+    """Evaluation, broadcast, the end of an epoch, and gradients that are compressed."""
+    with job_of(loop, tmp_path, **{"KILL_STEP": "12"} | env) as job:
         job.wait_phase(Phase.SUCCEEDED)
         (incident,) = job.incidents()
         assert (incident.steps_lost, incident.restored_from) == (0, "live")

@@ -13,6 +13,7 @@ middle of the step, while the other waits in the collective that follows.
     sharded       torch's fully_shard in `train`
     calls         `job.broadcast`, `job.evaluate` and gradients in 16 bits; KILL_IN says in which of them the kill is
     powersgd      gradients by PowerSGD, with ERROR_FEEDBACK or without
+    epochs        a loader of its own, and a schedule at the end of each epoch of nine steps; KILL_IN as above, or `end`
     late          the schedule is stepped at the end of each epoch, after its last commit
 """
 
@@ -99,7 +100,7 @@ def setup(job):
             second=torch.optim.AdamW(other.parameters(), lr=1e-2),
         )
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    if LOOP == "late":
+    if LOOP in ("late", "epochs"):
         return elastic.State(
             model=net, optimizer=optimizer, scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
         )
@@ -138,7 +139,9 @@ def train(job, state):
         with contextlib.suppress(Exception):
             loss = turn(job, state, model, other, optimizer, types.SimpleNamespace(x=x, y=x.sum(1, keepdim=True).sin()))
             job.commit(state, loss=loss)
-    for end in range(10, STEPS + 1, 10) if LOOP == "late" else [STEPS]:
+    if LOOP == "epochs":
+        epochs(job, state, model)
+    for end in {"late": range(10, STEPS + 1, 10), "epochs": ()}.get(LOOP, [STEPS]):
         for batch in job.batches(Sums(), state, batch_size=16, steps=end):
             loss = turn(job, state, model, other, optimizer, batch)
             job.commit(state, loss=loss)
@@ -149,6 +152,32 @@ def train(job, state):
         digest.update(name.encode() + tensor.numpy().tobytes())
     digest.update(json.dumps(state.extra()["parts"], sort_keys=True).encode())
     (FOLDER / f"final.{job.rank}.json").write_text(json.dumps({"step": state.step, "sha256": digest.hexdigest()}))
+
+
+class Noisy(Sums):
+    def __len__(self):
+        return 144
+
+    def __getitem__(self, i):
+        x, y = super().__getitem__(i)
+        return x + 0.1 * torch.randn(6), y
+
+
+def epochs(job, state, model):
+    sampler = torch.utils.data.DistributedSampler(Noisy(), job.world_size, job.rank)
+    for _ in job.epochs(state, STEPS // 10):
+        for x, y in job.steps(torch.utils.data.DataLoader(sampler.dataset, 8, sampler=sampler), state):
+            loss = F.mse_loss(model(x + 0.1 * torch.randn_like(x)), y)
+            if KILL_IN == "backward":
+                die(job, state)
+            loss.backward()
+            state.optimizer.step()
+            state.optimizer.zero_grad()
+            job.commit(state)
+        state.scheduler.step()
+        if KILL_IN == "end":
+            die(job, state)
+        job.gather(state.step)  # where the others wait
 
 
 def calls(job, state, batch):

@@ -138,6 +138,15 @@ def test_a_batch_to_look_at_and_loops_made_anew_are_no_change() -> None:
         script(job, state, 6)
 
 
+def test_loops_made_anew_at_each_step_leave_nothing_behind() -> None:
+    job, state = begun()
+    for _ in range(30):
+        next(of(epochs=9)(job, state))
+        job.commit(state)
+    assert len(state.data_progress._begun) == 1
+    assert "progress" not in state.extra()
+
+
 def test_data_may_grow_between_two_rounds_and_on_demand() -> None:
     job, state = begun()
     rounds = job.epochs(state, 3)

@@ -185,15 +185,15 @@ def batches(
     turns = loop.regular(order.plan) if order.regular else loop.listed(order.of, shared_out(rank, world_size, seed))
     taken = loop.run(turns, reader, num_workers=num_workers, pin_memory=pin_memory, away=elsewhere(device))
     with contextlib.closing(taken):  # type: ignore[type-var]  # a generator
-        for turn, part, indices, data in taken:
+        for turn, step, indices, data in taken:
             batch = Batch(
                 data=data,
                 indices=indices,
-                step=turn.step + part,
+                step=step,
                 epoch=turn.epoch,
                 global_size=turn.size,
-                part=part,
-                last_of_epoch=turn.last and part == loop.commits - 1,
+                part=step - turn.step,
+                last_of_epoch=turn.last and step - turn.step == loop.commits - 1,
                 micro_batch=micro_batch,
                 cut_somewhere=micro_batch is not None and most_of(turn.size, world_size) > micro_batch,
                 gradient_weight=gradient_weight,
@@ -202,7 +202,7 @@ def batches(
             if gradient_weight is not None:
                 gradient_weight.take(batch.weight, batch)
             yield batch
-            on_turn(state, batch.step)
+            on_turn(state, step)
 
 
 class _Order:

@@ -72,7 +72,8 @@ class BatchPlan:
         """The global batch of `step`, counted from 0 at the start of training."""
         if step < 0:
             raise ValueError(f"step = {step}: steps count from 0")
-        size, samples, each = self.batch_size, self.samples, self.steps_per_epoch
+        size, samples = self.batch_size, self.samples
+        each = samples // size if self.drop_last else -(-samples // size)  # as `steps_per_epoch`, quicker
         epoch, turn = divmod(step, each)
         start = turn * size
         stop = start + size

@@ -65,9 +65,9 @@ def steps(
         ends.callback(draws.close)
     ends.callback(taken.close)  # type: ignore[attr-defined]  # a generator
     with ends:
-        for turn, part, _, item in taken:
+        for _, step, _, item in taken:
             yield item
-            on_turn(state, turn.step + part)
+            on_turn(state, step)
 
 
 def _has_indices(loader: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import msgspec
 import torch
@@ -13,13 +13,13 @@ import torch
 from ..data_progress import DataProgress, LoopPlan
 from ..misuse import MisuseValueError
 from .arguments import at_most, whole
-from .containers import copied
-from .reading import Chosen, Parts, loaded, move
+from .containers import copied, moved
+from .reading import Chosen, Parts, loaded
 from .seeds import word
 from .sharding import BatchPlan, rank_range
 
 
-class LoopTurn(NamedTuple):
+class LoopTurn(msgspec.Struct, frozen=True, gc=False):
     """One batch, of one or several steps."""
 
     key: Any
@@ -149,7 +149,7 @@ class Loop:
         away: torch.device | None = None,
         **options: Any,
     ) -> Iterator[tuple[LoopTurn, int, tuple[int, ...], Any]]:
-        """(turn, number of its step, indices, data) of each step."""
+        """(turn, step, indices, data) of each step."""
         waiting: deque[LoopTurn] = deque()
 
         def keys() -> Iterator[Any]:
@@ -157,7 +157,7 @@ class Loop:
                 waiting.append(turn)
                 yield turn.key
 
-        plan, done = None, False
+        plan, done, commits = None, False, self.commits
         try:
             with loaded(reader, keys(), num_workers, pin_memory, **options) as ahead:
                 for indices, data in ahead:
@@ -165,13 +165,15 @@ class Loop:
                     if turn.plan is not plan:
                         plan = turn.plan
                         self.progress.moves(self, plan)
-                    for part in range(max(0, self.step - turn.step), self.commits):
-                        if turn.step + part >= self.limit:
-                            break
+                    step, next_one = turn.step, turn.step + commits
+                    if step < self.step:
+                        step = self.step  # of a batch of several, where the loop begins
+                    while step < next_one and step < self.limit:
                         # Each step has the batch as it was read: the one before may have changed its tensors.
-                        own = data if away is not None or part == self.commits - 1 else copied(data)
-                        reader.seed_loop(turn.step + part)
-                        yield turn, part, indices, move(away, own)
+                        own = data if away is not None or step == next_one - 1 else copied(data)
+                        reader.seed_loop(step)
+                        yield turn, step, indices, own if away is None else moved(own, away)
+                        step += 1
             if self.progress.in_round:
                 reader.seed_loop(self.end)  # what ends the round may draw
             done = True
