@@ -24,6 +24,7 @@ import torch
 import torch._dynamo  # DDP and optimizers import it at their first use: once here instead of in every rank
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms import Join
 from torch.nn import functional as F
 
 from elastic.worker import numerics
@@ -224,8 +225,9 @@ def skipped_step(rank: int, world_size: int, folder: str) -> Any:
 
 
 def swallowed(rank: int, world_size: int, folder: str) -> Any:
-    """Rank 1 is gone, and rank 0 catches what its backward raises, steps, commits and takes its next turn: (weights
-    changed, clean, what the step raises, what the commit raises, what the next forward raises, steps committed)."""
+    """torch's Join is refused. Then rank 1 is gone, and rank 0 catches what its backward raises, steps, commits and
+    takes its next turn: (weights changed, clean, what Join raises, what the step, the commit and the next forward
+    raise, steps committed)."""
     join(folder, "store", rank, world_size)
     net = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -235,12 +237,16 @@ def swallowed(rank: int, world_size: int, folder: str) -> Any:
     job.enter(rank=rank, world_size=world_size, generation=1, keeper=None)
     state.begin()
     wrapped = job.ddp(net)
+    said = []
+    try:
+        Join([wrapped])
+    except RuntimeError as error:
+        said.append(str(error))
     if rank == 1:
         return None
     before = net.weight.tolist()
     with contextlib.suppress(RuntimeError):
         wrapped(torch.ones(1, 2)).sum().backward()
-    said = []
     calls = optimizer.step, functools.partial(job.commit, state), functools.partial(wrapped, torch.ones(1, 2))
     for call in calls:
         try:

@@ -75,9 +75,10 @@ def test_a_step_that_was_skipped_is_committed_with_rank_0s_buffers_too(played: d
 def test_gradients_of_some_ranks_are_not_applied_by_a_script_that_catches_the_error(
     played: dict[str, list[Any]],
 ) -> None:
-    changed, clean, said, commit_said, forward_said, steps = played["swallowed"][0]
+    changed, clean, join_said, said, commit_said, forward_said, steps = played["swallowed"][0]
     assert not changed
     assert clean
+    assert "Join around job.ddp" in join_said
     assert "an exchange between the ranks has failed" in said
     assert commit_said == said  # a step that was not applied is not committed
     assert forward_said == said  # a loop that never gets as far

@@ -915,14 +915,14 @@ def _grow_group(state: State) -> None:
 
 
 def _grow_shape(state: State) -> None:
-    state.model.seen = torch.zeros(4)
+    state.model[0].bias = nn.Parameter(torch.zeros(4))
 
 
 @pytest.mark.parametrize(
     ("grow", "name"),
     [
         (_grow_buffer, "state.model.mask was missing when training began, and is F32 [3] now"),
-        (_grow_shape, "state.model.seen was F32 [2] when training began, and is F32 [4] now"),
+        (_grow_shape, "state.model.0.bias was F32 [1] when training began, and is F32 [4] now"),
         (_grow_group, "state.optimizer was groups of [2] parameters when training began"),
     ],
 )
@@ -931,7 +931,6 @@ def test_what_a_replacement_could_not_receive_is_refused_before_there_is_one(
 ) -> None:
     """Found at the first failure, it cost all of the state: no replacement could be made, from no checkpoint either."""
     model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
-    model.register_buffer("seen", torch.zeros(2))
     state = State(model=model, optimizer=torch.optim.SGD(model[1].parameters(), lr=0.1))
     state.begin()
     grow(state)
@@ -942,6 +941,46 @@ def test_what_a_replacement_could_not_receive_is_refused_before_there_is_one(
     table = tuple(info for info, _ in state.tensors(extra))
     with pytest.raises(TypeError, match=re.escape(name)):
         state.refuse_growth(table, extra)
+
+
+class Observed(nn.Module):
+    """As an observer of quantisation-aware training: its statistics have their shape from its first forward on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 2)
+        self.register_buffer("least", torch.zeros(1))
+        self.register_buffer("tied", self.least)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.least.resize_(x.shape[1]).copy_(x.amin(0))  # type: ignore[operator]
+        return self.inner(x)
+
+
+def test_a_buffer_may_get_its_shape_in_training() -> None:
+    states = []
+    for _ in range(2):
+        model = Observed()
+        states.append(State(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)))
+    source, target = states
+    for state in states:
+        state.begin()
+    source.model(torch.tensor([[1.0, 2.0, 3.0]])).sum().backward()
+    source.optimizer.step()
+    source.committed(1)
+    copy(source, target)
+    assert target.model.least.tolist() == [1.0, 2.0, 3.0]
+    assert target.model.tied is target.model.least
+    source.model(torch.ones(1, 3))
+    assert source.rewind() is None
+    assert source.model.least.tolist() == [1.0, 2.0, 3.0]
+
+
+def test_a_buffer_of_another_type_is_refused() -> None:
+    one, other = Observed(), Observed()
+    other.least = torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"model\.least is F32 \[1\] here and I64 \[1\]"):
+        State(model=one).adopt(State(model=other).table(), State(model=other).extra())
 
 
 def test_a_parameter_group_that_is_added_late_is_refused_at_once() -> None:

@@ -26,6 +26,12 @@ FROZEN = (
     "on each entry of train (if state.step > N), or call job.ddp(model, find_unused_parameters=True)"
 )
 
+JOINED = (
+    "torch.distributed.algorithms.Join around job.ddp: a rank that has no more batches would go on without commits. "
+    "Leave it out: job.batches, job.streams and job.steps give each rank the same number of batches, which may be of "
+    "unlike sizes, and the gradient is the mean over all samples"
+)
+
 
 OVER = (
     "this wrapper of job.ddp is of an earlier entry of train, whose process group is closed: call job.ddp in train, on "
@@ -62,6 +68,10 @@ class Told(DistributedDataParallel):
         reducer must not: after an aborted backward they would run in the next generation's, and raise."""
         torch_private.end_reducer(self)
         vars(self).update(forward=_over)
+
+    def join_hook(self, **_: Any) -> Any:
+        """Raises RuntimeError."""
+        raise MisuseRuntimeError(JOINED)
 
     def _build_params_for_reducer(self) -> Any:
         parameters, expect_sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from ...checkpoint.plain import tensors_named
@@ -13,14 +13,16 @@ from ..misuse import MisuseTypeError
 class Built:
     """The tensors that the modules hold, and the parameter groups of the optimizers, as training began."""
 
-    def __init__(self, table: Table, extra: Mapping[str, Any]) -> None:
-        """`table` and `extra` as `State.tensors` gives them."""
-        self._tensors = _own(table, extra)
+    def __init__(self, table: Table, extra: Mapping[str, Any], buffers: Collection[str]) -> None:
+        """`table` and `extra` as `State.tensors` gives them. `buffers`: names of those whose shape may change, as that
+        of an observer's statistics does in its first forward."""
+        self._buffers = buffers
+        self._tensors = self._fixed(table, extra)
         self._groups = _groups(extra)
 
     def refuse_others(self, table: Table, extra: Mapping[str, Any]) -> None:
         """Raises TypeError, with the name of the first difference, if a replacement could not receive this state."""
-        tensors = _own(table, extra)
+        tensors = self._fixed(table, extra)
         if tensors != self._tensors:
             name = next(n for n in {**self._tensors, **tensors} if tensors.get(n) != self._tensors.get(n))
             raise MisuseTypeError(
@@ -30,6 +32,10 @@ class Built:
             if counts != self._groups.get(name):
                 was, now = (f"groups of {c} parameters" for c in (self._groups.get(name), counts))
                 raise MisuseTypeError(_refusal(f"state.{name}", was, now))
+
+    def _fixed(self, table: Table, extra: Mapping[str, Any]) -> dict[str, TensorInfo]:
+        own = _own(table, extra)
+        return {n: TensorInfo(n, i.dtype, (), 0) if n in self._buffers else i for n, i in own.items()}
 
 
 def _described(info: TensorInfo | None) -> str:

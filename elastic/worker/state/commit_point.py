@@ -49,6 +49,10 @@ class CommitPoint:
         self._stale = True
         self._steps = 0
         self._stepped: set[int] = set()
+        self._swapped: dict[str, torch.Tensor] = {}
+        """Parameters that their optimizer swaps for an average and back by arithmetic, with `eval()` and `train()`, as
+        those of schedulefree: whether they are what they were is a matter of their last digits, and changes."""
+        self._swapped_at: list[int] = []
         self._watched: list[Slot] = []
         self._entries: list[tuple[MutableMapping[str, torch.Tensor | None], str]] = []
         """Holder and key of each of them: of each slot its attributes take longer to read than the tensor."""
@@ -88,6 +92,7 @@ class CommitPoint:
             self._look()
             tensors = self._tensors()
         self._watch.take(tensors)
+        self._swapped_at = versions(list(self._swapped.values()))
         self._held = sum(marks.take() for marks in self._optimizers.values())
         self._saved.take()
         self._taken, self.again = True, self._taken
@@ -125,6 +130,8 @@ class CommitPoint:
         Fast."""
         if not self._taken:
             return None
+        if self._swapped and (at := versions(list(self._swapped.values()))) != self._swapped_at:
+            return next(name for name, a, b in zip(self._swapped, at, self._swapped_at, strict=True) if a != b)
         look = len(self._watched) <= OFTEN or self._steps % SELDOM == 1
         if look and (places := self._watch.differs(self._tensors())):
             return self._named(places[0])
@@ -173,6 +180,10 @@ class CommitPoint:
                 copied = copied and total + tensor.nbytes <= TOTAL_BYTES
                 total += tensor.nbytes if copied else 0
                 (saved if copied else watched).append(slot)
+        swapping = [part for part in self._parts.values() if isinstance(part, OptimizerPart) and _swaps(part.value)]
+        theirs = {id(p) for part in swapping for group in part.groups() for p in group["params"]}
+        slots = ((slot.name, slot.holder[slot.key]) for slot in (*watched, *saved) if theirs)
+        self._swapped = {name: tensor for name, tensor in slots if tensor is not None and id(tensor) in theirs}
         self._watched, self._saved, self._watch = watched, SavedTensors(saved), TensorWatch()
         self._entries = [(slot.holder, slot.key) for slot in watched]
 
@@ -293,6 +304,10 @@ class SavedTensors:
                 tensor.copy_(copy)
             elif not equal(tensor, copy):
                 slot.holder[slot.key] = copy.clone()
+
+
+def _swaps(optimizer: torch.optim.Optimizer) -> bool:
+    return all(callable(getattr(optimizer, name, None)) for name in ("eval", "train"))
 
 
 def _as_saved(tensor: torch.Tensor | None, copy: torch.Tensor | None) -> bool:

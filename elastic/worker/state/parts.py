@@ -98,12 +98,17 @@ class ModulePart:
     def adopt(self, infos: Infos, extra: Any) -> Mapping[str, torch.Tensor]:
         self._coming, self._coming_made = None, {}
         replaced: dict[str, torch.Tensor] = {}
-        clones: dict[int, torch.Tensor] = {}
+        others: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for slot in self.slots():
-            if slot.is_buffer and (tensor := slot.holder[slot.key]) is not None and not writable(tensor):
-                if id(tensor) not in clones:
-                    clones[id(tensor)] = tensor.clone()
-                slot.holder[slot.key] = replaced[slot.name] = clones[id(tensor)]
+            if not slot.is_buffer or (tensor := slot.holder[slot.key]) is None:
+                continue
+            if id(tensor) not in others:  # tied ones stay so
+                info = infos.get(slot.name)
+                fits = writable(tensor) and (info is None or info.shape == tensor.shape)
+                new = tensor if fits else fitting(None, info, tensor.device.type) if info else tensor.clone()
+                others[id(tensor)] = tensor, new
+            if (new := others[id(tensor)][1]) is not tensor:
+                slot.holder[slot.key] = replaced[slot.name] = new
         if not extra:
             return replaced
         mine: dict[str, torch.Tensor] = {}

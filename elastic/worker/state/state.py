@@ -172,7 +172,7 @@ class State(HasProgress):
         if self._built is None:
             extra: dict[str, Any] = {}
             table = tuple(info for info, _ in self.tensors(extra))
-            self._built = Built(table, extra)
+            self._built = Built(table, extra, self._buffers())
 
     def loop_begins(self) -> None:
         """A loop asks for its first batch. Raises RuntimeError as `turned`, if a step was committed in this entry."""
@@ -388,7 +388,7 @@ class State(HasProgress):
         survey = (survey or self.survey()).expecting(table, self._parts)
         if reorder(survey, self._parts):
             survey = self.survey().expecting(table, self._parts, survey.made)
-        places = own_tensors(survey, theirs)
+        places = own_tensors(survey, theirs, self._buffers)
         self._whole = False
         self._point.drop()
         for name, part in self._parts.items():
@@ -436,6 +436,9 @@ class State(HasProgress):
             modules = {n: p.value for n, p in self._parts.items() if isinstance(p, ModulePart)}
             self._modes = Modes(modules, Hooks(modules.values(), self.optimizers()))
         return self._modes
+
+    def _buffers(self) -> set[str]:
+        return {slot.name for part in self._parts.values() for slot in part.slots() if slot.is_buffer}
 
     def modules(self) -> list[torch.nn.Module]:
         """The parts that are modules."""

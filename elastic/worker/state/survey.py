@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -80,9 +80,11 @@ def reorder(survey: Survey, parts: Mapping[str, Part]) -> bool:
     return True
 
 
-def own_tensors(survey: Survey, extras: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def own_tensors(
+    survey: Survey, extras: Mapping[str, Any], buffers: Callable[[], Container[str]]
+) -> dict[str, torch.Tensor]:
     """The modules' tensors by name. Raises ValueError, and changes nothing, if the table of the received state has
-    others. `extras`: the JSON contents of that state, by part."""
+    others; those that are `buffers` may have other shapes there. `extras`: the JSON contents of that state, by part."""
     held, ours = survey.held, survey.extras
     made = tensors_named(list(ours.values()))
     own = [(info, tensor) for info, tensor in held if info.name not in made]
@@ -90,19 +92,22 @@ def own_tensors(survey: Survey, extras: Mapping[str, Any]) -> dict[str, torch.Te
     _compare(
         [info for info, _ in own],
         [info for part in ours for info in survey.infos[part].values() if info.name not in made],
+        buffers,
     )
     return {info.name: tensor for info, tensor in own}
 
 
-def _compare(mine: Sequence[TensorInfo], came: Sequence[TensorInfo]) -> None:
+def _compare(mine: Sequence[TensorInfo], came: Sequence[TensorInfo], buffers: Callable[[], Container[str]]) -> None:
     """Raises ValueError naming the first difference."""
     if len(mine) == len(came) and all(map(operator.eq, mine, came)):
         return
-    here, there = {info.name: info for info in mine}, {info.name: info for info in came}
+    here, there, resized = {info.name: info for info in mine}, {info.name: info for info in came}, buffers()
     for name in [*here, *there]:
-        if here.get(name) != there.get(name):
-            raise mismatch(name, here.get(name), there.get(name))
-    raise ValueError("the tensors here are in another order than in the state that came")
+        one, other = here.get(name), there.get(name)
+        if one != other and not (one and other and one.dtype == other.dtype and name in resized):
+            raise mismatch(name, one, other)
+    if list(here) != list(there):
+        raise ValueError("the tensors here are in another order than in the state that came")
 
 
 def mismatch(name: str, here: TensorInfo | None, came: TensorInfo | None) -> ValueError:
