@@ -19,7 +19,7 @@ import elastic
 from elastic.contract.agent_files import EtcdAccess
 from elastic.contract.timeouts import RELATIONS
 
-from . import addresses, config, host, launch, lean, ownership, shutdown
+from . import addresses, config, host, launch, lean, node_name, ownership, shutdown
 from .api.views import SCHEMA, Identity, Json
 from .errors import AlreadyRuns, CannotStart, DaemonError, InvalidConfig, Unsaved
 from .etcd import cluster_key, trust
@@ -116,6 +116,7 @@ def _run(
     lean.start()
     from . import log as logs
 
+    settings = _under_its_name(settings, state_dir)
     log = logs.start(settings.log_level, settings.node)
     log.info("daemon.settings", version=elastic.__version__, **_plain(settings, sources))
     from .etcd.embedded import EmbeddedEtcd
@@ -166,6 +167,21 @@ def _run(
             embedded.close()
         daemon.close()
         lock.close()
+
+
+def _under_its_name(settings: Settings, state_dir: Path) -> Settings:
+    """Raises CannotStart."""
+    from . import log as logs
+
+    try:
+        name = node_name.kept(state_dir, settings.node)
+    except OSError as error:
+        raise CannotStart(f"state_dir = {str(state_dir)!r}: {error.strerror}") from error
+    if name != settings.node:
+        cure = f"elasticctl drain {name} --wait, then restart elasticd"
+        log = logs.start(settings.log_level, name)
+        log.warning("node.name_kept", name=name, wanted=settings.node, why="agents run here under it", cure=cure)
+    return msgspec.structs.replace(settings, node=name)
 
 
 def _own(state_dir: Path) -> IO[bytes]:

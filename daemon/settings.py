@@ -137,7 +137,8 @@ class Settings(SettingsTable, frozen=True, kw_only=True):
     """Name of the cluster: nodes with the same etcd and the same name belong together."""
 
     node: str = ""
-    """Name of this node, unique in its cluster; empty: its host name."""
+    """Name of this node, unique in its cluster; empty: its host name. A new name holds from the first start of elasticd
+    at which no agent runs here under the one before."""
 
     address: str = ""
     """Host name or IP address by which the other nodes reach this one; empty: the address of `interface`, else the
