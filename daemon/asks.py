@@ -38,6 +38,8 @@ ANSWER_S = 10.0
 """How long an answer is waited for."""
 FRESH_S = 300.0
 """A question may be this old, or from this far ahead: clocks differ."""
+CLOCKS = 425
+"""HTTP status of the refusal of a question for its time: Too Early."""
 WORKERS = 2
 """Questions of other nodes that are answered at a time."""
 MAX_WAITING = 32
@@ -275,8 +277,9 @@ class AnswerQueue:
                 continue
             if why := why_not(ask, self._secret, self._cluster, self._node, time.time()):
                 self._log.warning("ask.refused", asker=ask.asker, path=ask.path, why=why)
-                continue
-            if not self._first_time(ask.id, int(ask.wall_s * 1e9)):
+                if why_not(ask, self._secret, self._cluster, self._node, ask.wall_s):
+                    continue  # else its clock alone is the reason, which the asker is told
+            elif not self._first_time(ask.id, int(ask.wall_s * 1e9)):
                 self._log.warning("ask.refused", asker=ask.asker, path=ask.path, why="it was answered before")
                 continue
             try:
@@ -294,6 +297,8 @@ class AnswerQueue:
         ask = self._work.get()
         began_s = time.monotonic()
         try:
+            if why := why_not(ask, self._secret, self._cluster, self._node, time.time()):
+                raise Refused(CLOCKS, why)
             with our_faults(self._log, "ask.failed", asker=ask.asker, path=ask.path):
                 status, body = self._answer(ask.path, ask.query, ask.by)
         except Refused as refused:

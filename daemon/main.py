@@ -112,11 +112,10 @@ def _run(
     # Slow imports come after the start of the embedded etcd, to overlap with it.
     notify = Notify.from_environment()
     state_dir = Path(settings.state_dir)
-    lock = _own(state_dir)
+    lock, settings = _own(state_dir), _under_its_name(settings, state_dir)
     lean.start()
     from . import log as logs
 
-    settings = _under_its_name(settings, state_dir)
     log = logs.start(settings.log_level, settings.node)
     log.info("daemon.settings", version=elastic.__version__, **_plain(settings, sources))
     from .etcd.embedded import EmbeddedEtcd

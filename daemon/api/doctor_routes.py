@@ -13,7 +13,7 @@ from elastic.contract.keys import ClusterKeys
 from elastic.etcd.client import Etcd, EtcdError
 
 from .. import addresses, doctor, reach
-from ..asks import Asker, User, ask_each
+from ..asks import CLOCKS, Asker, User, ask_each
 from ..cluster import Cluster
 from ..config import port_range
 from ..diagnosis import why
@@ -34,6 +34,9 @@ NO_ETCD = 503
 
 def unanswered(node: str, answer: Json) -> Finding:
     """Of a node that has answered with an error. Where etcd is what fails, that node may be well."""
+    if answer.get("status") == CLOCKS:
+        cure = f"synchronise the clocks of this node and of {node} by NTP: timedatectl on both tells which one is wrong"
+        return Finding(check="clock", level=ERROR, node=node, text=str(answer["error"]), cure=cure)
     cure = f"on {node}: systemctl status elasticd"
     if answer.get("status") == NO_ETCD:
         cure = "first what is said of etcd; then ask again"

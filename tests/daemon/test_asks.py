@@ -20,8 +20,10 @@ from elastic.contract.keys import ClusterKeys
 from elastic.etcd.client import Etcd, EtcdUnavailable
 from elastic.etcd.stamps import Stamps
 from elasticd import asks
+from elasticd.api.doctor_routes import unanswered
 from elasticd.api.remote_answers import ANSWERED
 from elasticd.asks import (
+    CLOCKS,
     FRESH_S,
     MAX_BYTES,
     PIECE_BYTES,
@@ -253,3 +255,17 @@ def test_a_question_that_is_put_back_is_not_answered_again(two: Two, restarted: 
 )
 def test_only_reading_may_be_asked_for(path: str, answered: bool) -> None:
     assert bool(ANSWERED.fullmatch(path)) == answered
+
+
+@pytest.mark.parametrize("off_s", [-FRESH_S - 10, FRESH_S + 10])
+def test_an_asker_whose_clock_is_off_is_told_so(two: Two, monkeypatch: pytest.MonkeyPatch, off_s: float) -> None:
+    """It waited for ten seconds, and asked whether the other elasticd runs."""
+    there, now = threading.get_ident(), time.time
+    monkeypatch.setattr(asks.time, "time", lambda: now() + (0.0 if threading.get_ident() == there else off_s))
+    said = two.run("/v1/x")
+    how = "ahead of" if off_s > 0 else "behind"
+    assert f"b: its time is 310 s {how} this node's clock" in str(said["error"])
+    assert not two.asked, "its question is not answered"
+    found = unanswered("b", {"error": said["error"], "status": CLOCKS})
+    assert (found.check, found.level) == ("clock", "error")
+    assert "by NTP" in found.cure
