@@ -257,6 +257,6 @@ def _events(rows: Sequence[Json]) -> str:
         user = f" by {row['user']}" if row.get("user") else ""
         out.append(
             f"<tr><td class='now dim'><span class=far>{day} </span>{hour}</td><td class=word>{kind}</td>"
-            f"<td>{about}</td><td>{text(row['text'] + user)}</td></tr>"
+            f"<td>{about}</td><td class=what>{text(row['text'] + user)}</td></tr>"
         )
-    return _table("<th>when<th>event<th>about<th>what", out, 4)
+    return f"<div class=long>{_table('<th>when<th>event<th>about<th>what', out, 4)}</div>"

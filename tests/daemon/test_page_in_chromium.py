@@ -16,7 +16,8 @@ from support.pages import EVIL
 from support.pictures import job, progress, snapshot
 from support.wait import eventually
 
-from elastic.contract.records import IncidentRecord, JobState, Phase
+from elastic.contract.node_records import EventRecord
+from elastic.contract.records import IncidentRecord, JobState, Phase, encode
 from elasticd.api import views
 from elasticd.folders import Folder
 from elasticd.page import server
@@ -76,3 +77,25 @@ def closed(record: IncidentRecord) -> IncidentRecord:
     return msgspec.structs.replace(
         record, open=False, timeline_s={"aborted": 0.01, "stepping": 0.231}, steps_lost=0, steps_lost_at_most=0
     )
+
+
+def test_texts_of_events_have_the_width_of_a_phone(tmp_path: pathlib.Path) -> None:
+    """They stood in the last of four columns, ten characters wide."""
+    event = EventRecord(
+        when_wall_s=990.0, kind="incident.opened", job="train", node="b", text="out of memory: killed " * 5
+    )
+    board, base = PublishedState(), snapshot(job())
+    cluster = replace(base.cluster, events={"/elastic/main/events/1.a.x": encode(event)})
+    board.publish(replace(base, cluster=cluster, turned_s=time.monotonic()))
+    source = server.PageSource(board, IDENTITY, lambda name: Folder(tmp_path, (name, "logs")))
+    served = server.page_server(PageSettings(listen="127.0.0.1:0"), lambda: "", source, Quiet())
+    threading.Thread(target=served.serve, daemon=True).start()
+    try:
+        with chromium.Chromium(tmp_path / "profile") as browser:
+            browser.show(390, 844)
+            browser.open(f"{served.url}/")
+            assert browser.value("document.querySelector('td.what').clientWidth") > 300
+            assert browser.value("document.documentElement.scrollWidth") <= 390
+    finally:
+        served.listener.shutdown(socket.SHUT_RDWR)
+        served.listener.close()
