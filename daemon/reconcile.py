@@ -91,7 +91,7 @@ def agent_rows(agents: Mapping[str, tuple[AgentStatus | None, float]]) -> tuple[
 def older_agents(agents: Mapping[str, AgentStatus | None], version: str) -> dict[str, str]:
     """Job -> version of its agent here, of those that run another one than this daemon: since an upgrade."""
     return {
-        job: status.version[:DOING_CHARS] or "an earlier one"
+        job: f"elasticd {status.version}"[:DOING_CHARS] if status.version else "an earlier elasticd"
         for job, status in sorted(agents.items())
         if status is not None and status.version != version
     }

@@ -59,8 +59,8 @@ def problems_of(snapshot: Snapshot, identity: Identity, rows: list[Json], now: N
                 f"workers of {agent.job} start seconds later on this node, as new processes, since the zygote is unfit "
                 f"to fork: {agent.status.why_fresh}"
             )
-    verbs = {"unhealthy": "is", "no daemon": "has", "lost": "is"}
-    ill = [f"{r['node']} {verbs[r['state']]} {r['state']}: {r['reason']}" for r in rows if r["state"] in verbs]
+    verbs = {"unhealthy": "is unhealthy: ", "no daemon": "has no daemon: ", "lost": "is lost "}
+    ill = [f"{r['node']} {verbs[r['state']]}{r['reason']}" for r in rows if r["state"] in verbs]
     found += ill[:SHOWN_NODES]
     if len(ill) > SHOWN_NODES:
         found.append(f"{len(ill) - SHOWN_NODES} more nodes are lost, unhealthy or without elasticd: elasticctl nodes")

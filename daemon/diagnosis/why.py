@@ -48,10 +48,9 @@ def of_node(snapshot: Snapshot, name: str, row: Mapping[str, Any], me: str, wall
     if name == me:
         none = {job: why for job, why in snapshot.trouble.items() if why and job not in snapshot.agents}
         parts += [f"no agent of {job} runs: {why}" for job, why in none.items()]
-    parts += [f"the agent of {job} still runs elasticd {version}" for job, version in node.record.older.items()]
-    if parts:
-        return "; ".join(parts)
-    return f"ready: {row['slots_used']} of {row['slots']} slots used" if row["slots_used"] else "ready: idle"
+    used = f"{row['slots_used']} of {row['slots']} slots used" if row["slots_used"] else "idle"
+    older = [f"the agent of {job} still runs {version}" for job, version in node.record.older.items()]
+    return "; ".join([*(parts or [f"ready: {used}"]), *older])
 
 
 # ── jobs ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -219,7 +218,7 @@ def _names(names: Any) -> str:
 def absence(cluster: Cluster, name: str, wall_s: float) -> tuple[str, str]:
     """(state, reason) of a node without a record and without agents, as the inventory has it."""
     known = cluster.known[name]
-    since = f"since {_when(known.away_wall_s, wall_s)}" if known.away_wall_s else "since just now"
+    since = f"since {_when(known.away_wall_s, wall_s)}" if known.away_wall_s else "just now"
     if not known.left:
         return "lost", f"{since}: its machine, its network or its elasticd is down"
     drain = cluster.drains.get(name)

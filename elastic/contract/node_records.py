@@ -39,7 +39,7 @@ class NodeRecord(Record, frozen=True, kw_only=True):
     workers: tuple[WorkerRow, ...] = ()  # for queries at other nodes; a few seconds old
     agents: tuple[AgentRow, ...] = ()  # those that are starting; a few seconds old, too
     jobs: tuple[str, ...] = ()  # those that have an agent process here, starting, frozen and leaving ones included
-    older: dict[str, str] = msgspec.field(default_factory=dict)  # job -> version of its agent, unless it is `version`
+    older: dict[str, str] = msgspec.field(default_factory=dict)  # job -> what its agent is of, unless of `version`
     refuses: dict[str, str] = msgspec.field(default_factory=dict)  # job -> why this node does not run it
 
 

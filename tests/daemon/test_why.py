@@ -259,15 +259,15 @@ def test_a_job_names_its_slow_rank_and_the_nodes_that_it_lacks() -> None:
 
 
 def test_agents_of_an_earlier_version_are_named_by_status_and_doctor() -> None:
-    known = node(version="0.2", older={"train": "0.1"})
-    assert of_node(known).endswith("the agent of train still runs elasticd 0.1")
+    known = node(version="0.2", older={"train": "elasticd 0.1"})
+    assert of_node(known) == "ready: idle; the agent of train still runs elasticd 0.1"
     (found,) = older_agents(Cluster(nodes={"a": known, "b": node("b")}))
     assert (found.node, found.level) == ("a", "warning")
-    assert found.text == "agents of another elasticd than the node's 0.2: train (0.1)"
+    assert found.text == "agents of another elasticd than the node's 0.2: train (elasticd 0.1)"
     assert found.cure.startswith("elasticctl drain a --wait")
     said = AgentStatus(
         pid=3, incarnation="i", job="train", node="a", phase="running", reason="", leader=False, generation=2,
         etcd_ok=True, written_wall_s=0.0,
     )  # fmt: skip
     status = {"train": said, "new": msgspec.structs.replace(said, version="0.2"), "starts": None}
-    assert reconcile.older_agents(status, "0.2") == {"train": "an earlier one"}
+    assert reconcile.older_agents(status, "0.2") == {"train": "an earlier elasticd"}
