@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from support.printed import printed
 
@@ -77,7 +78,8 @@ class Bench:
         self.seen: list[PoolEvent] = []
         path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
         inherited = {**os.environ, "PYTHONPATH": path, "CUDA_LOG": str(folder / "cuda")}
-        self.env = worker_env.base(CONFIG, JobSpec(name="j", script="x.py"), inherited)
+        config = msgspec.structs.replace(CONFIG, agent_dir=str(folder))
+        self.env = worker_env.base(config, JobSpec(name="j", script="x.py"), inherited)
         self.pool.start(self.env, str(folder / "zygote.log"))
         self.zygote = self.pool._zygote.pid
 
