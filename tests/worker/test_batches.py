@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from elastic.worker.comm.ddp import GradientWeight
 from elastic.worker.comm.errors import GroupAborted
@@ -112,6 +112,33 @@ def test_draws_in_the_dataset_depend_on_the_position_alone() -> None:
     assert len({tuple(values) for values in alone.values()}) == 12
     assert drawn(3, 0) == alone
     assert drawn(1, 2) == alone
+
+
+class Holding(Numbers):
+    """Draws from generators of its own, and of a transform."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.rng, self.py, self.transforms = np.random.default_rng(1), random.Random(2), [SimpleNamespace(g=None)]
+        self.transforms[0].g, self.old = torch.Generator(), np.random.RandomState(3)
+
+    def __getitem__(self, index: int) -> Any:
+        drawn = torch.rand((), generator=self.transforms[0].g).item()
+        return torch.tensor([self.rng.random(), self.py.random(), drawn, self.old.random()], dtype=torch.float64), index
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_draws_from_generators_of_the_dataset_depend_on_the_position_alone(workers: int) -> None:
+    def drawn(data: Any, step: int) -> dict[int, list[float]]:
+        taken = run(data, step, batch_size=4, rank=0, world_size=1, num_workers=workers)
+        return {i: row for b in taken for i, row in zip(b.indices, b.x.tolist(), strict=True)}
+
+    data = Subset(Holding(16), range(12))
+    whole = drawn(data, 0)
+    assert all(len({row[column] for row in whole.values()}) == 12 for column in range(4))
+    rest = drawn(data, 1)  # as a survivor, whose generators have gone on
+    assert rest.items() <= whole.items()
+    assert drawn(Subset(Holding(16), range(12)), 1) == rest
 
 
 def test_draws_in_the_loop_depend_on_seed_step_and_rank() -> None:

@@ -55,6 +55,24 @@ def data(size: int, seed: int) -> Noisy:
     return Noisy(x, x.sum(1, keepdim=True).sin())
 
 
+class Environment:
+    """Has a state, and draws from a generator of its own."""
+
+    def __init__(self, rank: int) -> None:
+        self.at, self.generator = torch.zeros(4), torch.Generator().manual_seed(rank)
+
+    def rollout(self) -> tuple[torch.Tensor, torch.Tensor]:
+        self.at = 0.9 * self.at + torch.randn(8, 4, generator=self.generator)
+        return self.at, self.at.sum(1, keepdim=True)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"at": self.at, "generator": self.generator.get_state()}
+
+    def load_state_dict(self, held: dict[str, torch.Tensor]) -> None:
+        self.at = held["at"].clone()
+        self.generator.set_state(held["generator"])
+
+
 def setup(job: Job) -> elastic.State:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Dropout(0.2), nn.Linear(5, 1))
@@ -68,6 +86,7 @@ def setup(job: Job) -> elastic.State:
         scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5),
         best=1e9,
         scores=[],
+        held=None,
     )
 
 
@@ -86,7 +105,8 @@ def script(block: str) -> dict[str, Any]:
     train_set, val_set = data(SAMPLES, 1), data(40, 2)
     names: dict[str, Any] = {
         "F": F, "DataLoader": DataLoader, "DistributedSampler": DistributedSampler,
-        "WeightedRandomSampler": WeightedRandomSampler, "Buckets": Buckets, "train_set": train_set, "val_set": val_set,
+        "WeightedRandomSampler": WeightedRandomSampler, "Buckets": Buckets, "Environment": Environment,
+        "train_set": train_set, "val_set": val_set,
         "weights": [1.0 + i % 3 for i in range(SAMPLES)], "lengths": [i % 11 for i in range(SAMPLES)],
         "folds": [(Subset(train_set, range(90)), Subset(train_set, range(90, 150))),
                   (Subset(train_set, range(60, 150)), Subset(train_set, range(60)))],
@@ -116,7 +136,7 @@ def one_thread() -> Iterator[None]:
 
 
 def test_the_page_shows_them() -> None:
-    assert len(BLOCKS) == 9, list(BLOCKS)
+    assert len(BLOCKS) == 10, list(BLOCKS)
 
 
 def differing(block: str, every: int) -> list[str]:

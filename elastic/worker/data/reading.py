@@ -17,7 +17,7 @@ from ..boot.inherited_sockets import leave_parents_sockets
 from .collate import collated
 from .containers import moved
 from .draws import draws
-from .seeds import scatter, seed_from, word
+from .seeds import held_by, scatter, seed_from, seed_held, word
 from .sharding import BatchPlan, SampleOrder, rank_range
 
 _BLOCK = 16384
@@ -71,6 +71,8 @@ class Reader:
         self._draws = 0
         self._random = False
         """The dataset draws random numbers."""
+        self._held: list[Any] | None = None
+        """Generators of its own; None: not looked for yet, in this process."""
         self._looked = False
         self._seeded_for = -1
         """The step for whose training loop the generators of this process are seeded, and nothing was drawn since."""
@@ -120,9 +122,12 @@ class Reader:
 
     def _fetch(self, step: int, start: int, indices: tuple[int, ...]) -> list[Any]:
         self._seeded_for = -1
+        if self._held is None:
+            self._held = held_by(self._dataset)
+            self._random = self._random or bool(self._held)
         if self._many:
             many: Any = self._dataset
-            seed_from(scatter(self._draws ^ start))
+            self._seed_for(start)
             return list(many.__getitems__(list(indices)))
         if self._random or torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return self._seeded(start, indices)
@@ -131,9 +136,15 @@ class Reader:
     def _seeded(self, start: int, indices: Sequence[int]) -> list[Any]:
         samples = []
         for position, index in enumerate(indices, start):
-            seed_from(scatter(self._draws ^ position))
+            self._seed_for(position)
             samples.append(self._dataset[index])
         return samples
+
+    def _seed_for(self, position: int) -> None:
+        word = scatter(self._draws ^ position)
+        seed_from(word)
+        if self._held:
+            seed_held(self._held, word)
 
     def _watched(self, step: int, start: int, indices: Sequence[int]) -> list[Any]:
         """Read without seeding for each sample, if the dataset draws nothing, as most do: seeding three generators

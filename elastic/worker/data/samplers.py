@@ -9,12 +9,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 import xxhash
 from torch.utils.data import DistributedSampler
 
 from ..misuse import MisuseTypeError, MisuseValueError
-from .seeds import seed_everything, word
+from .seeds import held_by, seed_everything, seed_held, word
 
 ENDLESS = 64
 """A sampler without a length that yields more than so many indices for each sample is taken for endless."""
@@ -41,8 +40,8 @@ def set_epoch(loader: Any, epoch: int, seed: int) -> None:
     for each in _inner(loader):
         if callable(told := getattr(each, "set_epoch", None)):
             told(epoch)
-        if isinstance(own := getattr(each, "generator", None), torch.Generator):
-            own.manual_seed(word(seed, 2, epoch))  # it is as far as this process has got: on another rank elsewhere
+    # They are as far as this process has got: on another rank elsewhere.
+    seed_held(held_by(loader), word(seed, 2, epoch))
     seed_everything(seed, 2, epoch)
 
 

@@ -1,8 +1,10 @@
-"""Seeds of the global random generators of Python, numpy and torch."""
+"""Seeds of the random generators of Python, numpy and torch: the global ones, and those that an object holds."""
 
 from __future__ import annotations
 
 import random
+from types import FunctionType, ModuleType
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,6 +12,11 @@ import torch
 from .sharding import derive
 
 _WORD = 0xFFFFFFFFFFFFFFFF
+_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+_LOOKED_AT = 256
+"""Objects that are looked at for generators."""
+_LONG = 32
+"""A list of more entries is data."""
 
 
 def seed_everything(seed: int, *path: int) -> None:
@@ -38,3 +45,35 @@ def scatter(word: int) -> int:
     word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9 & _WORD
     word = (word ^ word >> 27) * 0x94D049BB133111EB & _WORD
     return word ^ word >> 31
+
+
+def held_by(holder: Any) -> list[Any]:
+    """The generators of its own that an object, such as a dataset, has as attributes, or objects in it have
+    (transforms, the dataset of a Subset)."""
+    found: list[Any] = []
+    seen: set[int] = set()
+    waiting = [holder]
+    while waiting and len(seen) < _LOOKED_AT:
+        each = waiting.pop(0)
+        if id(each) in seen or isinstance(each, (type, ModuleType, FunctionType, torch.Tensor, np.ndarray)):
+            continue
+        seen.add(id(each))
+        if isinstance(each, _GENERATORS):
+            found.append(each)
+        elif isinstance(each, (list, tuple)):
+            waiting += each if len(each) <= _LONG else ()
+        else:
+            waiting += (getattr(each, "__dict__", None) or {}).values()
+    return found
+
+
+def seed_held(generators: list[Any], word: int) -> None:
+    """Seed what `held_by` has found from 64 bits."""
+    for each in generators:
+        if isinstance(each, torch.Generator):
+            each.manual_seed(word)
+        elif isinstance(each, np.random.Generator):
+            kind: Any = type(each.bit_generator)
+            each.bit_generator.state = kind(word).state
+        else:
+            each.seed(word if isinstance(each, random.Random) else word >> 32)
