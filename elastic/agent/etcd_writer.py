@@ -99,7 +99,8 @@ class EtcdWriter:
         """What the job has reached at this instant; None: nothing is known."""
         self._first = True
         self.saved_generation = 0
-        """`MemberRecord.saved_generation`, once this agent has joined."""
+        self.folder = ""
+        """As in `MemberRecord`, once this agent has joined."""
         self._member: MemberRecord | None = None
         self._state = JobState()
         self._remote = generation_numbers.RemoteEnd()
@@ -147,6 +148,7 @@ class EtcdWriter:
         if self._first:  # else the key would keep the create revision of the previous agent, whose store is gone
             self.etcd.delete(self._key.key)
             self.saved_generation = generation_numbers.of_own_folder(self.policy.spec)
+            self.folder = generation_numbers.shared_folder(self.policy.spec)
         lease = self._key.join(self._encoded(self._member))
         self._first = False
         log.info("member.joined", lease=f"{lease.id:x}")
@@ -158,8 +160,7 @@ class EtcdWriter:
             self.etcd.put(self._key.key, self._encoded(self._member), lease.id)
 
     def _encoded(self, member: MemberRecord) -> bytes:
-        saved = self.saved_generation
-        return encode(msgspec.structs.replace(member, saved_generation=saved) if saved else member)
+        return encode(msgspec.structs.replace(member, saved_generation=self.saved_generation, folder=self.folder))
 
     # ── generations ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -393,7 +394,7 @@ class EtcdWriter:
             if (ours := self._spec_is_ours(key)) is None:
                 return
             kv = self.etcd.get(key)
-            if kv is not None and _is_over(kv.value) and record.repeat < KEPT_REPEATS:
+            if kv is not None and _is_over(kv.value) and record.repeat < KEPT_REPEATS and record.kind != "checkpoint":
                 return  # closed by an earlier try, or by another agent that led while this one was away
             unchanged = ModIs(key, kv.mod_revision) if kv is not None else Absent(key)
             if not put_report(self.etcd, [unchanged, ours], key, record, also).ok:

@@ -11,6 +11,7 @@ import structlog
 
 from ..checkpoint.errors import CheckpointError
 from ..checkpoint.find import newest_generation, peek
+from ..checkpoint.folder_id import folder_id
 from ..checkpoint.remote import list_remote
 from ..contract.records import MemberRecord
 from ..contract.spec import JobSpec
@@ -91,3 +92,15 @@ def of_own_folder(spec: JobSpec) -> int:
     except OSError as error:  # its workers cannot load from it either
         log.warning("checkpoints.not_read", folder=rules.dir, error=str(error))
         return 0
+
+
+def shared_folder(spec: JobSpec) -> str:
+    """The id of the checkpoint folder, if several nodes are to share it; '' if they are not, or it cannot be read."""
+    rules = spec.checkpoint
+    if not rules.shared or not rules.dir or spec.max_nodes < 2:
+        return ""
+    try:
+        return folder_id(rules.dir)
+    except OSError as error:  # the first save fails for it, too
+        log.warning("checkpoints.not_read", folder=rules.dir, error=str(error))
+        return ""

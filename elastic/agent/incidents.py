@@ -26,6 +26,21 @@ def cut_short(agent: Agent, generation: int) -> bool:
     return has_failed(agent.formed, generation) or phase in (Phase.STOPPING, Phase.STOPPED, Phase.FAILED)
 
 
+def apart(agent: Agent, folder: str) -> str:
+    """Why no checkpoint of all nodes is possible: with `folder`, the id of this node's checkpoint folder, another node
+    sees another one. Empty: none is known to."""
+    places = agent.formed.generation.nodes if folder and agent.formed.generation else ()
+    members, me = agent.etcd.view.members, agent.policy.node
+    others = [p.node for p in places if p.node in members and members[p.node].record.folder not in ("", folder)]
+    if not others:
+        return ""
+    more = f" (and {len(others) - 1} more)" if len(others) > 1 else ""
+    return (
+        f"{agent.policy.spec.checkpoint.dir} is not one folder on {' and '.join(sorted((me, others[0])))}{more}: what "
+        "one writes the other does not see; mount the same folder on all nodes, or set checkpoint.shared = false"
+    )
+
+
 def save_failed(agent: Agent, step: int, error: str, wall_s: float) -> IncidentRecord:
     return _over_at_once(agent, "checkpoint", f"checkpoint of step {step} failed: {error}", wall_s, step=step)
 

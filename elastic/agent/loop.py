@@ -59,7 +59,7 @@ from .effect_runner import EffectRunner
 from .etcd_writer import EtcdWriter
 from .hang_detector import HangDetector
 from .history import HistoryFile
-from .incidents import cut_short, late_exit, save_failed, stray_checkpoints
+from .incidents import apart, cut_short, late_exit, save_failed, stray_checkpoints
 from .ledger import LedgerKeeper, began_wall_s
 from .logs import Trimmer
 from .orders import OrdersFile
@@ -143,7 +143,7 @@ class AgentLoop:
         self.saver = Saver(
             self._spec.checkpoint, config.job, self.pool.tell,
             on_saved=lambda generation, step: self.post(CheckpointSaved(generation, step)), on_failed=self._save_failed,
-            cut=lambda generation: cut_short(self.agent, generation),
+            cut=lambda generation: cut_short(self.agent, generation), apart=lambda: apart(self.agent, registry.folder),
             versions=versions(), slots=config.slots,
         )  # fmt: skip
         self._reports = WorkerReports(config, spec, self.saver, lambda: self._pictures.known_step)
@@ -202,9 +202,9 @@ class AgentLoop:
         for key, _ in self._selector.select(max(0.0, until_s - time.monotonic())):
             self._readable(key.data)
 
-    def _save_failed(self, step: int, error: str) -> None:
+    def _save_failed(self, step: int, error: str, wall_s: float) -> None:
         """A failed checkpoint is recorded as an incident too, though it loses no step."""
-        self._registry.put_save_incident(save_failed(self.agent, step, error, time.time()))
+        self._registry.put_save_incident(save_failed(self.agent, step, error, wall_s))
 
     def _finish_saving(self) -> None:
         """Wait until the snapshots that the workers have handed over are on disk: the last state of a job that has

@@ -75,16 +75,18 @@ class _Slot:
 
 @dataclass
 class Saver:
-    """`on_saved(generation, step)` is called when a checkpoint has become durable, `on_failed(step, error)` when one
-    failed: not if shards of it are missing and `cut(generation)` says that the job has left that generation for a
-    failure, or ends."""
+    """`on_saved(generation, step)` is called when a checkpoint has become durable; `on_failed(step, error, wall_s)`
+    when one failed, with step and time of the first in a row that failed alike: not if shards of it are missing and
+    `cut(generation)` says that the job has left that generation for a failure, or ends."""
 
     rules: Checkpoint
     job: str
     tell: Tell
     on_saved: Callable[[int, int], None]
-    on_failed: Callable[[int, str], None]
+    on_failed: Callable[[int, str, float], None]
     cut: Callable[[int], bool] = lambda generation: False
+    apart: Callable[[], str] = lambda: ""
+    """Why the folder is not one for all nodes, although it is to be shared; empty: it is, as far as is known."""
     versions: dict[str, str] = field(default_factory=dict)
     slots: int = 1
     """Workers of this node; each of them requests the same memory."""
@@ -166,6 +168,11 @@ class Saver:
         self.last.kept_interval = message.kept or self.last.kept_interval
         self._look_for_kept()
         if not message.save:
+            return
+        if self.rules.shared and (why := self.apart()):  # nothing is written that no node could commit
+            self._free(slot, message.step, message.buffer, why)
+            if lead:
+                self._fail(message.generation, message.step, why)
             return
         held.to_disk[message.buffer] = (message.generation, message.step)
         if copies:
@@ -281,14 +288,14 @@ class Saver:
         self._count(self.last.failing, "checkpoint", generation, step, error)
 
     def _count(self, row: FailuresInRow, what: str, generation: int, step: int, error: str) -> None:
-        if not row.add(error, generation, step):
+        if not row.add(error, generation, step, time.time()):
             return
         if row.escalate:
             error = f"{error} ({row.count} in a row)"
         row.error = f"step {step}: {error}"
         say = log.error if row.escalate else log.warning
         say("checkpoint.failed", step=step, what=what, error=error, in_a_row=row.count)
-        self.on_failed(step, error)
+        self.on_failed(row.began[0], error, row.began[1])
 
     # ── recovery without live state ─────────────────────────────────────────────────────────────────────────
 

@@ -140,6 +140,7 @@ class MemberRecord(Record, frozen=True, kw_only=True):
     saved_generation: Int = 0  # the newest in this node's checkpoint folder, if no other node sees it; 0 = none
     held_generation: Int = 0  # whose state local workers have, though the node has no place now; 0 = none
     held_consistent: Int = 0  # the same, of workers whose state is consistent
+    folder: str = ""  # id of its checkpoint folder, if that is to be the same for all nodes; empty: not known
     code: str = ""  # digest of the script that this node's workers run; empty: not known
 
 
@@ -393,17 +394,14 @@ class ProgressRecord(Record, frozen=True, kw_only=True):
     waiting_for: str = ""
     starting: bool = False
     """`waiting_for` names nothing but workers of the leader's node that have not finished their `setup`."""
-    still: Stillness | None = None
-    """Set while no step is made."""
+    still: Stillness | None = None  # set while no step is made
     ranks: tuple[RankRow, ...] = ()
     managed: bool = False
     """Whether the script has called `elastic.run`; otherwise it is plain, and started anew in each generation."""
-    slow_ranks: tuple[SlowRank, ...] = ()
-    """Of the leader's node."""
+    slow_ranks: tuple[SlowRank, ...] = ()  # of the leader's node
     logged: dict[str, float] = {}
     """The newest value of each name that the script gave to `job.log`."""
-    logged_not_finite: dict[str, NotFinite] = {}
-    """Those for which JSON has no number."""
+    logged_not_finite: dict[str, NotFinite] = {}  # those for which JSON has no number
     ledger: Ledger | None = None
     """What the time of all ranks went into, since the job was submitted."""
 

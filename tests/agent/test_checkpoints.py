@@ -86,3 +86,16 @@ def test_a_full_disk_fails_the_checkpoint_and_not_the_job(small_disk: Path) -> N
         eventually(lambda: steps_saved(small_disk), 20.0, "a checkpoint, now that there is room")
         assert job.state().restarts == 0
         assert job.generation().number == 1
+
+
+def test_a_folder_that_is_not_shared_is_said_at_the_first_save() -> None:
+    """Once, by one incident with a count, and nothing piles up on either node."""
+    spec = {"checkpoint": {"dir": "/proc/self/cwd/saved", "every_steps": 5}}
+    with Job(nodes="2:2", workers=1, args={"steps": 60, "step-ms": 20}, spec=spec, apart=True) as job:
+        job.wait_phase(Phase.SUCCEEDED)
+        (incident,) = [i for i in job.all_incidents() if i.kind == "checkpoint"]
+        assert "checkpoint of step 5 failed: /proc/self/cwd/saved is not one folder on n0 and n1" in incident.detail
+        assert "checkpoint.shared = false" in incident.detail
+        assert "in a row" in incident.detail
+        for node in ("n0", "n1"):
+            assert os.listdir(job.folder / node / "saved") == [".elastic-folder"]

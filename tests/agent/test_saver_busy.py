@@ -41,7 +41,7 @@ class Bench:
             "job",
             lambda worker_id, message, fds: self.told.append((message, len(fds))),
             on_saved=lambda generation, step: None,
-            on_failed=lambda step, error: self.failed.append(step),
+            on_failed=lambda step, error, wall_s: self.failed.append(step),
         )
         self.saver.writer.close()
         self.writer = Writer()

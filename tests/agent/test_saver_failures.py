@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import msgspec
 import pytest
 import torch
 from support.ckpt import table_of
-from support.jobs import generation, place
+from support.jobs import generation, member, place, policy, view
 
-from elastic.agent.incidents import has_failed
+from elastic.agent.incidents import apart, has_failed
 from elastic.agent.saver import Saver
 from elastic.checkpoint import orders
 from elastic.checkpoint.arena import Arena
@@ -18,7 +19,7 @@ from elastic.checkpoint.errors import ArenaError
 from elastic.checkpoint.failures import ESCALATE_AFTER
 from elastic.contract import messages
 from elastic.contract.spec import Checkpoint
-from elastic.recovery.model import FormedState
+from elastic.recovery.model import Agent, FormedState, changed
 
 
 class Writer:
@@ -41,13 +42,15 @@ class Bench:
     def __init__(self) -> None:
         self.failed: list[str] = []
         self.broken = 0
+        self.apart = ""
         self.saver = Saver(
             Checkpoint(dir="/nowhere", remote="memory://there"),
             "job",
             lambda worker_id, message, fds: None,
             on_saved=lambda generation, step: None,
-            on_failed=lambda step, error: self.failed.append(f"{step}: {error}"),
+            on_failed=lambda step, error, wall_s: self.failed.append(f"{step}: {error}"),
             cut=lambda generation: generation <= self.broken,
+            apart=lambda: self.apart,
         )
         self.saver.writer.close()
         self.writer = Writer()
@@ -125,11 +128,14 @@ def test_checkpoint_failures_in_a_row_are_escalated_until_one_succeeds(bench: Be
         bench.save(step, "no space")
     assert not any("in a row" in said for said in bench.failed)
     bench.save(9, "no space")
-    assert bench.failed[-1] == f"9: no space ({ESCALATE_AFTER} in a row)"
+    assert bench.failed[-1] == f"1: no space ({ESCALATE_AFTER} in a row)", "one incident, that of the first"
     assert bench.saver.last.error == f"step 9: no space ({ESCALATE_AFTER} in a row)"
     bench.save(10)
     bench.save(11, "no space")
     assert bench.failed[-1] == "11: no space"
+    bench.save(12, "step 12: no inodes")
+    bench.save(13, "step 13: no inodes")
+    assert bench.failed[-1] == f"12: step 13: no inodes ({ESCALATE_AFTER} in a row)"
 
 
 def test_copies_that_fail_again_and_again_are_escalated_though_the_checkpoints_are_good(bench: Bench) -> None:
@@ -161,6 +167,32 @@ def test_a_checkpoint_that_lost_its_ranks_is_no_incident_beside_their_failure(
     bench.saver.readable()
     assert bench.failed == ([f"7: {error}"] if told else [])
     assert (bench.saver.last.error is not None) is told
+
+
+@pytest.mark.parametrize("lead", [True, False])
+def test_nothing_is_written_into_a_folder_that_is_not_one_for_all_nodes(lead: bool, bench: Bench) -> None:
+    bench.apart = "/ckpt is not one folder"
+    for step in range(1, 5):
+        bench.save(step, lead=lead)
+    assert not bench.writer.orders, "so a stop waits for nothing, too"
+    assert bench.failed[-1:] == (["1: /ckpt is not one folder (4 in a row)"] if lead else [])
+    bench.saver.rules = msgspec.structs.replace(bench.saver.rules, shared=False)
+    bench.save(5, lead=lead)
+    assert bench.writer.orders
+
+
+def test_folders_are_apart_if_another_node_with_a_place_has_another_id() -> None:
+    def said(mine: str, theirs: str, *nodes: str) -> str:
+        members = [dataclasses.replace(m, record=msgspec.structs.replace(m.record, folder=folder))
+                   for m, folder in ((member("a", 1), mine), (member("b", 2), theirs))]  # fmt: skip
+        agent = changed(Agent(policy("a")), view=view(*members), generation=generation(1, [place(n) for n in nodes]))
+        return apart(agent, mine)
+
+    assert "on a and b: what one writes the other does not see" in said("1", "2", "a", "b")
+    assert not said("1", "1", "a", "b")
+    assert not said("1", "2", "a")
+    assert not said("1", "", "a", "b"), "an agent that could not read it"
+    assert not said("", "2", "a", "b")
 
 
 def test_a_generation_has_failed_once_it_is_broken_or_left_at_once() -> None:

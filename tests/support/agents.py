@@ -60,8 +60,10 @@ class Job:
         server: EtcdServer | None = None,
         gpus: tuple[int, ...] = (),
         warm: bool = True,
+        apart: bool = False,
     ) -> None:
-        """`warm`: agents and zygotes are forked from a process that has imported torch, see support/warm.py."""
+        """`apart`: each agent runs in its own folder, so that /proc/self/cwd is another one for each. `warm`: agents
+        and zygotes are forked from a process that has imported torch, see support/warm.py."""
         self.folder = Path(scratch.folder("job"))
         self.record = self.folder / "record"
         self.record.mkdir()
@@ -69,7 +71,7 @@ class Job:
         self.server = server or etcd_server.shared()
         self.workers = workers
         self._timeouts = timeouts or Timeouts()
-        self._gpus, self._warm = gpus, warm
+        self._gpus, self._warm, self._apart = gpus, warm, apart
         given = [str(x) for k, v in (args or {}).items() for x in (f"--{k.replace('_', '-')}", v)]
         self.spec = parse_job(
             {
@@ -127,7 +129,12 @@ class Job:
         )
         (folder / "config.json").write_bytes(msgspec.json.encode(config))
         with open(folder / "agent.out", "ab") as output:
-            self.agents[node] = self._procs.python(["-m", "elastic.agent", str(folder)], output=output, warm=self._warm)
+            self.agents[node] = self._procs.python(
+                ["-m", "elastic.agent", str(folder)],
+                output=output,
+                warm=self._warm,
+                cwd=str(folder) if self._apart else ".",
+            )
 
     def kill_rank(self, rank: int, number: int = signal.SIGKILL) -> int:
         """Returns the pid that was struck. Waits until the rank has a living process."""

@@ -115,12 +115,18 @@ class Procs:
         return process
 
     def python(
-        self, argv: Sequence[str], *, output: IO[bytes], warm: bool = True, env: Mapping[str, str] | None = None
+        self,
+        argv: Sequence[str],
+        *,
+        output: IO[bytes],
+        warm: bool = True,
+        env: Mapping[str, str] | None = None,
+        cwd: str = ".",
     ) -> Started:
         """Start `python ARGV`, all that it says to `output`; `warm`: forked, see support/warm.py."""
         if not warm:
             return self.popen([sys.executable, *argv], env=env, stdout=output, stderr=output)
-        process = forge().popen(argv, env=self.env(env), output=output)
+        process = forge().popen(argv, env=self.env(env), output=output, cwd=cwd)
         self._started.append(process)
         return process
 
