@@ -337,7 +337,7 @@ class Agents:
 
     # ── waiting for the end ─────────────────────────────────────────────────────────────────────────────────
 
-    def _watch(self, job: str, pid: int, child: subprocess.Popen[bytes] | None) -> None:
+    def _watch(self, job: str, pid: int, child: subprocess.Popen[bytes] | launch.GuardedChild | None) -> None:
         def wait() -> None:
             code = None
             if child is not None:
@@ -345,6 +345,8 @@ class Agents:
             else:
                 wait_until_gone(pid)
             self._post(Gone(job, pid, code))
+            if isinstance(child, launch.GuardedChild):
+                child.reap()
 
         self._unwatched[job] = pid, wait
         self._watch_all()

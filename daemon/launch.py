@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -13,9 +15,10 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import IO, Protocol
 
-from elastic.contract.agent_files import SYSTEMD_VARIABLES
+from elastic.contract.agent_files import MARK_ENV, SYSTEMD_VARIABLES
+from elastic.util.processes import wait_until_gone
 
 from . import host
 from .errors import CannotStart
@@ -36,15 +39,59 @@ LOGIN_VARIABLES = frozenset({"HOME", "USER", "LOGNAME", "SHELL", "MAIL"})
 
 HOLDER_S = 1.0
 """How long to look for the holder of a lock: it writes its id just after taking the lock."""
+GUARD_S = 20.0
+"""Time limit for the guard of an agent to start it."""
 SYSTEMD_S = 10.0
 """Time limit for systemd's answer."""
+
+
+class GuardedChild:
+    """An agent whose parent is a guard (`guard.py`): that ends what the agent leaves, in whatever session and
+    environment, also where no daemon runs any more."""
+
+    def __init__(self, service: ServiceProcess, log: IO[bytes]) -> None:
+        """Raises OSError."""
+        if shutil.which(service.argv[0]) is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), service.argv[0])
+        self._channel, theirs = socket.socketpair()
+        with theirs:
+            self._guard = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py")), str(theirs.fileno())],
+                env={name: value for name, value in service.env.items() if name != MARK_ENV}, cwd=service.cwd,
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, pass_fds=(theirs.fileno(),),
+            )  # fmt: skip
+        self._channel.settimeout(GUARD_S)
+        self._said = self._channel.makefile("rb")
+        try:
+            told = [f"{MARK_ENV}={service.env[MARK_ENV]}", *service.argv]
+            self._channel.sendall(b"\0".join(map(os.fsencode, told)))
+            self._channel.shutdown(socket.SHUT_WR)
+            self.pid = int(self._said.readline())
+        except (OSError, ValueError) as error:
+            self._guard.kill()
+            self.reap()
+            raise OSError(errno.EAGAIN, f"its parent process did not start it: {error}") from error
+        self._channel.settimeout(None)  # for the thread that waits
+
+    def wait(self) -> int | None:
+        """The agent's exit code, negative for a signal; None: its guard was killed."""
+        if said := self._said.readline():
+            return os.waitstatus_to_exitcode(int(said))
+        wait_until_gone(self.pid)
+        return None
+
+    def reap(self) -> None:
+        """Wait until the guard has ended what the agent has left."""
+        self._said.close()
+        self._channel.close()
+        self._guard.wait()
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
     pid: int
-    child: subprocess.Popen[bytes] | None
-    """Set if it is our own child, whose exit code is available."""
+    child: subprocess.Popen[bytes] | GuardedChild | None
+    """Set if it is our own child, or that of its guard: then its exit code is available."""
     unit: str = ""
 
 
@@ -73,7 +120,8 @@ class Launcher(Protocol):
 
 
 class Detached:
-    """A process in a session of its own, which survives the end of this daemon and of its terminal."""
+    """A process in a session of its own, which survives the end of this daemon and of its terminal; an agent with a
+    guard as its parent."""
 
     switches_user = False
 
@@ -81,6 +129,9 @@ class Detached:
         try:
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
             with open(os.open(service.output, flags, 0o640), "ab") as log:
+                if MARK_ENV in service.env:
+                    agent = GuardedChild(service, log)
+                    return Started(agent.pid, agent)
                 child = subprocess.Popen(
                     service.argv, env=dict(service.env), cwd=service.cwd, stdin=subprocess.DEVNULL, stdout=log,
                     stderr=log, start_new_session=True,

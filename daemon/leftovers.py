@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 from elastic.contract.agent_files import MARK_ENV, mark
-from elastic.util.processes import kill_if
+from elastic.util.processes import kill_if, unlinks_shared_memory
 
 
 def end(agent_dir: Path) -> list[int]:
@@ -35,7 +35,9 @@ def mark_of(agent_dir: Path) -> str:
 
 def _end(pid: int, wanted: bytes) -> bool:
     # The mark is read again with the process held: its id may have been reused meanwhile.
-    return pid != os.getpid() and _has(pid, wanted) and kill_if(pid, lambda: _has(pid, wanted))
+    # What unlinks the workers' shared memory ends by itself when they have ended.
+    ours = pid != os.getpid() and _has(pid, wanted) and not unlinks_shared_memory(pid)
+    return ours and kill_if(pid, lambda: _has(pid, wanted))
 
 
 def _has(pid: int, wanted: bytes) -> bool:

@@ -161,7 +161,7 @@ class EmbeddedEtcd:
             )
         )
         self._log.info("etcd.started", pid=started.pid, endpoint=self.endpoint, binary=binary, unit=started.unit)
-        if started.child is not None:
+        if isinstance(started.child, subprocess.Popen):
             self._child = started.child
         self._runs.set()
         return started.pid

@@ -62,9 +62,16 @@ def signal_group(pid: int, number: int) -> None:
     """Signal the process group that `pid` leads."""
     try:
         os.killpg(pid, number)
+    except ProcessLookupError:  # not (yet) the leader of its group: killed between its fork and its setsid
+        signal_process(pid, number)
+    except PermissionError:
+        log.warning("worker.cannot_be_signalled", pid=pid)
+
+
+def signal_process(pid: int, number: int) -> None:
+    try:
+        os.kill(pid, number)
     except ProcessLookupError:
-        # Not (yet) the leader of its group: killed between its fork and its setsid.
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
+        pass  # its end is about to be seen
     except PermissionError:
         log.warning("worker.cannot_be_signalled", pid=pid)

@@ -11,14 +11,25 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
-from ..util.processes import kernel_file, kill_if, stat_fields
+from ..util.processes import kernel_file, kill_if, stat_fields, unlinks_shared_memory
+from .children import signal_group
 
 MARK = b"ELASTIC_WORKER_PID="
 """`worker.session.WORKER_ENV`: inherited by programs that a worker executes."""
+
+
+UNLINK_S = 4.0
+"""How long a process that unlinks the shared memory of a dead worker is spared. torch's does it 2 s after its last
+client has ended."""
+
+
+EMPTY_LOOKS = 3
+"""/proc may leave out a child while others end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +49,8 @@ class Descendants:
         """Descendant -> pid of its worker."""
         self._workers: set[int] = set()
         """Pids of all workers so far."""
+        self._spared: dict[SeenProcess, float] = {}
+        """Orphan that unlinks shared memory -> when it was first seen as one."""
 
     def look(self, workers: Collection[int]) -> None:
         """Record the descendants of `workers` (pids); to be called every few seconds."""
@@ -50,9 +63,13 @@ class Descendants:
         self._of = seen
 
     def orphans(self, ours: Iterable[int], living: Collection[int]) -> list[SeenProcess]:
-        """Processes in `ours`, children that the agent did not start, that belong to no worker in `living`."""
+        """Processes in `ours`, children that the agent did not start, that belong to no worker in `living`; those that
+        unlink shared memory once they have had UNLINK_S for it."""
         self._workers.update(living)
-        return [process for pid in ours if (process := _seen(pid)) and not self._belongs(process, living)]
+        found = [process for pid in ours if (process := _seen(pid)) and not self._belongs(process, living)]
+        now_s = time.monotonic()
+        self._spared = {p: self._spared.get(p, now_s) for p in found if unlinks_shared_memory(p.pid)}
+        return [process for process in found if now_s - self._spared.get(process, -UNLINK_S) >= UNLINK_S]
 
     def _belongs(self, process: SeenProcess, living: Collection[int]) -> bool:
         # The session last: one created by a service may have the number that a dead worker had.
@@ -70,13 +87,30 @@ def end(process: SeenProcess) -> bool:
 
 def end_all(orphans: Callable[[], list[int]], deadline_s: float) -> None:
     """Send SIGKILL to all children that `orphans` returns, repeatedly, until there are none or the time is up: children
-    of a killed process become children of the agent next."""
-    while (ours := orphans()) and time.monotonic() < deadline_s:
+    of a killed process become children of the agent next. Those that unlink shared memory have UNLINK_S to do that."""
+    spare_s, empty = time.monotonic() + UNLINK_S, 0
+    while empty < EMPTY_LOOKS and (now_s := time.monotonic()) < deadline_s:
+        empty = 0 if (ours := orphans()) else empty + 1
         for pid in ours:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)  # a child: its pid is not reused before it is reaped
+            if now_s >= spare_s or not unlinks_shared_memory(pid):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)  # a child: its pid is not reused before it is reaped
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, 0 if state(pid) == "Z" else os.WNOHANG)
+        threading.Event().wait(0.002)
+
+
+def end_group(leader: int) -> None:
+    """Send SIGKILL to the process group of a worker, which is ending or killed with it, except to processes that unlink
+    its shared memory."""
+    if not any(
+        unlinks_shared_memory(pid) for pid in (*children(leader), *children(os.getpid())) if group(pid) == leader
+    ):
+        signal_group(leader, signal.SIGKILL)
+        return
+    for pid in (int(entry) for entry in os.listdir("/proc") if entry.isdigit()):
+        if group(pid) == leader and not unlinks_shared_memory(pid):
+            kill_if(pid, lambda pid=pid: group(pid) == leader)  # type: ignore[misc]
 
 
 def children(pid: int) -> list[int]:
@@ -107,6 +141,12 @@ def started(pid: int) -> int:
     """Clock ticks since boot, of a zombie too; 0: it is gone."""
     fields = stat_fields(pid)
     return int(fields[19]) if fields else 0
+
+
+def group(pid: int) -> int:
+    """0: it is gone."""
+    fields = stat_fields(pid)
+    return int(fields[2]) if fields else 0
 
 
 def session(pid: int) -> int:

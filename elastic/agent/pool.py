@@ -25,7 +25,7 @@ from ..recovery.hang_rules import STOPPED_STATE
 from ..util.capped_log import open_log
 from ..util.descriptors import send
 from . import descendants
-from .children import become_subreaper, ended, exit_status, signal_group
+from .children import become_subreaper, ended, exit_status, signal_process
 from .descendants import Descendants
 from .first_zygote import FirstZygote
 from .fresh import start_fresh
@@ -255,8 +255,8 @@ class Pool:
             log.warning("worker.cannot_be_told", slot=process.slot, what=type(message).__name__, error=str(error))
 
     def kill(self, worker_id: int, graceful: bool = False, late: bool = False) -> None:
-        """Send SIGKILL to the worker's process group; `graceful`: SIGTERM, and SIGKILL after the grace period. `late`:
-        it was to exit by itself, and its time for that is over."""
+        """Send SIGKILL to the worker's process group; `graceful`: SIGTERM to the worker alone, SIGKILL after the grace
+        period. `late`: it was to exit by itself, and its time for that is over."""
         process = self.processes.get(worker_id)
         if process is None:
             return
@@ -270,7 +270,7 @@ class Pool:
         if graceful:
             process.terminate_deadline_s = time.monotonic() + self._grace_s
         process.stopped = process_state(process.pid) == STOPPED_STATE
-        signal_group(process.pid, signal.SIGTERM if graceful else signal.SIGKILL)
+        signal_process(process.pid, signal.SIGTERM) if graceful else descendants.end_group(process.pid)
 
     def give_grace(self, process: Process) -> None:
         """Its script has failed: its process gets no more time to exit than one that receives SIGTERM."""
@@ -371,8 +371,7 @@ class Pool:
     def _lost(self, process: Process, code: int, number: int) -> Exited:
         """The process no longer runs, and has not been reaped."""
         # Children that it left behind keep its sockets open. Its pid is not reused before it is reaped.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
+        descendants.end_group(process.pid)
         del self.processes[process.worker_id]
         self.gate.died(process.pid, time.monotonic())
         return process.exited(code, number, oom=not process.killed and self._oom.struck())
@@ -430,7 +429,7 @@ class Pool:
         deadline_s = time.monotonic() + CLOSE_S
         for process in self.processes.values():
             if process.pidfd >= 0:
-                signal_group(process.pid, signal.SIGKILL)
+                descendants.end_group(process.pid)
         for process in (*self.processes.values(), *self._dying.values()):
             if process.pidfd >= 0:
                 if not ended(process.pidfd, deadline_s):

@@ -88,6 +88,16 @@ def wait_until_gone(pid: int, look_every_s: float | None = None, stop: Callable[
         os.close(pidfd)
 
 
+def unlinks_shared_memory(pid: int) -> bool:
+    """Whether the process only waits for others to end, and then removes their files in /dev/shm and ends itself:
+    torch's manager of the sharing strategy file_system, or Python's resource tracker. Killed, it leaves them there."""
+    try:
+        command = kernel_file(f"/proc/{pid}/cmdline")
+    except OSError:
+        return False
+    return b"multiprocessing.resource_tracker" in command or command.split(b"\0")[0].endswith(b"torch_shm_manager")
+
+
 def kill_if(pid: int, is_the_one: Callable[[], bool]) -> bool:
     """Send SIGKILL to the process if, with its number held, it is still the one that was meant. Whether it was sent."""
     try:

@@ -444,6 +444,67 @@ def test_worker_exit_kills_its_detached_children_and_none_of_living_workers(
     assert ours.wait() == 5, "and so was this one: its exit status is still there"
 
 
+EMERGENCY = """
+import multiprocessing, os, signal, sys, time
+def load():
+    print("loads", flush=True)
+    time.sleep(600)
+loader = multiprocessing.get_context("fork").Process(target=load, daemon=True)
+loader.start()
+def save(*_):
+    time.sleep(0.1)
+    print("loader lives:", loader.is_alive(), "saved", flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, save)
+print("up", flush=True)
+while True:
+    time.sleep(0.01)
+"""
+
+
+def test_a_stop_leaves_loader_processes_to_their_script_until_it_has_saved(bench: Bench) -> None:
+    """They are not told to end: a script that finds its loader dead raises before its emergency checkpoint."""
+    bench.worker(1, EMERGENCY)
+    log = bench.folder / "1.log"
+    bench.until(lambda: "up" in log.read_text() and "loads" in log.read_text())
+    bench.pool.kill(1, graceful=True)
+    bench.until(lambda: bench.exit_of(1))
+    assert "loader lives: True saved" in log.read_text()
+
+
+SHARES = """
+import multiprocessing.shared_memory, time
+import torch.multiprocessing
+torch.multiprocessing.set_sharing_strategy("file_system")
+shared = torch.ones(1 << 18).share_memory_()
+name = shared.untyped_storage()._share_filename_cpu_()[1].decode()
+block = multiprocessing.shared_memory.SharedMemory(create=True, size=1 << 20)
+print(name.lstrip("/"), block.name, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("how", ["killed", "closed"])
+def test_what_a_worker_has_in_shared_memory_is_unlinked_when_it_is_killed(bench: Bench, how: str) -> None:
+    """By torch's manager and by Python's resource tracker, which are its children."""
+    bench.worker(1, SHARES)
+    log = bench.folder / "1.log"
+    bench.until(lambda: "\n" in log.read_text())
+    files = [Path("/dev/shm", name) for name in log.read_text().split()]
+    assert all(file.exists() for file in files)
+    try:
+        if how == "killed":
+            os.kill(bench.pool.processes[1].pid, signal.SIGKILL)
+            bench.until(lambda: bench.exit_of(1))
+            bench.until(lambda: not any(file.exists() for file in files), 10.0)
+        else:
+            bench.pool.close()
+            assert not [file.name for file in files if file.exists()]
+    finally:
+        for file in files:
+            file.unlink(missing_ok=True)
+
+
 def test_a_service_in_a_session_with_the_number_of_a_dead_worker_is_that_of_the_living_one() -> None:
     living = subprocess.Popen(["sleep", "600"])
     service = subprocess.Popen(

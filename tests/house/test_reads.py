@@ -29,6 +29,8 @@ WITHOUT_A_LIMIT = {
     "elasticd.etcd.cluster_key:load": _OWN,
     "elasticd.etcd.embedded:_listens": _KERNEL,
     "elasticd.etcd_grants:EtcdGrants._write": _SETTING,
+    "elasticd.guard:_end_children": _KERNEL,
+    "elasticd.guard:_unlinks_shared_memory": _KERNEL,
     "elasticd.host:uid_of": _KERNEL,
     "elasticd.launch:_lockers": _KERNEL,
     "elasticd.leftovers:_has": _KERNEL,
