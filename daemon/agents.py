@@ -224,7 +224,7 @@ class Agents:
             service = launch.ServiceProcess(
                 f"elasticd-job-{job}",
                 [python or sys.executable, "-m", "elastic.agent", str(folder)],
-                launch.environment(for_another=user is not None) | {MARK_ENV: leftovers.mark_of(folder)},
+                launch.environment() | {MARK_ENV: leftovers.mark_of(folder)},
                 folder,  # not the job's workdir: a file in it must not be imported in place of ours
                 folder / "agent.log" if user is None else folder.parent / job_folders.OUTPUT,
                 properties,

@@ -35,7 +35,13 @@ PROPERTIES = (
 
 HOLD = Path(__file__).with_name("hold_lock.py")
 
-LOGIN_VARIABLES = frozenset({"HOME", "USER", "LOGNAME", "SHELL", "MAIL"})
+PUBLIC_NAMES = frozenset({"PATH", "LANG", "LANGUAGE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "PYTHONPATH"})
+PUBLIC_PREFIXES = (
+    "LC_", "CUDA_", "NVIDIA_", "NCCL_", "GLOO_", "UCX_", "FI_", "OMP_", "MKL_", "KMP_", "TORCH_", "PYTORCH_", "GRPC_",
+    "ELASTIC_",
+)  # fmt: skip
+"""Variables that a unit gets: every user of the machine reads a unit's (`systemctl show`). A job's own come in its
+description, which its agent reads from etcd, or from its `env_file`."""
 
 HOLDER_S = 1.0
 """How long to look for the holder of a lock: it writes its id just after taking the lock."""
@@ -147,19 +153,19 @@ class TransientUnit:
     switches_user = True
 
     def start(self, service: ServiceProcess) -> Started:
-        unit = f"{service.name}.service"
+        unit, env = f"{service.name}.service", public(service.env)
         command = ["systemd-run", "--quiet", "--collect", f"--unit={unit}", f"--working-directory={service.cwd}"]
         command += [f"--description={service.description or service.name}"]
         command += [f"--property={p}" for p in (*PROPERTIES, *service.properties)]
         command += [f"--property=Standard{stream}=append:{service.output}" for stream in ("Output", "Error")]
         # The values are taken from our environment, so that ps does not show them.
-        command += [f"--setenv={key}" for key in service.env]
+        command += [f"--setenv={key}" for key in env]
         command += ["--", *service.argv]
         try:
-            self._run(command, service.env)
+            self._run(command, env)
         except CannotStart:
             self._clear(unit)
-            self._run(command, service.env)
+            self._run(command, env)
         pid = self._run(["systemctl", "show", "--property=MainPID", "--value", unit], os.environ).strip()
         if not pid.isdigit() or pid == "0":
             raise CannotStart(f"{unit} ended at once; see: journalctl -u {unit}, {service.output}")
@@ -190,14 +196,16 @@ def launcher() -> Launcher:
     return TransientUnit() if host.as_system_service() and shutil.which("systemd-run") else Detached()
 
 
-def environment(*, for_another: bool = False) -> dict[str, str]:
+def environment() -> dict[str, str]:
     """Ours, without variables meant for this process only and without non-text ones: agents send it to workers as
-    JSON. `for_another`: for a process of another user, without what a login sets; systemd sets that user's."""
+    JSON."""
     env = {k: v for k, v in os.environ.items() if k.isidentifier() and k not in SYSTEMD_VARIABLES and _is_text(k + v)}
-    env = {k: v for k, v in env.items() if not k.startswith("ELASTICD_")}
-    if for_another:
-        env = {k: v for k, v in env.items() if k not in LOGIN_VARIABLES and not k.startswith("XDG_")}
-    return env | {"GRPC_ENABLE_FORK_SUPPORT": "0"}
+    return {k: v for k, v in env.items() if not k.startswith("ELASTICD_")} | {"GRPC_ENABLE_FORK_SUPPORT": "0"}
+
+
+def public(env: Mapping[str, str]) -> dict[str, str]:
+    """What of an environment may be known to every user of the machine."""
+    return {k: v for k, v in env.items() if k in PUBLIC_NAMES or k.startswith(PUBLIC_PREFIXES)}
 
 
 def _is_text(raw: str) -> bool:

@@ -1,19 +1,16 @@
-"""Secrets in a job's description, hidden in what is shown of it. Pure."""
+"""What other users see of a job's description: names, no values of its variables and no arguments. Pure.
+
+Which of the values are secret nothing can tell: a password may be called anything, and stand anywhere in an argument.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 MASK = "********"
 
-_NAME = re.compile(r"TOKEN|KEY|SECRET|PASS|CREDENTIAL|COOKIE|AUTH|PRIVATE|SIGNATURE|DSN|WEBHOOK", re.IGNORECASE)
-"""Names of environment variables whose values are hidden. Rather one too many than one too few."""
-_OPTION = re.compile(
-    r"--?(?:[a-z0-9]+[-_])*(?:token|key|apikey|secret|password|passwd|pass|credentials?|cookie)", re.IGNORECASE
-)
-"""Options of a script whose values are hidden: whole words only, since --tokenizer and --keep are no secrets."""
 _IN_URL = re.compile(r"(?<=://)[^/@\s:]*:[^/@\s]+(?=@)")
 """User and password in a URL."""
 
@@ -33,35 +30,16 @@ def masked_setting(name: str, value: Any) -> Any:
     """A setting of elasticd as it is shown."""
     if name == "notify.webhook":
         return masked_url(value)
-    return masked_args(value) if name == "notify.command" else value
-
-
-def masked_env(env: Mapping[str, str]) -> dict[str, str]:
-    return {k: MASK if v and _NAME.search(k) else masked_text(v) for k, v in env.items()}
-
-
-def masked_args(args: Sequence[str]) -> list[str]:
-    """`--token=X` and `--token X` without X."""
-    shown, hide = [], False
-    for arg in args:
-        name, equals, value = arg.partition("=")
-        secret = bool(_OPTION.fullmatch(name))
-        if hide and not arg.startswith("-"):
-            shown.append(MASK)
-        elif secret and equals and value:
-            shown.append(f"{name}={MASK}")
-        else:
-            shown.append(masked_text(arg))
-        hide = secret and not equals
-    return shown
+    return [*value[:1], *[MASK] * len(value[1:])] if name == "notify.command" else value
 
 
 def masked(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """A job's description, as JSON, without its secrets."""
+    """A job's description, as JSON, for users who may not change the job."""
     shown = {name: masked_text(value) if isinstance(value, str) else value for name, value in spec.items()}
-    shown["env"], shown["args"] = masked_env(spec.get("env", {})), masked_args(spec.get("args", ()))
+    shown["env"] = {name: MASK if value else "" for name, value in spec.get("env", {}).items()}
+    shown["args"] = [MASK] if spec.get("args") else []
     if isinstance(checkpoint := spec.get("checkpoint"), Mapping):
-        shown["checkpoint"] = {k: masked_text(v) if isinstance(v, str) else v for k, v in checkpoint.items()}
+        shown["checkpoint"] = {**checkpoint, "remote": masked_url(checkpoint.get("remote", ""))}
     return shown
 
 

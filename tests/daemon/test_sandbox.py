@@ -9,6 +9,7 @@ import socket
 import stat
 import subprocess
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -95,13 +96,24 @@ def test_invalid_limit_is_named(limits: dict[str, Any], field: str) -> None:
         parse_job(RAW | {"limits": limits})
 
 
-def test_agent_of_another_user_gets_no_login_of_elasticds(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("HOME", "USER", "LOGNAME", "XDG_RUNTIME_DIR", "STATE_DIRECTORY", "LR"):
-        monkeypatch.setenv(name, "/x")
-    own, other = launch.environment(), launch.environment(for_another=True)
-    assert own.keys() - other.keys() >= {"HOME", "USER", "LOGNAME", "XDG_RUNTIME_DIR"}
-    assert "STATE_DIRECTORY" not in own
-    assert other["LR"] == "/x"
+def test_a_unit_gets_no_variable_that_may_be_secret(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    """`systemctl show` tells every user of the machine a unit's variables."""
+    given = {
+        "https_proxy": "http://me:hush@proxy", "HF_TOKEN": "hush", "MYSQL_PWD": "hush", "HOME": "/root", "PATH": "/bin",
+        "LC_ALL": "C", "NCCL_DEBUG": "INFO", "ELASTIC_AGENT_DIR": "/jobs/j", "CUDA_HOME": "/cuda",
+    }  # fmt: skip
+    commands: list[tuple[list[str], Mapping[str, str]]] = []
+
+    def ran(command: list[str], env: Mapping[str, str]) -> str:
+        commands.append((command, env))
+        return "7"
+
+    monkeypatch.setattr(launch.TransientUnit, "_run", staticmethod(ran))
+    launch.TransientUnit().start(launch.ServiceProcess("j", ["true"], given, tmp_path, tmp_path / "out"))
+    command, env = commands[0]
+    assert "hush" not in str((command, env))
+    named = {part.removeprefix("--setenv=") for part in command if part.startswith("--setenv=")}
+    assert named == env.keys() == {"PATH", "LC_ALL", "NCCL_DEBUG", "ELASTIC_AGENT_DIR", "CUDA_HOME"}
 
 
 # ── folders of other users ──────────────────────────────────────────────────────────────────────────────────

@@ -23,6 +23,7 @@ from elasticd.assignment import Assignment
 from elasticd.cluster import Job, Node
 from elasticd.ctl import render
 from elasticd.ctl.screen import HOME_AND_CLEAR, Console
+from elasticd.masking import MASK
 from elasticd.published_state import Contact, LocalAgent
 
 NOW = Now(monotonic_s=100.0, wall_s=1000.0)
@@ -200,7 +201,7 @@ def test_the_screen(screen: io.StringIO) -> None:
 def test_job_screen_shows_error_reason_and_script(screen: io.StringIO) -> None:
     error = WorkerError(node="a", slot=1, rank=1, message="boom", traceback="Traceback:\n  boom", exit_code=1, step=39)
     failed = job(state=JobState(phase=Phase.FAILED, reason="crash loop", error=error, excluded_nodes=("a",)))
-    detail = views.job_detail(snapshot(failed), failed, NOW) | {"etcd": status()["etcd"]}
+    detail = views.job_detail(snapshot(failed), failed, NOW, secrets=True) | {"etcd": status()["etcd"]}
     render.job(detail)
     text = screen.getvalue()
     assert "runs  /t.py -x" in text
@@ -398,5 +399,5 @@ def test_job_detail_holds_secrets_only_if_requested() -> None:
     known = job(spec=SpecRecord(spec=spec, submitted_wall_s=0.0, submitted_by="root", uid=1000, gid=1, user="alice"))
     shown = views.job_detail(snapshot(known), known, Now(0.0, 0.0))
     assert "hush" not in json.dumps(shown)
-    assert (shown["spec"]["env"]["LR"], shown["owner"], shown["uid"]) == ("1", "alice", 1000)
+    assert (shown["spec"]["env"]["LR"], shown["owner"], shown["uid"]) == (MASK, "alice", 1000)
     assert views.job_detail(snapshot(known), known, Now(0.0, 0.0), secrets=True)["spec"]["env"]["HF_TOKEN"] == "hush"
