@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from ..contract.phases import PhaseTrigger, after, allows
 from ..contract.records import Phase
 from ..contract.texts import one_line
 from .announce import add_evidence, broken_record, report_failure
-from .effects import PutBroken
+from .effects import PutBroken, PutState
 from .events import WorkerExited, WorkerFailed
 from .evidence import merged
 from .model import Agent, Uncounted, Worker, has_process
@@ -41,6 +42,7 @@ def exited(turn: Turn, event: WorkerExited) -> None:
     if not turn.policy.managed:
         _plain_exited(turn, worker, event, expected)
         return
+    _refuse_success(turn, event)
     crashes = worker.crashes + (0 if expected else 1)
     pause = backoff_s(crashes, turn.policy.spec.restarts, turn.jitter)
     turn.move(worker, Trigger.EXITED, turn.now_s + pause, crashes=crashes, lacks="")
@@ -76,6 +78,15 @@ def _never_started(turn: Turn, worker: Worker, event: WorkerExited) -> None:
         report_failure(
             turn, SHORTAGE, event.cause, (worker.slot,), step=worker.step, step_in=worker.synced, charged=False
         )
+
+
+def _refuse_success(turn: Turn, event: WorkerExited) -> None:
+    """The job was complete, and its script went on with what elastic refuses, such as a second training: what it was to
+    do is not done, and must not count as that."""
+    view, error = turn.agent.etcd.view, event.error
+    if error is not None and error.misuse and allows(view.state.phase, PhaseTrigger.REFUSED):
+        reason = one_line(error.message)
+        turn.do(PutState(after(view.state, PhaseTrigger.REFUSED, reason, turn.wall_s), view.state_revision))
 
 
 def _lost_on_its_way(turn: Turn, worker: Worker) -> bool:

@@ -86,3 +86,19 @@ def found_in(error: BaseException | None) -> MisuseError | None:
         seen.add(id(error))
         error = error.__cause__ or error.__context__
     return None
+
+
+AGAIN = (
+    "elastic.run is called a second time in this program, and the job was complete after the first: put phases, and "
+    "the folds of k-fold, into one train, as loops one after the other (docs/loop.md, Phases)"
+)
+_called = False
+
+
+def refuse_second_run() -> None:
+    """An agent's worker calls `elastic.run`. Raises MisuseRuntimeError at the second time."""
+    global _called
+    if _called:
+        note(error := MisuseRuntimeError(AGAIN))
+        raise error
+    _called = True

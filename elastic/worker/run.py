@@ -28,7 +28,7 @@ from .comm.group import Group, cuda_failure
 from .comm.kept_group import group_is_over, kept_group
 from .device_marks import DeviceMarks, cuda_event
 from .job import Job, Setup, Train
-from .session import GenerationEnded, Session
+from .session import GenerationEnded, Session, is_worker
 from .state.restore import Disk, Store
 from .state.state import State
 from .state.state_source import StateLostError
@@ -49,8 +49,11 @@ def run(setup: Setup, train: Train, *, checkpoint_dir: str | None = None, checkp
     (default: $ELASTIC_CHECKPOINT_DIR) and saves there every `checkpoint_every_steps` steps; 0: as often as is worth the
     cost.
 
-    Raises TypeError if `setup` does not return a `State`, and what `setup` and `train` raise.
+    Raises TypeError if `setup` does not return a `State`, MisuseRuntimeError at a second call in one program under
+    elasticd, and what `setup` and `train` raise.
     """
+    if is_worker(os.environ):
+        misuse.refuse_second_run()
     session = Session.from_environment(os.environ)
     if session is None:
         from .standalone import run_standalone

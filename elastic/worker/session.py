@@ -41,6 +41,11 @@ WORKER_ENV = "ELASTIC_WORKER_PID"
 standalone."""
 
 
+def is_worker(environment: Mapping[str, str]) -> bool:
+    """Whether this process was started by an agent."""
+    return CHANNEL_ENV in environment and environment.get(WORKER_ENV) == str(os.getpid())
+
+
 class Abortable(Protocol):
     def abort(self, why: str) -> None: ...
 
@@ -82,7 +87,7 @@ class Session:
     @staticmethod
     def from_environment(environment: Mapping[str, str]) -> Session | None:
         """None if this process was not started by an agent."""
-        if CHANNEL_ENV not in environment or environment.get(WORKER_ENV) != str(os.getpid()):
+        if not is_worker(environment):
             return None
         channel = socket.socket(fileno=int(environment[CHANNEL_ENV]))
         page = mmap.mmap(int(environment[PAGE_ENV]), PAGE_BYTES)

@@ -110,3 +110,11 @@ def test_failure_after_training_is_an_incident_of_a_job_that_has_succeeded(
         assert (incident.kind, incident.ranks, incident.steps_lost) == ("late exit", (1,), 0)
         assert incident.detail == f"the process of slot 1 failed after training: {said}"
         assert made.state().phase is Phase.SUCCEEDED
+
+
+def test_a_second_run_is_refused_and_the_job_has_not_succeeded(tmp_path: Path) -> None:
+    """Its first was complete: without that the job would have succeeded, and its workers wait for a group for ever."""
+    with job(tmp_path, last="elastic.run(setup, train)") as made:
+        assert made.agents["n0"].wait(timeout=60) == 0
+        assert made.state().phase is Phase.FAILED
+        assert "elastic.run is called a second time in this program" in made.state().reason
