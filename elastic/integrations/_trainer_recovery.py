@@ -37,6 +37,8 @@ class Generation:
     resumed: dict[str, Any] | None
     """Contents of `kept.trainer` at the beginning, if there was a step before."""
     ignore_keys: Any = None
+    loader: Any = None
+    """Of this rank's micro-batches."""
     part: int = 0
     committed: int = 0
     loss: Any = None

@@ -24,6 +24,7 @@ import torch.distributed as dist
 import elastic
 
 from ..worker.job import Job
+from ..worker.misuse import MisuseTypeError
 from ._versions import require
 
 require("transformers", "5.20", "6")
@@ -41,6 +42,11 @@ from ._trainer_recovery import Generation, Recovery, resume_folder  # noqa: E402
 __all__ = ["ElasticMixin", "Seq2SeqTrainer", "Seq2SeqTrainingArguments", "Trainer", "TrainingArguments"]
 
 QUIET_S = 3600.0
+OWN_LOADER = (
+    "{}.get_train_dataloader returns a loader of its own, and elastic's Trainer shares out each global batch to the "
+    "ranks itself. Give the order of the samples as _get_train_sampler(self, train_dataset=None), a sampler over all "
+    "of them, and what makes a batch of samples as data_collator. A batch sampler needs a loop with job.batches"
+)
 
 
 class ElasticMixin:
@@ -201,30 +207,30 @@ class ElasticMixin:
 
     # ── what the stock loop calls ───────────────────────────────────────────────────────────────────────────
 
-    def get_train_dataloader(self) -> Any:
-        """This rank's micro-batches. A subclass that loads in its own way cannot be recovered: see `_get_train_sampler`
-        and `data_collator` for what it may change."""
+    def _get_dataloader(self, dataset: Any, description: str, *args: Any, **kwargs: Any) -> Any:
+        """For training, this rank's micro-batches: what the stock `get_train_dataloader` returns, and that of a
+        subclass which calls it. `_get_train_sampler` and `data_collator` are a subclass's to change."""
         run = self._run
-        if run is None:
-            return super().get_train_dataloader()  # type: ignore[misc]
-        data, args = self.train_dataset, self.args  # type: ignore[attr-defined]
-        collate = self.data_collator  # type: ignore[attr-defined]
-        if hasattr(data, "column_names") and not isinstance(data, IterableDataset):
-            data = self._remove_unused_columns(data, description="Training")  # type: ignore[attr-defined]
+        if run is None or not kwargs.get("is_training"):
+            return super()._get_dataloader(dataset, description, *args, **kwargs)  # type: ignore[misc]
+        options, collate = self.args, self.data_collator  # type: ignore[attr-defined]
+        if hasattr(dataset, "column_names") and not isinstance(dataset, IterableDataset):
+            dataset = self._remove_unused_columns(dataset, description=description)  # type: ignore[attr-defined]
         else:
-            collate = self._get_collator_with_removed_columns(collate, description="Training")  # type: ignore[attr-defined]
-        return _data.loader(
-            data,
+            collate = self._get_collator_with_removed_columns(collate, description=description)  # type: ignore[attr-defined]
+        run.loader = _data.loader(
+            dataset,
             run.steps,
             sampler=run.sampler,
             collate=collate,
-            seed=_seed(args),
+            seed=_seed(options),
             first_step=self._step_in(run),
-            num_workers=args.dataloader_num_workers,
-            pin_memory=args.dataloader_pin_memory and run.job.device.type == "cuda",
-            prefetch_factor=args.dataloader_prefetch_factor,
-            multiprocessing_context=args.dataloader_multiprocessing_context,
+            num_workers=options.dataloader_num_workers,
+            pin_memory=options.dataloader_pin_memory and run.job.device.type == "cuda",
+            prefetch_factor=options.dataloader_prefetch_factor,
+            multiprocessing_context=options.dataloader_multiprocessing_context,
         )
+        return run.loader
 
     @staticmethod
     def _step_in(run: Generation) -> int:
@@ -238,6 +244,9 @@ class ElasticMixin:
         run = self._run
         if run is None:
             return super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[misc,no-any-return]
+        if self.callback_handler.train_dataloader is not run.loader:
+            owner = next(each for each in type(self).__mro__ if "get_train_dataloader" in vars(each))
+            raise MisuseTypeError(OWN_LOADER.format(owner.__name__))
         run.sizes, run.part = run.steps.sizes(self.state.global_step), 0
         run.loss = torch.zeros((), device=run.job.device)
         batches = [next(epoch_iterator) for _ in range(num_batches)]

@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from support.agents import Job
 from support.wait import eventually
 
 from elastic.contract.records import Phase
 from elastic.integrations._schedule import Schedule
 from elastic.integrations._trainer_recovery import Recovery
-from elastic.integrations.transformers import Trainer
+from elastic.integrations.transformers import ElasticMixin, Trainer, TrainingArguments
+from elastic.worker.misuse import MisuseTypeError
 
 SCRIPT = pathlib.Path(__file__).parent / "scripts" / "hf_trainer.py"
 
@@ -153,3 +155,57 @@ def test_the_logged_window_has_no_losses_of_steps_that_were_undone(step: int, lo
     recovery._losses(run, {"total_loss": 9.0, "logged_step": 5, "initial_step": 0})
     assert trainer._tr_loss == loss
     assert trainer._globalstep_last_logged == logged
+
+
+class Mean(torch.nn.Module):
+    """A model of one parameter, which keeps the samples that it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.seen: list[int] = []
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        self.seen += x.tolist()
+        return {"loss": (self.weight - x).square().mean()}
+
+
+def own_loader(self: Any) -> Any:
+    return torch.utils.data.DataLoader(self.train_dataset, batch_size=2)
+
+
+def stock_loader(self: Any) -> Any:
+    """As DPO: it prepares the data first."""
+    self.train_dataset = [
+        {**each, "x": each["x"] % 10 + 10.0} for each in self.train_dataset
+    ]  # as DPO prepares its data
+    return super(type(self), self).get_train_dataloader()
+
+
+def second_half(self: Any, train_dataset: Any = None) -> Any:
+    return [2, 3] * 2
+
+
+def seen_by(kind: type, folder: pathlib.Path) -> list[int]:
+    data = [{"x": float(number), "labels": 0.0} for number in range(6)]
+    args = TrainingArguments(
+        str(folder), per_device_train_batch_size=2, max_steps=2, report_to=[], save_strategy="no", disable_tqdm=True,
+        use_cpu=True, dataloader_pin_memory=False,
+    )  # fmt: skip
+    model = Mean()
+    kind(model, args, train_dataset=data).train()
+    return [int(each) for each in model.seen]
+
+
+@pytest.mark.parametrize("bases", [(Trainer,), (ElasticMixin, transformers.Trainer)], ids=["trainer", "mixin"])
+def test_a_training_loader_of_a_subclass_is_used_or_refused_and_never_dropped(
+    bases: tuple[type, ...], tmp_path: pathlib.Path
+) -> None:
+    *first, stock = bases
+    balanced = type("Balanced", (stock,), {"get_train_dataloader": own_loader})
+    with pytest.raises(MisuseTypeError, match=r"^Balanced\.get_train_dataloader returns a loader of its own"):
+        seen_by(type("Mine", (*first, balanced), {}), tmp_path)
+    sampled = type("Sampled", (stock,), {"_get_train_sampler": second_half})
+    assert sorted(seen_by(type("Mine", (*first, sampled), {}), tmp_path)) == [2, 2, 3, 3]
+    prepared = type("Mine", bases, {"get_train_dataloader": stock_loader})
+    assert set(seen_by(prepared, tmp_path)) < {10, 11, 12, 13, 14, 15}
