@@ -170,6 +170,7 @@ class ElasticStrategy(DDPStrategy):
             "callbacks": _copied(call._call_callbacks_state_dict(trainer)),
             "saved": [{name: vars(c)[name] for name in _SAVED if name in vars(c)} for c in _checkpoints(trainer)],
             "should_stop": trainer.should_stop,
+            "metrics": _copied(dict(trainer.callback_metrics)),
         }
         self.job.commit(self.state, loss=self._loss)
 
@@ -267,6 +268,8 @@ class _EpochLoop(_TrainingEpochLoop):
         late = _checkpoints(trainer)
         if self.after_recovery:
             self.after_recovery = self.val_loop.restarting = trainer.fit_loop._restarting = False
+            # What follows this batch may look at what was logged in it, as a ModelCheckpoint that monitors the loss.
+            trainer._logger_connector._callback_metrics.update(_copied(strategy.state.trainer.get("metrics", {})))
             strategy.between_batches(_overwriting(late))
             self._finish_batch(late, data_fetcher)
             return

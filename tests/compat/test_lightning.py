@@ -68,6 +68,7 @@ def check_recovered(ran: Ran, whole: Ran, kills: tuple[str, ...]) -> None:
     [
         ("automatic", PLACES),
         ("manual", ("forward:1:6", "backward:0:16", "validation:1:24")),
+        ("monitored", ("forward:1:5", "save:0:10", "backward:0:15")),
         ("plateau", ("validation:1:12", "save:1:20", "forward:0:24", "validation:0:36")),
     ],
 )

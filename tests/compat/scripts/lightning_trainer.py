@@ -123,7 +123,7 @@ class Plateau(Module):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
 
 
-KINDS = {"automatic": Module, "subset": Module, "manual": Manual, "plateau": Plateau}
+KINDS = {"automatic": Module, "monitored": Module, "subset": Module, "manual": Manual, "plateau": Plateau}
 
 
 def data() -> torch.utils.data.DataLoader:
@@ -139,12 +139,15 @@ def main() -> None:
     register_optimizer_step_post_hook(lambda *_: die("optimizer", model.global_step))
     saver = ModelCheckpoint(ARGS.record / "saved", monitor="val_loss", save_last=True, save_top_k=2,
                             filename="{epoch}-{step}")  # fmt: skip
-    every = ModelCheckpoint(ARGS.record / "every", every_n_train_steps=5, save_top_k=-1, filename="{step}")
+    # Of the loss of training: a recovery repeats the validation and the save that follow a step, and not the step.
+    chosen = {"monitor": "loss", "save_top_k": 2} if ARGS.kind == "monitored" else {"save_top_k": -1}
+    every = ModelCheckpoint(ARGS.record / "every", every_n_train_steps=5, filename="{step}", **chosen)
     stopper = EarlyStopping("val_loss", patience=5)
     trainer = lightning.Trainer(
         strategy=ElasticStrategy(), accelerator="cpu", max_epochs=ARGS.epochs, logger=False,
         enable_progress_bar=False, enable_model_summary=False, callbacks=[saver, every, stopper],
-        accumulate_grad_batches=ARGS.accumulate, gradient_clip_val=None if ARGS.kind == "manual" else 1.0,
+        val_check_interval=5 if ARGS.kind == "monitored" else None, accumulate_grad_batches=ARGS.accumulate,
+        gradient_clip_val=None if ARGS.kind == "manual" else 1.0,
     )  # fmt: skip
     trainer.fit(model, data(), torch.utils.data.DataLoader(Data(16, 2), batch_size=4))
     weights = hashlib.sha256(b"".join(t.cpu().numpy().tobytes() for t in model.state_dict().values())).hexdigest()
