@@ -361,11 +361,12 @@ class Cluster:
         if self.etcd.up and self.keys.spec in self.etcd.kvs:
             self._write(self.keys.state, msgspec.structs.replace(self.state(), phase=Phase.STOPPING))
 
-    def plant_bug(self, rank: int) -> None:
-        """From the next step but one on the script fails on this rank, always at the same step."""
+    def plant_bug(self, rank: int, misuse: int = 0) -> None:
+        """From the next step but one on the script fails on this rank, always at the same step; `misuse`: with an error
+        that elastic has raised for what it does."""
         latest = self.training.latest
         self.training.bug = (latest.version[1] if latest else 0) + 2
-        self.training.bug_rank = rank
+        self.training.bug_rank, self.training.misuse = rank, bool(misuse)
 
     def spoil(self, steps: int) -> None:
         """The step after so many more makes the numbers bad."""

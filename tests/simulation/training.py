@@ -198,7 +198,13 @@ class Worker:
         self.node.processes.pop(self.worker_id, None)
         said = (
             WorkerError(
-                node=self.node.name, slot=self.slot, rank=self.rank, message=error, step=step, no_state=no_state
+                node=self.node.name,
+                slot=self.slot,
+                rank=self.rank,
+                message=error,
+                step=step,
+                no_state=no_state,
+                misuse=error.startswith("Misuse"),
             )
             if error
             else None
@@ -367,7 +373,8 @@ class Group:
         step = self.version[1] + 1
         if training.bug == step:
             victim = self.ranks[training.bug_rank % self.world_size]
-            victim.die("exit code 1", 1, "ValueError: planted", "ValueError at train.py:1")
+            kind = "MisuseValueError" if training.misuse else "ValueError"
+            victim.die("exit code 1", 1, f"{kind}: planted", f"{kind} at train.py:1")
             return
         self._commit()
         training.committed(self, step)
@@ -490,6 +497,8 @@ class Training:
         self.bug = 0
         """The step at which the script fails, each time; 0: none."""
         self.bug_rank = 0
+        self.misuse = False
+        """That failure is a refusal of elastic's."""
         self.spoil_at = 0
         """The step that spoils the numbers; 0: none."""
         self.spoiled: set[int] = set()
