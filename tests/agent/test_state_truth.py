@@ -38,7 +38,7 @@ def undisturbed(loop: str, folder: Path) -> set[str]:
     return finals(folder / "undisturbed")
 
 
-@pytest.mark.parametrize("loop", ["closure", pytest.param("restored", marks=pytest.mark.long)])
+@pytest.mark.parametrize("loop", ["closure", "skips", pytest.param("restored", marks=pytest.mark.long)])
 def test_a_kill_in_the_middle_of_a_step_changes_no_bit(loop: str, tmp_path: Path) -> None:
     """Rank 0 dies, whose buffers are those that all ranks have, while the other waits in the backward."""
     with job_of(loop, tmp_path, KILL_STEP=12, KILL_RANK=0) as job:

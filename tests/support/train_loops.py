@@ -6,6 +6,7 @@ middle of the step, while the other waits in the collective that follows.
     adversarial   two optimizers, and the kill between their steps
     closure       the backward runs within `optimizer.step(closure)`, in a loop of its own that skips what fails;
                   and hooks that `train` registers
+    skips         gradients are averaged without `job.ddp`, and what fails is skipped: a turn has no commit then
     manual        parameters are changed without an optimizer, and a collective follows before the commit
     restored      everything that a step changes beside parameters: buffers, extra state, a schedule, counters
     stranger      an optimizer that is not part of the state
@@ -121,7 +122,7 @@ def train(job, state):
     if LOOP == "sharded":
         torch.distributed.fsdp.fully_shard(state.model)
     compress = state.compression if LOOP == "powersgd" else "bf16" if LOOP == "calls" else None
-    model = state.model if LOOP == "sharded" else job.ddp(state.model, compress=compress)
+    model = state.model if LOOP in ("sharded", "skips") else job.ddp(state.model, compress=compress)
     other = job.ddp(state.other) if LOOP == "adversarial" else None
     optimizer = None
     if LOOP in ("stranger", "sharded"):
@@ -143,8 +144,9 @@ def train(job, state):
         epochs(job, state, model)
     for end in {"late": range(10, STEPS + 1, 10), "epochs": ()}.get(LOOP, [STEPS]):
         for batch in job.batches(Sums(), state, batch_size=16, steps=end):
-            loss = turn(job, state, model, other, optimizer, batch)
-            job.commit(state, loss=loss)
+            with contextlib.suppress(Exception if LOOP == "skips" else ()):
+                loss = turn(job, state, model, other, optimizer, batch)
+                job.commit(state, loss=loss)
         if LOOP == "late":
             state.scheduler.step()
     digest = hashlib.sha256()
@@ -220,6 +222,11 @@ def turn(job, state, model, other, optimizer, batch):
     if LOOP == "powersgd" or KILL_IN == "backward":
         die(job, state)
     loss.backward()
+    if LOOP == "skips":
+        die(job, state)
+        for parameter in state.model.parameters():
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= job.world_size
     if LOOP == "manual":
         with torch.no_grad():
             for parameter in state.model.parameters():
