@@ -65,6 +65,8 @@ class DataProgress:
         self._open: dict[object, LoopPlan] = {}
         self._now: tuple[LoopPlan, ...] = ()
         self._begun: list[LoopPlan] = []
+        self._finished: list[LoopPlan] = []
+        """Of this entry, those that have yielded their last batch."""
         self._allowed = False
         self._siblings = [0]
         """How many `job.epochs` have begun in each round under way, the outermost first."""
@@ -81,7 +83,8 @@ class DataProgress:
 
     def enter(self) -> None:
         """`train` is about to be called."""
-        self._next, self._open, self._now, self._begun, self._allowed = None, {}, (), [], False
+        self._next, self._open, self._now, self._allowed = None, {}, (), False
+        self._begun, self._finished = [], []
         self._siblings, self._loops, self._cursor = [0], 0, 0
         self._committed, self.due = False, True
         self._once = self._once[1], []
@@ -107,6 +110,8 @@ class DataProgress:
     def committed(self) -> bool:
         """A step has been committed. Returns whether it ends a round: what that changes is set between two loops."""
         ends, self._next = self._next, None
+        if ends is not None:
+            self._open, self._now = {}, ()  # what a script has left of them is of this round
         if ends is not None or self._now is not self._kept.loops:
             self._kept = Kept(rounds=self._kept.rounds if ends is None else ends, loops=self._now)
         self._committed, self.due = True, ends is not None
@@ -125,9 +130,10 @@ class DataProgress:
 
     def rounds(self, count: int, step: Callable[[], int], commit: Callable[[], None]) -> Iterator[Round]:
         """The rounds of a `job.epochs` from the one under way on. `step` returns the state's; `commit` commits."""
-        depth = len(self._siblings) - 1
-        nth = self._siblings[depth]
-        self._siblings[depth] += 1
+        siblings = self._siblings  # of this entry: a generator may be closed late
+        depth = len(siblings) - 1
+        nth = siblings[depth]
+        siblings[depth] += 1
         outer, here = self._kept.rounds[:depth], self._kept.rounds[depth : depth + 1]
         if here and here[0].nth > nth:
             return  # over: `train` has got to a later one
@@ -135,13 +141,13 @@ class DataProgress:
             self._kept = Kept(rounds=(*outer, Round(nth, 0, step())), loops=self._kept.loops)
         try:
             while (now := self._kept.rounds[depth]).index < count:
-                self._siblings[depth + 1 :] = [0]
+                siblings[depth + 1 :] = [0]
                 self._loops, self._cursor = 0, now.begin
                 yield now
                 self._next = (*self._kept.rounds[:depth], Round(nth, now.index + 1, step() + 1))
                 commit()
         finally:
-            del self._siblings[depth + 1 :]
+            del siblings[depth + 1 :]
         self._cursor = self._kept.rounds[depth].begin
 
     # ── loops ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -160,7 +166,7 @@ class DataProgress:
         gives another order than before."""
         self._allowed = self._allowed or allow_changed
         known = any(map(plan.same, self._begun))
-        other = bool(self._begun) and not known
+        other = (bool(self._begun) and not known) or any(map(plan.same, self._finished))
         over = plan.end is not None and (plan.end < step or (plan.end == step and other))
         if self._committed and not self.in_round and over:
             raise MisuseRuntimeError(
@@ -183,8 +189,10 @@ class DataProgress:
 
     def ends(self, loop: object, at: int | None) -> None:
         """`loop` is over: all its batches up to step `at` were taken; None: it was left early."""
-        if self._open.pop(loop, None) is not None:
+        if (plan := self._open.pop(loop, None)) is not None:
             self._now = tuple(self._open.values())
+            if at is not None and not any(map(plan.same, self._finished)):
+                self._finished.append(plan)
         if at is not None:
             self._cursor = at
 

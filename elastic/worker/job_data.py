@@ -15,6 +15,7 @@ from .comm.p2p import control_device
 from .data import batches as data
 from .data import steps as own_loaders
 from .data import streams
+from .data.arguments import whole
 from .data.places import at_one_place
 from .data.seeds import seed_everything
 from .data_progress import DataProgress, refuse_unlike
@@ -129,6 +130,7 @@ class JobData(JobCalls):
 
         To leave early, `break` at the top of the body.
         """
+        count = whole("the number of epochs", count, least=0)
         for each in state.data_progress.rounds(count, lambda: state.step, lambda: self._end_round(state)):
             seed_everything(seed, 5, each.begin, self.rank)
             yield each.index
@@ -208,11 +210,10 @@ class JobData(JobCalls):
     @kept
     def _compare_loops(self, progress: DataProgress) -> None:
         """After a commit of all ranks. Raises MisuseRuntimeError if their loops take other batches."""
-        self._link.contributed()
-        mine = torch.tensor([progress.digest()], dtype=torch.int64, device=control_device())
-        all_of_them = [torch.zeros_like(mine) for _ in range(self.world_size)]
-        torch.distributed.all_gather(all_of_them, mine)
-        if len({int(each) for each in all_of_them}) > 1:
-            own, cpu = progress.told(), torch.device("cpu")
-            refuse_unlike(shared_values.gather(own, rank=self.rank, world_size=self.world_size, device=cpu))
-        self._link.entered()
+        with self._collective("commit"):
+            mine = torch.tensor([progress.digest()], dtype=torch.int64, device=control_device())
+            all_of_them = [torch.zeros_like(mine) for _ in range(self.world_size)]
+            torch.distributed.all_gather(all_of_them, mine)
+            if len({int(each) for each in all_of_them}) > 1:
+                own, cpu = progress.told(), torch.device("cpu")
+                refuse_unlike(shared_values.gather(own, rank=self.rank, world_size=self.world_size, device=cpu))

@@ -169,12 +169,34 @@ def test_data_may_grow_between_two_rounds_and_on_demand() -> None:
 def test_a_second_loop_that_can_never_yield_is_refused() -> None:
     job, state = begun()
     take(job, state, of(steps=10))
-    take(job, state, of(steps=10))  # the same again
+    with pytest.raises(MisuseError, match=r"ends at step 10 begins at step 10, .* job\.epochs"):
+        take(job, state, of(steps=10))  # as in `for epoch in range(30)` around job.batches(…) of one epoch
     with pytest.raises(MisuseError, match=r"ends at step 5 begins at step 10, .* job\.epochs"):
         take(job, state, of(30, epochs=None, steps=5))
     job, state = goes_on(state)
     take(job, state, of(epochs=None, steps=10))
     assert len(take(job, state, of(30, epochs=None, steps=15))) == 5
+
+
+def test_loops_made_anew_come_to_an_end() -> None:
+    job, state = begun()
+    while next(of()(job, state), None) is not None:
+        job.commit(state)
+    assert state.step == 16
+
+
+def test_a_loop_that_was_left_in_a_round_is_of_that_round() -> None:
+    job, state = begun()
+    kept, taken = [], []
+    for _ in job.epochs(state, 3):
+        kept.append(loop := of(epochs=None)(job, state))  # not closed by the break
+        for batch in loop:
+            job.commit(state)
+            taken.append(batch)
+            if state.step % 3 == 2:
+                break
+    whole = take(*begun(), of(epochs=3))
+    assert [b.indices for b in taken] == [whole[n].indices for n in (0, 1, 8, 9, 16, 17)]
 
 
 def test_streams_are_refused_in_a_round() -> None:
