@@ -145,8 +145,8 @@ class Silent:
     def look(
         self, places: Mapping[str, Mapping[str, int]], cluster: Cluster, running: Container[str], me: str, now_s: float
     ) -> set[tuple[str, str]]:
-        """(job, node) of each. `places`: job -> node -> workers, the plan of now."""
-        for job, nodes in places.items():
+        """(job, node) of each. `places`: job -> node -> workers, the last plan; etcd may have lost a job since."""
+        for job, nodes in ((job, nodes) for job, nodes in places.items() if job in cluster.jobs):
             for node in nodes:
                 there = cluster.nodes.get(node)
                 agent = node in cluster.jobs[job].members or bool(there and job in there.record.jobs)

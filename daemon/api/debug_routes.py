@@ -94,5 +94,4 @@ def read(logs: Folder, submitted_wall_s: float) -> list[Json]:
         return []
     if found.submitted_wall_s != submitted_wall_s:
         return []
-    rows: list[Json] = msgspec.to_builtins(found.ranks)
-    return rows
+    return [msgspec.to_builtins(sample) for sample in found.ranks]

@@ -61,6 +61,12 @@ def test_a_node_without_an_agent_after_a_minute_comes_last() -> None:
     assert where(plan(cluster([node("a")], [job("j1")]), {}, "b", silent={("j1", "a")})) == {"j1": ["a"]}
 
 
+def test_a_place_of_a_job_that_etcd_has_lost_is_no_silence() -> None:
+    silent = Silent()
+    for now_s in (0.0, 100.0):
+        assert not silent.look({"j1": {"a": 2}}, cluster([node("a")], []), {}, "b", now_s)
+
+
 @pytest.mark.parametrize("there", [node("a", jobs=("j1",)), node("a")])
 def test_an_agent_that_starts_or_is_a_member_is_no_silence(there: Node) -> None:
     one = job("j1") if there.record.jobs else replace(job("j1"), members={"a": member("a")})

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import pytest
 from support.pictures import progress
 
-from elasticd.api.debug_routes import _passed, _shown
+from elastic.contract.agent_files import GradientSamples, RankSample
+from elasticd.api.debug_routes import _passed, _shown, read
 from elasticd.ctl import debug
 from elasticd.ctl.client import Client, Failed
+from elasticd.folders import Folder
 
 
 class Api:
@@ -60,3 +64,15 @@ def test_the_step_shown_is_the_first_from_the_wanted_one_on_that_all_ranks_have_
 def test_a_step_is_passed_once_each_sample_of_it_would_be_in_its_file(step: int, passed: bool) -> None:
     assert _passed(step, progress(step=40)) == passed
     assert not _passed(step, None)
+
+
+def test_samples_of_this_nodes_ranks_are_rows_to_which_those_of_others_are_added(tmp_path: Path) -> None:
+    (tmp_path / "train" / "agent").mkdir(parents=True)
+    sample = RankSample(rank=0, node="a", slot=0, generation=1, step=7, wall_s=1.0, gradients="", weights="", rows=())
+    content = msgspec.json.encode(GradientSamples(submitted_wall_s=3.0, ranks=(sample,)))
+    (tmp_path / "train" / "agent" / "gradients.json").write_bytes(content)
+    logs = Folder(tmp_path, ("train", "logs"))
+    rows = read(logs, 3.0)
+    rows += [{"rank": 1}]
+    assert [row["rank"] for row in rows] == [0, 1]
+    assert read(logs, 4.0) == [], "of an earlier job of this name"
