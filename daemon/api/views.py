@@ -182,6 +182,7 @@ def job_row(snapshot: Snapshot, job: Job, now: Now) -> Json:
         "loss": _number(progress.loss) if progress else None,
         "progress_age_s": round(max(0.0, now.wall_s - progress.wall_s), 1) if progress else None,
         "checkpoint": _checkpoint(progress, now),
+        "resumed": _resumed(progress),
         "snapshot": _snapshot(progress),
         "goodput": goodput.row(progress),
         **_logged(job, progress),
@@ -325,6 +326,13 @@ def _agent(snapshot: Snapshot, job: str) -> Json | None:
         "draining": agent.draining,
         "trouble": snapshot.trouble.get(job, ""),
     }
+
+
+def _resumed(progress: ProgressRecord | None) -> Json | None:
+    if progress is None or progress.resumed_step is None:
+        return None
+    complete = progress.step == progress.resumed_step and not progress.stepped_in
+    return {"step": progress.resumed_step, "source": progress.resumed_from, "complete": complete}
 
 
 def _checkpoint(progress: ProgressRecord | None, now: Now) -> Json | None:

@@ -262,10 +262,13 @@ def _result(data: Json, as_json: bool) -> int:
 
 
 def result_text(data: Json) -> str:
-    """'── train has succeeded at step 468, loss 0.01234'."""
+    """'── train has succeeded at step 468, loss 0.01234 (resumed from step 400: checkpoint step 400 at …)'."""
     at = f" at step {data['step']}" if data["step"] else ""  # 0: none was made, or none is known of a plain script
     loss = f", loss {data['loss']:.6g}" if data["loss"] is not None else ""
     reason = f": {data['reason']}" if data["reason"] else ""
+    if resumed := data.get("resumed"):
+        none = "without a step: all were made already; " if resumed["complete"] else ""
+        reason += f" ({none}resumed from step {resumed['step']}: {resumed['source']})"
     return f"── {data['job']} has {'been stopped' if data['phase'] == 'stopped' else data['phase']}{at}{loss}{reason}"
 
 

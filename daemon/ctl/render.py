@@ -144,6 +144,7 @@ def job(data: Json) -> None:
         ("goodput", goodput.text(data["goodput"])),
         ("rank time", goodput.summed_text(data.get("rank_time"))),
         ("checkpoint", _checkpoint_long(data["checkpoint"])),
+        ("resumed", f"from step {data['resumed']['step']}: {data['resumed']['source']}" if data.get("resumed") else ""),
         ("snapshot", _snapshot(data["snapshot"])),
         ("restarts", f"{data['restarts']}, {data['failures_in_window']} within the window"),
         ("excluded", ", ".join(data["excluded_nodes"])),

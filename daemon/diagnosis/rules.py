@@ -99,14 +99,15 @@ RULES = (
     Rule("shm_full", Class.MEMORY, "shared memory (/dev/shm) is full",
          says=r"(?i)out of shared memory|insufficient shared memory|bus error|"
               r"(no space left|unable to (open|write|mmap|resize)).*(/dev/shm|shared memory|torch_\d)|"
-              r"/dev/shm.*no space left",
+              r"/dev/shm.*no space left|no space left on device: '/?(psm_|pymp-|sem\.)",
          logs=r"(?i)out of shared memory|insufficient shared memory",
          cure="enlarge /dev/shm (container: --shm-size or an emptyDir of medium Memory), or use fewer DataLoader "
               "workers"),
     Rule("disk_full", Class.STORAGE, "a disk or a quota is full",
          says=r"(?i)no space left on device|errno 28\b|ENOSPC|disk quota exceeded|errno 122\b",
          logs=r"(?i)no space left on device|disk quota exceeded",
-         cure="free space on the file system that is named (df -h; old checkpoints: checkpoint.keep)"),
+         cure="free space on the file system that is named (df -h; old checkpoints: checkpoint.keep); where none is, "
+              "look at /dev/shm, too"),
     Rule("read_only", Class.STORAGE, "a file system is read-only",
          says=r"(?i)read-only file system|errno 30\b|EROFS",
          cure="look for disk errors (dmesg) and remount it read-write, or name another folder"),
@@ -214,6 +215,10 @@ RULES = (
     Rule("port_in_use", Class.NETWORK, "a port is already in use",
          says=r"(?i)address already in use|EADDRINUSE|errno 98\b",
          cure="end the other process (ss -ltnp), or let the script take a free port: port 0"),
+    Rule("interface", Class.ENVIRONMENT, "a variable names a network interface that its node does not have",
+         says=r"SOCKET_IFNAME=",
+         cure="submit the job again with the name of an interface that all nodes have, or without the variable: it is "
+              "then that of each node's address"),
     Rule("tls", Class.NETWORK, "a TLS certificate was refused",
          says=r"(?i)certificate verify failed|CERTIFICATE_VERIFY_FAILED|ssl.*handshake",
          cure="install the certificate authority on that node, and check its clock"),

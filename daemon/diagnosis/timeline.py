@@ -154,12 +154,21 @@ def _of_job(old: Job | None, new: Job, wall_s: float) -> Iterator[EventRecord]:
         ranks = f"{formed.world_size} rank{'' if formed.world_size == 1 else 's'}"
         text = f"generation {formed.number}: {ranks} on {nodes} ({formed.why})"
         yield _event(wall_s, "generation.formed", job=new.name, text=text)
+    if (resumed := _resumed(new)) and resumed != (_resumed(old) if old else ""):
+        yield _event(wall_s, "job.resumed", job=new.name, text=resumed)
     if new.ranks and (old is None or old.ranks != new.ranks):
         yield from _of_ranks(old, new, wall_s)
     if old is None or old.incidents != new.incidents:
         for incident in new.incidents:
             before = next((i for i in old.incidents if _same(i, incident)), None) if old else None
             yield from _of_incident(new, before, incident)
+
+
+def _resumed(job: Job) -> str:
+    progress = job.progress
+    if progress is None or progress.resumed_step is None:
+        return ""
+    return f"resumed from step {progress.resumed_step}: {progress.resumed_from}"
 
 
 def _of_ranks(old: Job | None, new: Job, wall_s: float) -> Iterator[EventRecord]:

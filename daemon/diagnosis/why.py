@@ -58,7 +58,10 @@ def of_node(snapshot: Snapshot, name: str, row: Mapping[str, Any], me: str, wall
 
 def _over(job: Job, wall_s: float) -> str:
     ended = f"{job.state.phase} {_age(wall_s - job.state.since_wall_s)} ago"
-    reason = job.state.reason
+    reason, progress = job.state.reason, job.progress
+    stepless = progress is not None and progress.step == progress.resumed_step and not progress.stepped_in
+    if job.state.phase is Phase.SUCCEEDED and progress is not None and stepless:
+        reason = f"without a step: {progress.resumed_from} has all of them; another checkpoint.dir begins anew"
     return f"{ended}: {reason}" if reason else ended
 
 

@@ -404,7 +404,7 @@ class AgentLoop:
             progress,
             ledger=self._ledger.published(agent),
             slow_ranks=self._step_times.slow,
-            **self._reports.logged(agent, leads=leads),
+            **self._reports.fields(agent, leads=leads),
         )
 
     def _last_progress(self) -> ProgressRecord | None:

@@ -39,6 +39,8 @@ class WorkerReports:
         self._told: dict[int, Sample] = {}
         self._logged_in = 0
         """The newest generation in which rank 0 was here and logged something."""
+        self._resumed: dict[str, Any] = {}
+        """Fields of the ProgressRecord."""
         folder = Path(spec.tensorboard) / spec.name if spec.tensorboard else None
         self.metrics = MetricWriter(folder)
         self._norms = MetricWriter(folder / f"gradients-{config.node}" if folder else None)
@@ -62,6 +64,8 @@ class WorkerReports:
             case messages.Synced(step=step, origin=origin, source=source):
                 if origin is Origin.SETUP:
                     self._started_over(message.generation, agent)
+                if origin in (Origin.CHECKPOINT, Origin.SNAPSHOT):
+                    self._resumed = {"resumed_step": step, "resumed_from": source}
                 log.info("worker.synced", slot=slot, step=step, source=source)
                 return False
             case _:
@@ -94,9 +98,14 @@ class WorkerReports:
             )
             log.error("state.lost", generation=generation, step=step)
 
-    def logged(self, agent: Agent, *, leads: bool) -> dict[str, dict[str, Any]]:
-        """The newest values as fields of a ProgressRecord, if rank 0 is here; else none, or those on record from the
-        leader, which it repeats."""
+    def fields(self, agent: Agent, *, leads: bool) -> dict[str, Any]:
+        """Of a ProgressRecord: what the job has gone on from, and the newest values that it has logged."""
+        known = agent.etcd.view.progress if leads else None
+        on_record = {"resumed_step": known.resumed_step, "resumed_from": known.resumed_from} if known else {}
+        return {**on_record, **self._resumed, **self._logged(agent, leads=leads)}
+
+    def _logged(self, agent: Agent, *, leads: bool) -> dict[str, dict[str, Any]]:
+        """The newest values, if rank 0 is here; else none, or those on record from the leader, which it repeats."""
         if (
             agent.formed.generation is not None
             and self._logged_in == agent.formed.generation.number

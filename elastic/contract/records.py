@@ -384,6 +384,8 @@ class ProgressRecord(Record, frozen=True, kw_only=True):
     checkpoint_wall_s: WallS | None = None
     checkpoint_write_s: Real | None = None
     checkpoint_error: str | None = None
+    resumed_step: Int | None = None  # at which the job has gone on from saved state, the last time it did; None: never
+    resumed_from: str = ""  # that state in words, as `messages.Synced.source`
     checkpoint_interval: str = ""
     checkpoint_skipped: Int = 0
     snapshot_step: Int | None = None

@@ -74,6 +74,22 @@ def test_follow_result_line_states_the_last_step() -> None:
     assert follow_job.result_text(stopped) == "── train has been stopped: enough"
 
 
+@pytest.mark.parametrize(("stepped_in", "says"), [(0, "without a step: all were made already; "), (3, "")])
+def test_a_resume_is_said_and_a_result_without_a_step_is_told_apart(stepped_in: int, says: str) -> None:
+    source = "checkpoint step 40 at /ckpt/step-40"
+    progress = msgspec.structs.replace(
+        job().progress,
+        resumed_step=40,
+        resumed_from=source,
+        stepped_in=stepped_in,  # type: ignore[type-var]
+    )
+    done = job(state=JobState(phase=Phase.SUCCEEDED), progress=progress)
+    data = views.job_detail(snapshot(done), done, Now(100.0, 1000.0))
+    told = f"── train has succeeded at step 40, loss 0.25 ({says}resumed from step 40: {source})"
+    assert follow_job.result_text(data) == told
+    assert ("without a step" in data["why"]) == (not stepped_in)
+
+
 def test_progress_line_fits_one_terminal_line_and_can_be_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "20")

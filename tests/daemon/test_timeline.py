@@ -54,6 +54,13 @@ def test_nodes_come_go_restart_and_fall_sick() -> None:
     assert told(cluster(nodes=[sick]), cluster(nodes=[a])) == [("node.healthy", "", "a")]
 
 
+def test_a_resume_from_saved_state_is_told_once() -> None:
+    resumed = job(progress=msgspec.structs.replace(job().progress, resumed_step=40, resumed_from="checkpoint step 40"))  # type: ignore[type-var]
+    (event,) = happened(cluster(job()), cluster(resumed), NOW_S)
+    assert (event.kind, event.text) == ("job.resumed", "resumed from step 40: checkpoint step 40")
+    assert told(cluster(resumed), cluster(resumed)) == []
+
+
 def test_drain_by_a_user_is_told_by_the_request_alone() -> None:
     by_itself = node("a", draining="GPU 0: XID 79")
     assert told(cluster(), cluster(nodes=[by_itself])) == [("node.draining", "", "a")]

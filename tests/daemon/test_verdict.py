@@ -66,8 +66,10 @@ CASES: dict[str, list[IncidentRecord]] = {
     "shm_full": [
         raised(SHM + " are out of shared memory."),
         raised("RuntimeError: unable to write to file </torch_77_1>: No space left on device (28)"),
+        raised("OSError: [Errno 28] No space left on device: '/psm_a0b1c2d3'"),
         died("SIGABRT", "ERROR: Unexpected bus error encountered. This might be caused by insufficient shared memory"),
     ],
+    "interface": [raised("MisuseRuntimeError: GLOO_SOCKET_IFNAME=eth7: n1 has no such interface; it has lo, eth0")],
     "disk_full": [
         raised("OSError: [Errno 28] No space left on device: '/data/out.bin'"),
         incident("checkpoint", "checkpoint of step 40 failed: [Errno 28] No space left on device"),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
+import os
 import socket
 import sys
 import threading
@@ -26,6 +27,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from ...util.resolver import without_dns
 from ...util.sealed_store import SealedStore
 from .. import torch_private
+from ..misuse import MisuseRuntimeError
 from . import direct, nccl, sockets
 from .errors import FormError, GroupAborted, is_communication_error
 from .in_flight import IN_FLIGHT
@@ -118,13 +120,19 @@ class Group:
     def form(self, interrupted: Callable[[], bool] = lambda: False) -> None:
         """Wait for all ranks on the store, then form the group.
 
-        Raises GroupAborted if aborted or `interrupted` meanwhile, FormError if a rank or the store is missing or
-        forming takes too long, RuntimeError if torch already has a default group.
+        Raises GroupAborted if aborted or `interrupted` meanwhile, MisuseRuntimeError for an interface that this host
+        does not have, FormError if a rank or the store is missing or forming takes too long, RuntimeError if torch
+        already has a default group.
         """
         if dist.is_initialized():
             raise RuntimeError(
                 "torch.distributed has a default group already, and elastic.run forms the job's own: leave out "
                 "init_process_group()"
+            )
+        names = [name for _, name in socket.if_nameindex()]
+        if unknown := sockets.unknown_interface(os.environ, names):
+            raise MisuseRuntimeError(
+                f"{unknown}: {socket.gethostname()} has no such interface; it has {', '.join(names)}"
             )
         direct.limit(self._timeout_s)
         try:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
 _FDS = "/proc/self/fd"
@@ -51,6 +51,20 @@ def listening_at() -> list[tuple[str, socket.AddressFamily]]:
         for handle in _open(sock):
             found.append((handle.getsockname()[0], handle.family))
     return list(dict.fromkeys(found))
+
+
+def unknown_interface(environment: Mapping[str, str], names: Collection[str]) -> str:
+    """'VARIABLE=NAME' of an interface for gloo or NCCL that is not among `names`, those of this host; '' if there is
+    none. NCCL takes the beginnings of names, exact ones after '=', and excludes those after '^'."""
+    for name in filter(None, environment.get("GLOO_SOCKET_IFNAME", "").split(",")):
+        if name not in names:
+            return f"GLOO_SOCKET_IFNAME={name}"
+    given = environment.get("NCCL_SOCKET_IFNAME", "")
+    wanted = [] if given.startswith("^") else [part for part in given.removeprefix("=").split(",") if part]
+    exact = given.startswith("=")
+    if wanted and not any(name == part if exact else name.startswith(part) for name in names for part in wanted):
+        return f"NCCL_SOCKET_IFNAME={given}"
+    return ""
 
 
 def tcp_sockets() -> list[Sock]:
