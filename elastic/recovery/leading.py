@@ -145,6 +145,16 @@ def _pauses(turn: Turn) -> str:
     return f"{count} generations in a row broke before their first step; again within {pause_s:g} s: {broken.detail}"
 
 
+def _survives(turn: Turn, broken: BrokenRecord) -> bool:
+    """Whether a worker of the failed generation lives, and so holds the state."""
+    formed = turn.agent.formed.generation
+    if formed is None:
+        return False
+    there = {member.id for member in living(turn.agent.etcd.view, turn.agent.peers.dead).values()}
+    seats = [place for place in formed.nodes if (place.node, place.incarnation) in there]
+    return any(not all_workers_lost(formed, place.node, broken) for place in seats)
+
+
 def _has_stepped(turn: Turn) -> bool | None:
     """Whether any step of the job is known, of its earlier agents too; None: it is plain, of which none would be."""
     progress, view = turn.agent.progress, turn.agent.etcd.view
@@ -171,7 +181,7 @@ def _publish(turn: Turn, change: Change) -> None:
         before = agent.formed.generation.before if agent.formed.generation else None
         charged = charge(
             view.state, broken, turn.policy.spec.restarts, turn.wall_s, _spare(turn), before=before,
-            stepped=_has_stepped(turn),
+            stepped=_has_stepped(turn), survives=_survives(turn, broken),
         )  # fmt: skip
         # Its agent stops the job, too, and tries once: etcd may have been away, or the state changed at that moment.
         if turn.policy.spec.on_bad_numbers == "stop" and (bad := bad_numbers(broken)):

@@ -66,11 +66,14 @@ def charge(
     *,
     before: int | None = None,
     stepped: bool | None = None,
+    survives: bool = False,
 ) -> Charge:
     """Count one failure against the budget. `other_nodes`: how many living nodes the job could go on with besides the
     failing one, beyond its minimum (0: no node can be spared, none is excluded; None: unknown, no further one is).
     `before`: number of the generation before the one that failed; None: one less. `stepped`: whether the job has made a
-    step; None: it is a plain one, of which that is not known."""
+    step; None: it is a plain one, of which that is not known. `survives`: whether a worker holds the state of a
+    job that has: then replacements that do not come as far as a step never end the job. It waits with its state, and
+    tries again, until a person has looked."""
     if not broken.charged:
         return Charge(state)
     error = broken.error or state.error
@@ -100,10 +103,11 @@ def charge(
         error=error,
         excluded_nodes=_set_aside(state, kept, other_nodes),
     )
-    if fault := _at_fault(recent, broken, rules, stepped=stepped, first=not state.restarts):
+    waits = survives and bool(stepped)
+    if fault := _at_fault(recent, broken, rules, stepped=stepped, first=not state.restarts, waits=waits):
         return _stop(charged, wall_s, f"{fault}: {broken.detail}")
     # A failed collective of a job that has stepped before is not the job's fault but the network's: the job retries.
-    counted = sum(1 for f in recent if f.fingerprint not in OF_THE_NETWORK or not f.step)
+    counted = sum(1 for f in recent if (f.fingerprint not in OF_THE_NETWORK if f.step else not waits))
     if counted > rules.budget:
         noun = "failure" if counted == 1 else "failures"
         return _stop(
@@ -116,7 +120,13 @@ def charge(
 
 
 def _at_fault(
-    recent: tuple[Failure, ...], broken: BrokenRecord, rules: Restarts, *, stepped: bool | None, first: bool
+    recent: tuple[Failure, ...],
+    broken: BrokenRecord,
+    rules: Restarts,
+    *,
+    stepped: bool | None,
+    first: bool,
+    waits: bool,
 ) -> str:
     """Why the next try would fail as well, or '': what elastic refuses, a mistake in the program that shows before the
     first step, and the same failure again and again. `first`: nothing has failed before."""
@@ -126,6 +136,8 @@ def _at_fault(
     if broken.error.misuse:
         return "the script does what elastic refuses, and is not tried again"
     sure = OF_THE_TEXT if stepped is None else OF_THE_TEXT | OF_THE_TYPES
+    if waits and not failure.step:
+        return ""
     if first and not stepped and not failure.step and broken.error.exception in sure:
         return "the script fails before its first step, and would again"
     alike = sum(1 for f in recent if (f.fingerprint, f.step) == (failure.fingerprint, failure.step))

@@ -151,7 +151,7 @@ MUTANTS = (
            "if slots and here and seen.at_step is not None:", "if False:",
            "unit/test_recovery.py::test_planned_generation_published_over_a_failure_is_reported_broken_too"),
     Mutant("a late report opens an incident again", "agent.etcd_writer",
-           "if kv is not None and _is_over(kv.value) and record.repeat < KEPT_REPEATS:", "if False:",
+           "if kv is not None and _is_over(kv.value) and record.repeat < KEPT_REPEATS and", "if False and",
            "agent/test_etcd_writer.py::test_a_record_that_was_closed_meanwhile_is_not_opened_again"),
     Mutant("a false alarm hides the incidents after it in the same generation", "recovery.view",
            "return not record.open and record.generation < number", "return False",

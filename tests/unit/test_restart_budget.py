@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from elastic.contract.records import BrokenRecord, JobState, Loss, Phase, WorkerError
 from elastic.contract.spec import Restarts
-from elastic.recovery.restart_budget import BAD_NODE_FAILURES, backoff_s, charge
+from elastic.recovery.restart_budget import BAD_NODE_FAILURES, Charge, backoff_s, charge
 
 RULES = Restarts(budget=3, window_s=100.0, same_failure=3, backoff_s=0.5, backoff_max_s=30.0)
 
@@ -128,6 +128,25 @@ def test_the_same_signal_at_the_same_step_is_none() -> None:
 def test_crash_loop_is_detected_before_the_first_step() -> None:
     loop = [(float(i), broken("E at setup", bug=True, step=None)) for i in range(3)]
     assert "crash loop" in book(*loop, rules=Restarts())[1]
+
+
+def test_a_replacement_that_cannot_start_ends_no_job_whose_state_lives() -> None:
+    """The data folder is gone, say: survivors wait with their state until it is back."""
+
+    def last(*, survives: bool, step: int | None = 0, stepped: bool | None = True) -> Charge:
+        state = JobState(phase=Phase.RUNNING)
+        for number in range(1, 30):
+            record = broken("E at setup", bug=True, step=step, generation=number)
+            verdict = charge(state, record, RULES, float(number), 1, stepped=stepped, survives=survives)
+            state = verdict.state
+        return verdict
+
+    waits = last(survives=True)
+    assert not waits.stopped
+    assert (waits.state.phase, waits.state.restarts) == (Phase.RUNNING, 29)
+    assert last(survives=False).state.phase is Phase.FAILED, "nobody holds anything"
+    assert last(survives=True, step=7).state.phase is Phase.FAILED, "the script's own, at a step"
+    assert last(survives=True, stepped=False).state.phase is Phase.FAILED, "nothing is lost"
 
 
 def test_setup_failing_in_each_worker_of_a_node_is_charged_once_per_try() -> None:
