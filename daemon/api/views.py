@@ -234,7 +234,9 @@ def job_detail(snapshot: Snapshot, job: Job, now: Now, *, secrets: bool = False)
 
 def rank_time(snapshot: Snapshot, job: Job, *, each: bool) -> Json | None:
     """Where the time of all ranks went, by their own agents' accounts; see `goodput.summed`."""
-    still = goodput.stands_still(newest_progress(snapshot, job))
+    if goodput.tells_nothing(progress := newest_progress(snapshot, job)):
+        return None
+    still = goodput.stands_still(progress)
     return goodput.summed(job.ranks, rank_rows.own_account(snapshot, job), each=each, still=still)
 
 

@@ -141,7 +141,7 @@ def job(data: Json) -> None:
         ("loss", f"{data['loss']:.6g}" if data["loss"] is not None else "-"),
         ("logged", ", ".join(f"{name} {v if isinstance(v, str) else f'{v:.6g}'}" for name, v in logged.items())),
         ("step time", step_time.text(data["step_time"])),
-        ("goodput", goodput.text(data["goodput"])),
+        ("goodput", goodput.text(data["goodput"]) or (goodput.UNKNOWN if data["managed"] is False else "")),
         ("rank time", goodput.summed_text(data.get("rank_time"))),
         ("checkpoint", _checkpoint_long(data["checkpoint"])),
         ("resumed", f"from step {data['resumed']['step']}: {data['resumed']['source']}" if data.get("resumed") else ""),

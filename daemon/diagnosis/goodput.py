@@ -18,6 +18,8 @@ STANDSTILL = "standstill"
 """The time since the newest commit of a job that makes no step now, in place of goodput. No bucket of the ledger: if
 the step is committed after all, it was stepping."""
 
+UNKNOWN = "not known: a plain script commits no steps"
+
 WORDS = {
     "checkpoint": "checkpoint stall",
     "detect": "detecting failures",
@@ -33,11 +35,11 @@ WORDS = {
 
 
 def row(progress: ProgressRecord | None) -> Json | None:
-    """None: no agent has kept a ledger yet."""
+    """None: no agent has kept a ledger yet, or the script is plain: of what it does nothing is known."""
     from elastic.contract.ledger import Bucket, shares
 
     ledger = progress.ledger if progress else None
-    if ledger is None or not ledger.total_ms:
+    if ledger is None or not ledger.total_ms or tells_nothing(progress):
         return None
     stood_ms = ledger.open_ms if stands_still(progress) else 0
     stepped_ms = ledger.ranks_ms.get(Bucket.STEPPING, 0) + ledger.open_ms - stood_ms
@@ -49,6 +51,11 @@ def row(progress: ProgressRecord | None) -> Json | None:
         "open_rank_seconds": ledger.open_ms / 1000,
         "wall_s": ledger.wall_ms / 1000,
     }
+
+
+def tells_nothing(progress: ProgressRecord | None) -> bool:
+    """The script is plain as far as is known: it commits no steps, and whether it trains is not known."""
+    return progress is not None and not progress.managed and not progress.step
 
 
 def stands_still(progress: ProgressRecord | None) -> bool:

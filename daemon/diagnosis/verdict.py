@@ -158,7 +158,7 @@ def _texts(record: IncidentRecord) -> _Texts:
         logs = [Evidence(f"log of {of}", cut_middle(line.strip(), LINE_CHARS), True) for line in lines[-LAST_LINES:]]
         says += [line for line in reversed(logs) if signal not in KILLED and _EXCEPTION.match(line.line)][:1]
     says.append(report)
-    if error is not None and (frames := _FRAME.findall(error.traceback)):
+    if error is not None and signal not in KILLED and (frames := _FRAME.findall(error.traceback)):
         own = [frame for frame in frames if not _LIBRARY.search(frame)]
         says.append(Evidence(f"traceback of {of}", (own or frames)[-1]))
     stacks = tuple(Evidence(f"stack of {who}", main_thread(stack)) for who, stack in record.stacks.items())

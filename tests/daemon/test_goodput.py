@@ -34,6 +34,15 @@ def test_status_gives_goodput_and_badput_by_cause_the_largest_first() -> None:
     json.dumps(seen, allow_nan=False)
 
 
+def test_of_a_script_that_commits_no_steps_no_goodput_is_known() -> None:
+    """Its time counts as stepping in the ledger once it has run for a while: it may be waiting for a rank for ever."""
+    plain = job(progress=progress(ledger=LEDGER, managed=False, step=0))
+    row = views.job_detail(snapshot(plain), plain, NOW)
+    assert (row["goodput"], row["rank_time"]) == (None, None)
+    known = job(progress=progress(ledger=LEDGER, managed=True, step=0))
+    assert views.job_row(snapshot(known), known, NOW)["goodput"] is not None
+
+
 def ranks(node: str, *spent_ms: dict[str, int]) -> RanksRecord:
     rows = [
         RankTimes(slot=slot, rank=slot, since_ms=0, until_ms=sum(each.values()) + 5, ranks_ms=each, open_ms=5)

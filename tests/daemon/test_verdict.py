@@ -390,3 +390,12 @@ def test_main_thread_of_a_dump_is_found_behind_other_threads() -> None:
     frames = "".join(f"    frame{i} (train.py:{i})\n" for i in range(20))
     dump = f'Thread 1 "other"\n    x (y.py:1)\nThread 2 "MainThread"\nThread 3 (idle): "MainThread"\n{frames}\nThread 4'
     assert verdict.main_thread(dump).splitlines() == [f"    frame{i} (train.py:{i})" for i in range(12)]
+
+
+@pytest.mark.parametrize("number", ["SIGKILL", "SIGTERM"])
+def test_a_traceback_at_the_end_of_the_log_is_not_why_a_process_was_killed(number: str) -> None:
+    """The script has handled it, or a thread's: the signal came from outside."""
+    of_a_thread = 'File "/job/train.py", line 3, in work'
+    found = judge(died(number, "Traceback (most recent call last):", of_a_thread, "KeyError: 'a'"))
+    assert found.rule == judge(died(number)).rule
+    assert "exception" not in found.cause
