@@ -23,6 +23,7 @@ from ..worker.data.reading import take_many
 from ..worker.data.samplers import drawn, refuse_shares
 from ..worker.data.seeds import seed_everything
 from ..worker.data.sharding import BatchPlan, SampleOrder, rank_range
+from ..worker.misuse import MisuseValueError
 
 Key = tuple[int, int]
 """(step from the start of training, number of the micro-batch)"""
@@ -136,7 +137,7 @@ def _sequential(samples: int, _epoch: int) -> EpochOrder:
 def _sampled(sampler: Iterable[int], samples: int, seed: int, epoch: int) -> EpochOrder:
     found = drawn(sampler, seed, epoch)
     if len(found) < samples:
-        raise ValueError(f"{type(sampler).__name__} yields {len(found)} samples in epoch {epoch}, not {samples}")
+        raise MisuseValueError(f"{type(sampler).__name__} yields {len(found)} samples in epoch {epoch}, not {samples}")
     return _Listed(found)
 
 
@@ -241,7 +242,7 @@ def endless(dataset: Iterable[Any]) -> Iterator[Any]:
             empty = False
             yield sample
         if empty:
-            raise ValueError(f"the training data yields no sample in epoch {epoch}")
+            raise MisuseValueError(f"the training data yields no sample in epoch {epoch}")
 
 
 class _Collate:

@@ -26,6 +26,7 @@ from ..contract.timeouts import QUIET_S
 from ..worker.data.samplers import drawn
 from ..worker.data.seeds import seed_everything
 from ..worker.job import Job
+from ..worker.misuse import MisuseValueError
 from ..worker.run import run
 from ..worker.state.state import State
 from ._epoch_rest import skipped
@@ -57,7 +58,7 @@ class ElasticStrategy(DDPStrategy):
     def __init__(self, *, seed: int | None = None, quiet_s: float = QUIET_S, **ddp_options: Any) -> None:
         for name in ("ddp_comm_hook", "ddp_comm_wrapper", "ddp_comm_state", "model_averaging_period"):
             if ddp_options.get(name) is not None:
-                raise ValueError(
+                raise MisuseValueError(
                     f"ElasticStrategy({name}=…): elastic has a hook of its own on the gradients; leave it out"
                 )
         super().__init__(cluster_environment=ElasticEnvironment(), **ddp_options)
@@ -385,7 +386,9 @@ def _refuse(trainer: Trainer) -> None:
     for callback in trainer.callbacks:
         for kind in type(callback).__mro__:
             if why := REFUSED.get(kind.__name__):
-                raise ValueError(f"the callback {type(callback).__name__} cannot be used with ElasticStrategy: {why}")
+                raise MisuseValueError(
+                    f"the callback {type(callback).__name__} cannot be used with ElasticStrategy: {why}"
+                )
 
 
 def _copied(value: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import transformers
 
+from ..worker.misuse import MisuseTypeError, MisuseValueError
 from . import _place
 
 
@@ -20,7 +21,7 @@ class Alone:
 
     def __post_init__(self) -> None:
         if self.global_train_batch_size < 0:
-            raise ValueError(
+            raise MisuseValueError(
                 f"global_train_batch_size = {self.global_train_batch_size}: a number of samples, 0: not set"
             )
         device = _place.first_device(use_cpu=self.use_cpu)
@@ -58,7 +59,7 @@ class Seq2SeqTrainingArguments(Alone, transformers.Seq2SeqTrainingArguments):  #
 def refuse(args: Any) -> None:
     """Raises TypeError or ValueError for arguments that cannot be recovered in place."""
     if not isinstance(args, Alone):
-        raise TypeError(
+        raise MisuseTypeError(
             f"args is {type(args).__name__} of transformers: import TrainingArguments from "
             "elastic.integrations.transformers as well"
         )
@@ -70,6 +71,6 @@ def refuse(args: Any) -> None:
     }
     for name, why in refused.items():
         if getattr(args, name, None):
-            raise ValueError(f"{name} = {getattr(args, name)!r}: not supported by elastic's Trainer: {why}")
+            raise MisuseValueError(f"{name} = {getattr(args, name)!r}: not supported by elastic's Trainer: {why}")
     if args.train_sampling_strategy == "batch_rebalance":
-        raise ValueError("train_sampling_strategy = 'batch_rebalance': its order depends on the world size")
+        raise MisuseValueError("train_sampling_strategy = 'batch_rebalance': its order depends on the world size")

@@ -30,6 +30,7 @@ import elastic
 
 from ..worker.data.seeds import seed_everything
 from ..worker.job import Job
+from ..worker.misuse import MisuseRuntimeError, MisuseValueError
 from ._versions import require
 
 require("accelerate", "1.15", "2")
@@ -57,13 +58,15 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def __init__(self, job: Job, state: elastic.State, *, seed: int = 0, weigh: bool = True, **options: Any) -> None:
         if refused := [name for name in _REFUSED if options.get(name)]:
-            raise ValueError(f"{refused[0]}: not supported by elastic's Accelerator, each rank has the whole state")
+            raise MisuseValueError(
+                f"{refused[0]}: not supported by elastic's Accelerator, each rank has the whole state"
+            )
         _place.grouped(job.device, rank=job.rank, local_rank=job.local_rank, world_size=job.world_size)
         super().__init__(**{**options, "cpu": job.device.type == "cpu"})
         if self.scaler is not None:
             self.scaler = getattr(state, "scaler", None)
             if self.scaler is None:
-                raise ValueError("mixed_precision='fp16': its scale belongs to the state, "
+                raise MisuseValueError("mixed_precision='fp16': its scale belongs to the state, "
                                  "State(…, scaler=torch.amp.GradScaler())")  # fmt: skip
         self._job, self._kept = job, state
         self._seed, self._weigh = seed, weigh
@@ -102,9 +105,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         follows its last batch may not have been completed, and is done again."""
         train = self._train
         if train is None:
-            raise RuntimeError("epochs(): prepare the training DataLoader first")
+            raise MisuseRuntimeError("epochs(): prepare the training DataLoader first")
         if train.steps.samples is None:
-            raise ValueError("epochs(): the training data is a stream, which has none; count state.step instead")
+            raise MisuseValueError("epochs(): the training data is a stream, which has none; count state.step instead")
         for epoch in range(max(0, self._kept.step - 1) // train.steps.per_epoch, count):
             train.epoch = epoch
             yield epoch
@@ -127,13 +130,13 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def _began(self, step: int, part: int, size: int, steps: _data.Steps) -> None:
         """The next batch is number `part` of `step`, with `size` samples (0: one that does not count)."""
         if self._kept.step != step:
-            raise RuntimeError(
+            raise MisuseRuntimeError(
                 f"batch {part} of step {step} began with state.step = {self._kept.step}: call accelerator.commit(loss) "
                 "once for each batch, after the optimizer's step"
             )
         if part == 0 and self.step % steps.parts:
             # Accelerate's count goes on: the first batch, which the loop begins with again, would complete the step.
-            raise RuntimeError(
+            raise MisuseRuntimeError(
                 f"the loop over the training data was left within step {step}, which has {steps.parts} batches: leave "
                 "it where accelerator.sync_gradients is true, after accelerator.commit(loss)"
             )
@@ -152,7 +155,9 @@ class _Batches:
 
     def __init__(self, accelerator: Accelerator, data: DataLoader[Any]) -> None:
         if not isinstance(data, DataLoader) or data.batch_size is None:
-            raise ValueError("the training data: a torch DataLoader with a batch_size, the samples over all ranks")
+            raise MisuseValueError(
+                "the training data: a torch DataLoader with a batch_size, the samples over all ranks"
+            )
         job, parts = accelerator._job, accelerator.gradient_accumulation_steps
         batch_size = data.batch_size * parts
         samples: int | None = None
@@ -161,7 +166,7 @@ class _Batches:
             if data.drop_last:
                 samples -= samples % batch_size
             if samples < 1:
-                raise ValueError(f"the training data has not one batch of {batch_size} samples")
+                raise MisuseValueError(f"the training data has not one batch of {batch_size} samples")
         self.dataset = data.dataset
         self.steps = _data.Steps(batch_size, parts, job.rank, job.world_size, samples)
         self.epoch: int | None = None
@@ -193,7 +198,7 @@ class _Batches:
         if isinstance(self._loader, _data.Loader):
             epoch, skipped = divmod(first, steps.per_epoch)
             if self.epoch is not None and self.epoch > epoch:
-                raise RuntimeError(
+                raise MisuseRuntimeError(
                     f"epoch {epoch} was left at step {skipped} of {steps.per_epoch}, and the loop goes on with epoch "
                     f"{self.epoch}: the step is the position in the data, and nothing keeps how much was left out. To "
                     "end training there, leave both loops; to train on a part of the data in each epoch, give the "

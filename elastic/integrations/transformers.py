@@ -24,7 +24,7 @@ import torch.distributed as dist
 import elastic
 
 from ..worker.job import Job
-from ..worker.misuse import MisuseTypeError
+from ..worker.misuse import MisuseRuntimeError, MisuseTypeError, MisuseValueError
 from ._versions import require
 
 require("transformers", "5.20", "6")
@@ -89,9 +89,11 @@ class ElasticMixin:
         ValueError for `trial` (hyperparameter search).
         """
         if trial is not None:
-            raise ValueError("trial: elastic's Trainer does not support hyperparameter search; run one job per trial")
+            raise MisuseValueError(
+                "trial: elastic's Trainer does not support hyperparameter search; run one job per trial"
+            )
         if self._managed:
-            raise RuntimeError("train() was called a second time: under elasticd a process trains once")
+            raise MisuseRuntimeError("train() was called a second time: under elasticd a process trains once")
         self._managed = "TORCHELASTIC_RUN_ID" in os.environ
         gas = self.args.gradient_accumulation_steps
         last: list[Any] = []
@@ -109,7 +111,9 @@ class ElasticMixin:
 
     def _setup(self, job: Job, checkpoint: Any) -> elastic.State:
         if self.args.use_cpu and job.device.type != "cpu":
-            raise ValueError("use_cpu=True on a machine with GPUs: start the job with CUDA_VISIBLE_DEVICES='' as well")
+            raise MisuseValueError(
+                "use_cpu=True on a machine with GPUs: start the job with CUDA_VISIBLE_DEVICES='' as well"
+            )
         if self._recovery is not None:  # all ranks have lost the state, and nothing was ever saved
             if getattr(self, "model_init", None) is None:
                 raise RuntimeError(
@@ -193,7 +197,7 @@ class ElasticMixin:
     def _plan(self, job: Job, batch_size: int) -> tuple[_data.Steps, Any]:
         data = self.train_dataset  # type: ignore[attr-defined]
         if data is None:
-            raise ValueError("Trainer: training requires a train_dataset.")
+            raise MisuseValueError("Trainer: training requires a train_dataset.")
         sampler = None if isinstance(data, IterableDataset) else self._get_train_sampler()  # type: ignore[attr-defined]
         samples: int | None = None
         if not isinstance(data, IterableDataset):
@@ -201,7 +205,7 @@ class ElasticMixin:
             if self.args.dataloader_drop_last:
                 samples -= samples % batch_size
             if samples < 1:
-                raise ValueError(f"the training data has not one batch of {batch_size} samples")
+                raise MisuseValueError(f"the training data has not one batch of {batch_size} samples")
         parts = _data.parts_needed(batch_size, job.world_size, self.args.train_batch_size)
         return _data.Steps(batch_size, parts, job.rank, job.world_size, samples), sampler
 
