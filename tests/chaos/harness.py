@@ -148,6 +148,15 @@ class Etcd:
         """Its data is gone; it must be killed before."""
         shutil.rmtree(self._folder / "data")
 
+    def back_up(self) -> None:
+        """Copy its data; it must be killed before."""
+        shutil.copytree(self._folder / "data", self._folder / "backup")
+
+    def set_back(self) -> None:
+        """Its data is that of the backup; it must be killed before."""
+        self.wipe()
+        shutil.copytree(self._folder / "backup", self._folder / "data")
+
 
 def _command(process: psutil.Process) -> str:
     try:

@@ -104,3 +104,41 @@ def test_etcd_wiped_and_started_empty() -> None:
         history = job.check()
         assert history.generations() == [1]
         assert final_sha256(history) == undisturbed(2, steps)
+
+
+@pytest.mark.long
+def test_etcd_set_back_to_a_backup_goes_on_with_what_is_newer() -> None:
+    """A job goes on without a lost step; what was lifted and forgotten since the backup stays so."""
+    steps = 600
+    with Cluster(nodes=2, slots=1) as cluster:
+        (etcd,) = cluster.etcd
+        job = cluster.submit(steps=steps, pace_s=0.05, nodes="1:1")
+        job.wait_step(20)
+        workers = job.workers()
+        free = next(f"node{at}" for at in range(2) if f"node{at}" not in str(workers))
+        cluster.api("POST", f"/v1/nodes/{free}/cordon", {"reason": "old"})
+        etcd.kill()
+        etcd.back_up()
+        cluster.start_etcd()
+        steps_on(job)
+        eventually(lambda: cluster.api("POST", f"/v1/nodes/{free}/uncordon") or True, 10.0)
+        cluster.api("POST", "/v1/jobs/job/scale", {"nodes": "1:2"})
+        eventually(lambda: len(job.workers()) == 2, 60.0)
+        steps_on(job)
+        workers = job.workers()
+        etcd.kill()
+        etcd.set_back()
+        cluster.start_etcd()
+        steps_on(job)
+
+        def mended() -> bool:
+            seen = cluster.api("GET", "/v1/status")
+            states = {row["state"] for row in seen["nodes"]}
+            return not seen["etcd"]["refused"] and states == {"ready"} and cluster.api("GET", "/v1/jobs/job")["phase"]
+
+        eventually(mended, 60.0, "nothing is refused, no node is cordoned")
+        assert cluster.api("GET", "/v1/jobs/job")["spec"]["nodes"] == "1:2"
+        assert job.workers() == workers
+        job.hurry()
+        job.wait_over()
+        assert job.check().generations() == [1, 2]
