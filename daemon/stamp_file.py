@@ -73,8 +73,8 @@ class StampFile:
     def _add(self, entries: list[Entry]) -> None:
         if not entries:
             return
-        every = list(self._stamps.all_entries()) if self._lines + len(entries) > SPARE_LINES else []
-        if every and self._lines + len(entries) > 2 * len(every) + SPARE_LINES:
+        if self._lines + len(entries) > 2 * len(self._stamps) + SPARE_LINES:
+            every = list(self._stamps.all_entries())
             replace_file(self._path, _text(every), synced=True)
             self._lines = len(every)
             return

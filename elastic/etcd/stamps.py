@@ -136,6 +136,11 @@ class Stamps:
             changed, self._unsaved, self.urgent = self._unsaved, {}, False
             return [(key, *(newest or NewestRead(_DROPPED))) for key, newest in changed.items()]
 
+    def __len__(self) -> int:
+        """How many entries `all_entries` has."""
+        with self.lock:
+            return sum(map(len, self._groups.values()))
+
     def all_entries(self) -> Iterator[Entry]:
         with self.lock:
             for job, group in self._groups.items():
