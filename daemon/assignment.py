@@ -8,9 +8,9 @@ etcd and carries out its own part, so that no two nodes take the same place.
        not form one group.
        Draining and excluded nodes do not count: their replacements come before they leave.
     3. A job that never formed takes no node before it can have its minimum: it is queued, and holds back no other job.
-       Once it has waited for RESERVED_AFTER_S, nodes for its minimum are reserved for it, the freest first, so that
-       smaller jobs do not overtake it for ever. A job that the cluster's nodes could not hold if they were empty
-       reserves nothing.
+       Once it has waited for RESERVED_AFTER_S, and is the first of those that have, nodes for its minimum are reserved
+       for it, the freest first, so that smaller jobs do not overtake it for ever. A job that the cluster's nodes could
+       not hold if they were empty reserves nothing.
     4. A job with more members than its maximum gives up the youngest (it was scaled down), and its excluded
        nodes, if it has its minimum without them.
 
@@ -20,10 +20,10 @@ A job in a final phase, or about to stop, gets no new node. A job without a spec
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from elastic.contract.node_records import KnownNode
+from elastic.contract.node_records import KnownNode, NodeRecord
 from elastic.contract.records import Phase
 from elastic.contract.spec import JobSpec
 from elastic.contract.spec_values import MAX_WORKERS_PER_NODE
@@ -78,19 +78,21 @@ def plan(
         for node, slots in places[job.name].items():
             used.add(job, node, slots)
     waiting, queue, never = dict[str, str](), list[Job](), set[str]()
+    remembered = _remembered(cluster)
     alive = [job for job in cluster.by_age() if not job.over]
     for job in sorted(alive, key=lambda job: not _is_incomplete(job, staying[job.name])):
         assert job.spec is not None
         mine, spec = places[job.name], job.spec.spec
         if job.state.phase is not Phase.STOPPING:
-            new = _candidates(cluster, job, mine, used, silent)[: max(0, spec.max_nodes - len(staying[job.name]))]
+            room = spec.max_nodes - len(staying[job.name])
+            new = _candidates(cluster, job, mine, used, silent)[:room] if room > 0 else []
             if len(staying[job.name]) + len(new) < spec.min_nodes and (not mine or job.generation is None):
                 new = []
-                if not _could_run(cluster, job):
+                if not _could_run(remembered, _on_gpus(cluster, job, {}), job):
                     never.add(job.name)
                 elif not mine:
                     queue.append(job)
-                    if wall_s - job.state.since_wall_s >= RESERVED_AFTER_S:
+                    if wall_s - job.state.since_wall_s >= RESERVED_AFTER_S and not used.held:
                         _reserve(cluster, job, used)
             for each in new:
                 mine[each.name] = slots_wanted(job.spec, each.record.slots)
@@ -108,20 +110,19 @@ def _is_incomplete(job: Job, staying: list[str]) -> bool:
     return bool(staying and job.spec and len(staying) < job.spec.spec.min_nodes)
 
 
-def _could_run(cluster: Cluster, job: Job) -> bool:
-    """Whether the nodes of the cluster, lost ones included, could hold the job's minimum if they were empty and took
-    work."""
+def _could_run(nodes: Sequence[KnownNode | NodeRecord], on_gpus: bool, job: Job) -> bool:
+    """Whether `nodes` could hold the job's minimum if they were empty and took work."""
     assert job.spec is not None
-    spec, on_gpus, fit = job.spec.spec, _on_gpus(cluster, job, {}), 0
-    for node in _remembered(cluster):
+    spec, fit = job.spec.spec, 0
+    for node in nodes:
         wanted = slots_wanted(job.spec, node.slots)
         fit += wanted <= node.slots and (wanted <= node.gpus if on_gpus else not (_wants_gpus(job) and node.gpus))
     return fit >= spec.min_nodes
 
 
-def _remembered(cluster: Cluster) -> list[KnownNode]:
+def _remembered(cluster: Cluster) -> list[KnownNode | NodeRecord]:
     """All nodes, lost ones included."""
-    return [*(KnownNode.of(node.record) for node in cluster.nodes.values()), *cluster.absent.values()]
+    return [*(node.record for node in cluster.nodes.values()), *cluster.absent.values()]
 
 
 def _reserve(cluster: Cluster, job: Job, used: _Used) -> None:

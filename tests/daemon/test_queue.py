@@ -54,6 +54,17 @@ def test_slots_are_reserved_for_a_job_that_has_waited_and_its_rival_is_told() ->
     assert "reserved" not in made.waiting["j2"]
 
 
+def test_nodes_are_reserved_for_the_first_that_has_waited_alone() -> None:
+    """Behind it smaller jobs still take what it does not need."""
+    nodes = [node(name) for name in "abc"]
+    jobs = [replace(job("j1"), members={"a": member("a")}), replace(job("j2"), members={"b": member("b")})]
+    made = plan(cluster(nodes, [*jobs, job("j3", "2:2"), job("j4", "3:3"), job("j5")]), {}, "a", LATE_S)
+    assert where(made)["j5"] == [], "c is reserved for j3"
+    assert "c is reserved for j3" in made.waiting["j4"]
+    four = plan(cluster([*nodes, node("d")], [jobs[0], job("j3", "4:4"), job("j4", "4:4"), job("j5")]), {}, "a", LATE_S)
+    assert {"b", "c", "d"} == {n for n in "bcd" if f"{n} is reserved for j3" in four.waiting["j5"]}
+
+
 def test_a_job_that_has_agents_is_completed_before_an_older_one_begins() -> None:
     """Else each would hold what the other one needs, for ever."""
     begun = replace(job("j2", "2:2"), members={"a": member("a")})
