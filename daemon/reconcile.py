@@ -148,8 +148,9 @@ class Silent:
         """(job, node) of each. `places`: job -> node -> workers, the last plan; etcd may have lost a job since."""
         for job, nodes in ((job, nodes) for job, nodes in places.items() if job in cluster.jobs):
             for node in nodes:
-                there = cluster.nodes.get(node)
-                agent = node in cluster.jobs[job].members or bool(there and job in there.record.jobs)
+                there, known = cluster.nodes.get(node), cluster.jobs.get(job)
+                # Not known: etcd has lost its data since the plan was made, and the agents write the job back.
+                agent = known is None or node in known.members or bool(there and job in there.record.jobs)
                 absent = not (agent or (node == me and job in running))
                 if self._since.lasts_s(f"{job} {node}", absent, now_s) >= SILENT_S:
                     self._until_s[job, node] = now_s + ASIDE_S

@@ -19,6 +19,8 @@ import msgspec
 
 ENV = "ELASTIC_KEPT_CODE"
 """Environment variable: the submission and the path of the file, separated by a colon."""
+MOST_BYTES = 64_000_000
+"""Of the file: a script may write modules under new names at each start, and import them."""
 LOCK_S = 5.0
 """Other processes hold the lock for the length of one read or write."""
 
@@ -83,6 +85,8 @@ class KeptCode:
             if new.path in self._files:
                 return
             line = msgspec.json.encode(new) + b"\n"
+            if self._read_to + len(line) > MOST_BYTES:
+                raise OSError(f"it would have more than {MOST_BYTES / 1e6:.0f} MB")
             try:
                 written = file.write(line)
                 if written != len(line):

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 from support import warm
 
+from elastic.util import kept_code
 from elastic.util.kept_code import ENV, KeptCode
 
 PROCESS = """
@@ -109,6 +110,16 @@ def test_code_that_cannot_be_kept_runs(tmp_path: pathlib.Path) -> None:
     said = worker(tmp_path, "train.py")
     assert FIRST in said
     assert "cannot be kept" in said
+
+
+def test_what_is_kept_is_bounded(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_code, "MOST_BYTES", 400)
+    code = KeptCode(str(tmp_path / "code.jsonl"), "one")
+    for name in ("a", "b", "c", "d"):
+        (tmp_path / name).write_text("X = 1\n")
+        assert code.keep(str(tmp_path / name)).source == b"X = 1\n"
+    assert "d cannot be kept" in code.problem
+    assert (tmp_path / "code.jsonl").stat().st_size <= 400
 
 
 def test_a_line_that_its_writer_did_not_finish_is_written_again(tmp_path: pathlib.Path) -> None:
