@@ -29,6 +29,7 @@ from typing import IO, Any
 
 from .machine import cgroup2
 from .procs import Procs
+from .source import ROOT
 from .wait import eventually
 
 _count = itertools.count()
@@ -206,6 +207,13 @@ class SystemdHost(Host):
         self, argv: Sequence[str | os.PathLike[str]], *, env: Mapping[str, str] | None = None, **options: Any
     ) -> subprocess.Popen[Any]:
         return super().popen(["env", *(f"{k}={v}" for k, v in (env or {}).items()), *argv], **options)
+
+    def link_venv(self) -> None:
+        """/opt/elasticd is the environment of these tests, open to all users of this host."""
+        for path in (pathlib.Path(sys.executable).resolve(), ROOT, pathlib.Path(sys.prefix)):
+            for parent in path.parents:  # a copy of the machine's: what is changed there stays there
+                self.run(["chmod", "o+x", str(parent)], check=False)
+        self.run(["ln", "-s", sys.prefix, "/opt/elasticd"])
 
     def systemctl(self, *words: str, check: bool = True, timeout_s: float = 20.0) -> str:
         """What `systemctl WORDS` says (stdout)."""

@@ -11,7 +11,6 @@ import os
 import pathlib
 import re
 import shutil
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -46,10 +45,7 @@ def machines() -> Iterator[Machines]:
     with Hosts(3, systemd=True) as hosts:
         made = Machines(hosts)
         for host in made.hosts:
-            for path in (pathlib.Path(sys.executable).resolve(), ROOT, pathlib.Path(sys.prefix)):
-                for parent in path.parents:  # a copy of the machine's: what is changed there stays there
-                    host.run(["chmod", "o+x", str(parent)], check=False)
-            host.run(["ln", "-s", sys.prefix, "/opt/elasticd"])
+            host.link_venv()
             if str(ROOT).startswith(("/tmp/", "/var/tmp/")):
                 made.write(host, "/etc/systemd/system/elasticd.service.d/test.conf", "[Service]\nPrivateTmp=no\n")
         yield made

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import sys
 import time
 from collections.abc import Iterator
 
@@ -28,7 +27,7 @@ def machine() -> Iterator[SystemdHost]:
     with Hosts(1, systemd=True) as hosts:
         host = hosts[0]
         assert isinstance(host, SystemdHost)
-        host.run(["ln", "-s", sys.prefix, "/opt/elasticd"])
+        host.link_venv()
         host.run(["/opt/elasticd/bin/elasticctl", "install-service"])
         write(host, "/etc/systemd/system/elasticd.service.d/test.conf", DROP_IN)
         host.systemctl("daemon-reload")
@@ -244,7 +243,7 @@ def test_a_machine_that_shuts_down_drains_its_node() -> None:
     with Hosts(1, systemd=True) as hosts:
         host = hosts[0]
         assert isinstance(host, SystemdHost)
-        host.run(["ln", "-s", sys.prefix, "/opt/elasticd"])
+        host.link_venv()
         host.run(["/opt/elasticd/bin/elasticctl", "install-service"])
         write(host, "/etc/systemd/system/elasticd.service.d/test.conf", DROP_IN)
         write(host, "/etc/elasticd/elasticd.toml", CONFIG)

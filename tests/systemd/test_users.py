@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import pathlib
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -27,10 +25,7 @@ DENIED = 7
 class Machine:
     def __init__(self, host: SystemdHost) -> None:
         self.host = host
-        for path in (pathlib.Path(sys.executable).resolve(), ROOT, pathlib.Path(sys.prefix)):
-            for parent in path.parents:  # a copy of the machine's: what is changed there stays there
-                host.run(["chmod", "o+x", str(parent)], check=False)
-        host.run(["ln", "-s", sys.prefix, "/opt/elasticd"])
+        host.link_venv()
         host.run(["/opt/elasticd/bin/elasticctl", "install-service"])
         self.write("/etc/sysusers.d/people.conf", f"{USERS}m carol elasticd-admin\n")
         host.run(["systemd-sysusers"])
