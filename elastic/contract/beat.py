@@ -37,7 +37,7 @@ WITH_OTHERS = frozenset({Doing.WAITING, Doing.FORMING, Doing.SYNCING, Doing.EXCH
 """No other rank waits for this one: it waits for them."""
 
 (_DOING, _GENERATION, _STEP, _BEATS, _BEAT_AT_NS, _LOSS, _STEP_NS, _QUIET_UNTIL_NS, _RANK, _COMMITTED_IN,
- _EXCHANGES, _GAP_NS, _LAST_GAP_NS, _PULSE_NS, _MARK_NS, _DATA_NS, _STALL_NS) = range(17)  # fmt: skip
+ _EXCHANGES, _GAP_NS, _LAST_GAP_NS, _PULSE_NS, _MARK_NS, _DATA_NS, _STALL_NS, _LEFT_NS) = range(18)  # fmt: skip
 _SPENT_NS = 32
 """From here on one field for each `Doing`: how long it has lasted, all together."""
 _DEVICE_STEPS = 63
@@ -70,6 +70,9 @@ class Beat(msgspec.Struct, frozen=True):
     pulse_s: float = 0.0
     """Monotonic instant at which the process last ran Python in any thread, to within PULSE_S; 0: not known."""
 
+    left_s: float = 0.0
+    """Instant at which the script was found to leave `train`, its group being over: from then on it runs its own code,
+    such as `finally` blocks, and touches the group no more. 0: it was not, in this generation."""
     spent_s: tuple[float, ...] = ()
     """Seconds of this process in each `Doing`, up to the last mark. Never decrease."""
     data_s: float = 0.0
@@ -138,10 +141,19 @@ class BeatPage:
         """Some thread of the worker runs Python, which is no sign of progress of the main thread."""
         self._ints[_PULSE_NS] = int(now_s * 1e9)
 
+    def left(self, now_s: float) -> None:
+        """The script leaves `train`: see `Beat.left_s`."""
+        self._ints[_LEFT_NS] = self._ints[_LEFT_NS] or int(now_s * 1e9)
+
+    @property
+    def doing(self) -> int:
+        """A `Doing`."""
+        return self._ints[_DOING]
+
     def place(self, generation: int, rank: int) -> None:
         self._ints[_GENERATION] = generation
         self._ints[_RANK] = rank
-        self._ints[_EXCHANGES] = self._ints[_GAP_NS] = self._ints[_LAST_GAP_NS] = 0
+        self._ints[_EXCHANGES] = self._ints[_GAP_NS] = self._ints[_LAST_GAP_NS] = self._ints[_LEFT_NS] = 0
 
     def committed(self, step: int, step_s: float, loss: float | None, now_s: float) -> None:
         ints = self._ints
@@ -176,6 +188,7 @@ class BeatPage:
             exchanges=ints[_EXCHANGES],
             gap_s=max(ints[_GAP_NS], ints[_LAST_GAP_NS]) / 1e9,
             pulse_s=ints[_PULSE_NS] / 1e9,
+            left_s=ints[_LEFT_NS] / 1e9,
             spent_s=_seconds(ints[_SPENT_NS : _SPENT_NS + len(_DOINGS)]),
             data_s=ints[_DATA_NS] / 1e9,
             stall_s=ints[_STALL_NS] / 1e9,

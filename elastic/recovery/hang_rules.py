@@ -159,13 +159,16 @@ def _evidence(beat: Beat, process_state: str, silent_s: float, patience: float) 
 
 def busy(beat: Beat, rules: Hang, now_s: float) -> bool:
     """Whether a worker that was told to abort cannot react yet but is healthy: it has declared a span without steps,
-    copies state (with a sign of progress every COPIES_S), or is in `train` before its first step."""
+    copies state (with a sign of progress every COPIES_S), is in the script's own code for no longer than it has
+    patience, or has left the group and runs what the script does then: it joins loaders, say, for a while."""
     silent_s = now_s - beat.beat_at_s
     if now_s < beat.quiet_until_s:
         return True
+    if beat.left_s:
+        return now_s - beat.left_s < rules.ceiling_s
     if beat.doing in (Doing.SAVING, Doing.SYNCING, Doing.APPLYING):
         return silent_s < COPIES_S
-    return beat.doing is Doing.COMPUTING and not beat.settled and silent_s < rules.ceiling_s
+    return beat.doing is Doing.COMPUTING and silent_s < patience_s(beat, rules)
 
 
 def waits_too_long(beat: Beat, limit_s: float, now_s: float) -> str:

@@ -12,6 +12,7 @@ import mmap
 import os
 import select
 import socket
+import sys
 import threading
 import time
 from collections import deque
@@ -28,6 +29,12 @@ PAGE_ENV = "ELASTIC_BEAT_FD"
 
 AGENT_GONE_EXIT = 78
 """Exit code of a worker whose agent has died: no process is left to direct the job."""
+
+LOOK_S = 0.05
+"""In place of PULSE_S, while a thread is about to leave an aborted group."""
+
+IN_COLLECTIVE = ("/torch/autograd/", "/torch/distributed/", "/elastic/worker/comm/")
+"""Code in which a thread waits for other ranks."""
 
 MAX_DESCRIPTORS = 253
 """The kernel's limit for one message."""
@@ -76,6 +83,10 @@ class Session:
         """When the group of `_yield_generation` is aborted, unless the step under way is committed before."""
         self._group: Abortable | None = None
         self._group_generation = 0
+        self._thread = 0
+        """That which holds the group."""
+        self._aborted = False
+        """That group was aborted, and the thread was not found to have left it yet."""
         self._handlers: dict[type[Message], Callable[[Message, list[int]], None]] = {}
         self.save_wanted = False
         self.stop_wanted = False
@@ -150,6 +161,7 @@ class Session:
         once."""
         with self._changed:
             self._group, self._group_generation = group, generation
+            self._thread, self._aborted = threading.get_ident(), False
             late = group is not None and self._ended >= generation
             why = self._why
         if late and group is not None:
@@ -167,6 +179,7 @@ class Session:
         """Raises GenerationEnded, with `between`, if `generation` is over, or is to stop at `step`."""
         self.step = step
         if self._ended >= generation:
+            self.page.left(time.monotonic())
             raise GenerationEnded(self._why, between=between)
         if self._yield_generation == generation and step >= self._yield_step:
             raise GenerationEnded(f"planned change after step {step}", between=between)
@@ -193,7 +206,7 @@ class Session:
         while True:
             # A thread that cannot get the GIL cannot report it: the absence of a pulse shows that no Python code runs
             # here.
-            self.page.pulse(now_s := time.monotonic())
+            self._look(now_s := time.monotonic())
             if not poller.poll(self._patience_s(now_s) * 1000):
                 continue
             try:
@@ -203,6 +216,22 @@ class Session:
             if not raw:
                 os._exit(AGENT_GONE_EXIT)
             self._take(messages.to_worker(raw), descriptors)
+
+    def _look(self, now_s: float) -> None:
+        self.page.pulse(now_s)
+        # In the script's own code elastic's next call raises, see `check`. A collective has raised once the thread's
+        # frames show none any more, whatever the script does since: its time is no sign that it cannot abort.
+        if self._aborted and self.page.doing == Doing.EXCHANGING and not self._in_collective():
+            self._aborted = False
+            self.page.left(now_s)
+
+    def _in_collective(self) -> bool:
+        frame = sys._current_frames().get(self._thread)
+        while frame is not None:
+            if any(place in frame.f_code.co_filename for place in IN_COLLECTIVE):
+                return True
+            frame = frame.f_back
+        return False
 
     def _take(self, message: Message, descriptors: list[int]) -> None:
         match message:
@@ -242,7 +271,7 @@ class Session:
         self._give_up_s = math.inf
         if self._group is not None and self._group_generation == self._yield_generation:
             self._abort(self._yield_generation, self._why)
-        return PULSE_S
+        return LOOK_S if self._aborted else PULSE_S
 
     def _abort(self, generation: int, why: str) -> None:
         with self._changed:
@@ -251,3 +280,4 @@ class Session:
             self._changed.notify_all()
         if group is not None:
             group.abort(why)
+            self._aborted = True

@@ -261,9 +261,17 @@ def collates_tensors_by_stack() -> bool:
 
 
 def shut_down_workers(iterator: object) -> None:
-    """End the processes of a DataLoader's iterator, if it has any."""
-    if (shut := getattr(iterator, "_shutdown_workers", None)) is not None:
-        shut()
+    """End the processes of a DataLoader's iterator, if it has any. While they load items that are not wanted any more
+    they are terminated: torch waits for those, up to 5 s for each process. Not if a thread pins memory, since it may
+    wait for ever for the rest of what a process was writing."""
+    if (shut := getattr(iterator, "_shutdown_workers", None)) is None:
+        return
+    if getattr(iterator, "_tasks_outstanding", 0) and not getattr(iterator, "_pin_memory", True):
+        torch._C._remove_worker_pids(id(iterator))  # else their deaths raise in this thread
+        iterator._worker_pids_set = False  # type: ignore[attr-defined]
+        for process in getattr(iterator, "_workers", ()):
+            process.terminate()
+    shut()
 
 
 # ── the build ───────────────────────────────────────────────────────────────────────────────────────────────

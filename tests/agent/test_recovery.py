@@ -10,6 +10,7 @@ from support.agents import Job
 from support.wait import eventually
 
 from elastic.contract.records import Phase
+from elastic.contract.timeouts import Timeouts
 
 pytestmark = [pytest.mark.etcd, pytest.mark.chaos]
 
@@ -73,6 +74,17 @@ def test_two_at_once_and_again_during_recovery() -> None:
         check_samples(job)
         check_no_step_back(job)
         assert job.weights() == undisturbed()
+
+
+def test_survivors_that_take_long_to_leave_train_keep_their_processes() -> None:
+    """Their sockets are shut by then: it is the script's own time, in a `finally` block."""
+    with Job(nodes="1:1", args={"steps": 5000, "step-ms": 3, "leave-s": 1.0}, timeouts=Timeouts(abort_s=0.3)) as job:
+        job.wait_step(30)
+        job.kill_rank(0)
+        eventually(lambda: job.incidents(), 20.0, "recovery")
+        [incident] = job.incidents()
+        assert [(cause.kind, cause.ranks) for cause in incident.causes] == [("exit", (0,))]
+        assert (incident.steps_lost, incident.restored_from) == (0, "live")
 
 
 def test_all_workers_killed_resume_from_the_checkpoint(tmp_path: Path) -> None:

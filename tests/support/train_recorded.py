@@ -6,6 +6,7 @@ import argparse
 import hashlib
 import json
 import os
+import sys
 import time
 
 import torch
@@ -21,6 +22,7 @@ parser.add_argument("--samples", type=int, default=1000)
 parser.add_argument("--width", type=int, default=32)
 parser.add_argument("--step-ms", type=float, default=5.0)
 parser.add_argument("--setup-s", type=float, default=0.0)
+parser.add_argument("--leave-s", type=float, default=0.0)  # how long it takes to leave `train` after a failure
 parser.add_argument("--hashes", type=int, default=0)  # of the weights, with each commit
 parser.add_argument("--fail", default="")  # rank:step:kind, struck in the first life of the process only
 ARGS = parser.parse_args()
@@ -49,6 +51,14 @@ def setup(job: elastic.Job) -> elastic.State:
 
 
 def train(job: elastic.Job, state: elastic.State) -> None:
+    try:
+        steps(job, state)
+    finally:
+        if sys.exc_info()[0] is not None:
+            time.sleep(ARGS.leave_s)
+
+
+def steps(job: elastic.Job, state: elastic.State) -> None:
     model = job.ddp(state.model)
     with open(f"{ARGS.record}/{os.getpid()}.jsonl", "a", buffering=1) as log:
         log.write(json.dumps({"entered": state.step, "generation": job.generation, "rank": job.rank}) + "\n")

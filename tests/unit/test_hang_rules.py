@@ -281,12 +281,18 @@ def test_worker_that_cannot_yet_receive_an_abort_counts_as_busy() -> None:
     entered = beat(Doing.COMPUTING, step_s=0.05, committed_in=2)
     assert busy(entered, RULES, AT_S + 299.0)
     assert not busy(entered, RULES, AT_S + 300.0)
-    assert not busy(beat(Doing.COMPUTING), RULES, AT_S + 0.1)
+    slow = beat(Doing.COMPUTING, step_s=1.0)
+    assert busy(slow, RULES, AT_S + patience_s(slow, RULES) - 0.1), "in the script's own code, as long as that may take"
+    assert not busy(slow, RULES, AT_S + patience_s(slow, RULES))
     for doing in (Doing.SAVING, Doing.SYNCING, Doing.APPLYING):
         assert busy(beat(doing), RULES, AT_S + 9.9)
         assert not busy(beat(doing), RULES, AT_S + 10.0)
     assert busy(beat(Doing.QUIET, quiet_until_s=AT_S + 60.0), RULES, AT_S + 59.0)
     assert not busy(beat(Doing.EXCHANGING, committed_in=2), RULES, AT_S + 0.1)
+    for doing in (Doing.EXCHANGING, Doing.COMPUTING):
+        leaves = beat(doing, left_s=AT_S + 1.0)
+        assert busy(leaves, RULES, AT_S + 300.9), "it runs `finally` blocks: nothing of the group is touched any more"
+        assert not busy(leaves, RULES, AT_S + 301.0)
 
 
 def test_rank_wait_is_too_long_when_it_exceeds_the_group_timeout() -> None:
