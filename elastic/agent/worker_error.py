@@ -9,6 +9,7 @@ from typing import Any
 
 from ..contract.records import WorkerError
 from ..contract.texts import cut_middle
+from ..recovery.restart_budget import FATAL
 from ..util.files import read_file
 from .pool import Exited
 
@@ -19,8 +20,6 @@ LAST_LINES, LINE_CHARS, LAST_BYTES = 12, 300, 16_000
 """Of the log, kept beside a traceback from the error file."""
 NO_STATE = "NoStateError"
 """See `worker.state.state_source`."""
-FATAL = "Fatal Python error: "
-"""Begins what faulthandler writes about a signal."""
 _LEFT_OUT = "\n… (a part is left out here) …\n"
 ERROR_FILE_BYTES = 1 << 20
 """A longer error file is truncated, and so invalid JSON: the log is used instead."""

@@ -6,6 +6,7 @@ does not matter; nothing else is decided by it.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -48,6 +49,16 @@ OF_THE_TEXT = frozenset(
 
 OF_THE_TYPES = frozenset({"AttributeError", "TypeError", "ValueError", "KeyError", "IndexError", "AssertionError"})
 """Exceptions that mostly are of that kind, too: before the first step of a job they are taken for it."""
+
+
+FATAL = "Fatal Python error: "
+"""Begins what faulthandler writes about a signal."""
+
+OWN_ENDS = frozenset(
+    {"exit code 0", *(f"killed by {name}" for name in ("SIGABRT", "SIGSEGV", "SIGILL", "SIGFPE", "SIGSYS", "SIGTRAP"))}
+)
+"""Fingerprints of ends without an exception that a process brings about by itself. What kills from outside, an operator
+or the kernel for lack of memory, sends other signals; and SIGBUS is mostly a full /dev/shm of that node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +115,9 @@ def charge(
         excluded_nodes=_set_aside(state, kept, other_nodes),
     )
     waits = survives and bool(stepped)
-    if fault := _at_fault(recent, broken, rules, stepped=stepped, first=not state.restarts, waits=waits):
-        return _stop(charged, wall_s, f"{fault}: {broken.detail}")
+    fault = _at_fault(recent, broken, rules, stepped=stepped, first=not state.restarts, waits=waits)
+    if fault := fault or _ends_alike(recent, broken, rules, spared=bool(other_nodes), waits=waits):
+        return _stop(charged, wall_s, f"{fault}: {broken.detail}{_said(broken)}")
     # A failed collective of a job that has stepped before is not the job's fault but the network's: the job retries.
     counted = sum(1 for f in recent if (f.fingerprint not in OF_THE_NETWORK if f.step else not waits))
     if counted > rules.budget:
@@ -148,6 +160,28 @@ def _at_fault(
     if crawling > alike:
         where, alike = "after each step", crawling
     return f"crash loop: the same failure {where}, {alike} times"
+
+
+def _ends_alike(
+    recent: tuple[Failure, ...], broken: BrokenRecord, rules: Restarts, *, spared: bool, waits: bool
+) -> str:
+    """Why the next try would end as well, or '': the same end without an exception at the same step, several times in a
+    row. If all were on one node, that is excluded first where it can be spared: its memory may be bad."""
+    last = recent[-1]
+    if broken.error is not None or last.fingerprint not in OWN_ENDS or (waits and not last.step):
+        return ""
+    same = (last.fingerprint, last.step)
+    row = list(itertools.takewhile(lambda f: (f.fingerprint, f.step) == same, reversed(recent)))
+    if len(row) < rules.same_failure or (spared and len({f.node for f in row}) == 1):
+        return ""
+    where = f"at step {last.step}" if last.step else "before the first step"
+    return f"crash loop: the same end {where}, {len(row)} times in a row"
+
+
+def _said(broken: BrokenRecord) -> str:
+    """What a library has said before it aborted the process."""
+    said = list(itertools.takewhile(lambda line: not line.startswith(FATAL), broken.last_lines))
+    return f": {said[-1].strip()}" if said and len(said) < len(broken.last_lines) else ""
 
 
 def _stop(state: JobState, wall_s: float, reason: str) -> Charge:

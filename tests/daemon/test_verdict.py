@@ -163,6 +163,7 @@ CASES: dict[str, list[IncidentRecord]] = {
     "sigterm": [died("SIGTERM")],
     "sigsegv": [died("SIGSEGV", "Fatal Python error: Segmentation fault")],
     "sigbus": [died("SIGBUS", "step 40")],
+    "unlike_sizes": [died("SIGABRT", "op.preamble.length <= op.nbytes. 352 vs 320. Received data size doesn't match")],
     "sigabrt": [died("SIGABRT", "free(): invalid pointer")],
     "sigill": [died("SIGILL")],
     "sigfpe": [died("SIGFPE")],

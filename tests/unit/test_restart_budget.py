@@ -11,6 +11,7 @@ from elastic.contract.records import BrokenRecord, JobState, Loss, Phase, Worker
 from elastic.contract.spec import Restarts
 from elastic.recovery.restart_budget import BAD_NODE_FAILURES, Charge, backoff_s, charge
 
+MANY = Restarts(budget=10, window_s=100.0, same_failure=3)
 RULES = Restarts(budget=3, window_s=100.0, same_failure=3, backoff_s=0.5, backoff_max_s=30.0)
 
 
@@ -123,6 +124,44 @@ def test_the_same_exception_after_each_single_step_is_one() -> None:
 def test_the_same_signal_at_the_same_step_is_none() -> None:
     """Nobody's script is to blame for SIGKILL: the budget alone ends that."""
     assert not book(*((float(i), broken()) for i in range(9)), rules=Restarts())[1]
+
+
+ABORTED, ENDED = "killed by SIGABRT", "exit code 0"
+
+
+@pytest.mark.parametrize("fingerprint", [ABORTED, ENDED])
+def test_the_same_end_by_itself_at_the_same_step_three_times_in_a_row_is_a_crash_loop(fingerprint: str) -> None:
+    ends = [(float(i), broken(fingerprint, node="ab"[i % 2])) for i in range(3)]
+    assert book(*ends[:2])[1] == ""
+    assert book(*ends)[1] == "crash loop: the same end at step 7, 3 times in a row: planted"
+    assert book(*ends[:2], (2.0, broken(fingerprint, step=8)))[1] == "", "at another step"
+    assert book(*ends[:2], (2.0, broken("killed by SIGKILL")))[1] == ""
+    assert book(ends[0], (0.5, broken("killed by SIGKILL")), *ends[1:2], rules=MANY)[1] == "", "not in a row"
+
+
+@pytest.mark.parametrize("fingerprint", ["killed by SIGKILL", "killed by SIGTERM", "killed by SIGBUS", "hang"])
+def test_what_comes_from_outside_is_no_crash_loop_though_it_comes_at_the_same_step(fingerprint: str) -> None:
+    assert book(*((float(i), broken(fingerprint)) for i in range(5)), rules=MANY)[1] == ""
+
+
+def test_ends_of_one_node_exclude_it_before_they_stop_the_job() -> None:
+    on_one = [(float(i), broken(ABORTED)) for i in range(3)]
+    state, stopped = book(*on_one, rules=MANY, spare=1)
+    assert (stopped, state.excluded_nodes) == ("", ("a",))
+    assert "4 times in a row" in book(*on_one, (3.0, broken(ABORTED, node="b")), rules=MANY, spare=1)[1]
+    assert "3 times in a row" in book(*on_one, rules=MANY, spare=0)[1], "there is no other node"
+
+
+def test_crash_loop_of_aborts_names_what_the_library_has_said() -> None:
+    lines = (
+        "warning: old",
+        "  what():  [enforce fail at pair.cc] 352 vs 320",
+        "Fatal Python error: Aborted",
+        "Thread 1",
+    )
+    aborted = msgspec.structs.replace(broken(ABORTED), last_lines=lines)
+    stopped = book(*((float(i), aborted) for i in range(3)), spare=0)[1]
+    assert stopped.endswith(": planted: what():  [enforce fail at pair.cc] 352 vs 320")
 
 
 def test_crash_loop_is_detected_before_the_first_step() -> None:
