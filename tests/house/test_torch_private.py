@@ -7,8 +7,8 @@ import ast
 from support.source import modules, tree, where
 
 HOME = "elastic.worker.torch_private"
-ANYWHERE = {"_version", "_exit", "_run_module_as_main"}
-"""A tensor's version counter, which torch documents; `os._exit`; `runpy._run_module_as_main`."""
+ANYWHERE = {"_current_frames", "_version", "_exit", "_run_module_as_main"}
+"""A tensor's version counter, which torch documents; `sys._current_frames`, `os._exit`, `runpy._run_module_as_main`."""
 STORES = {"PrefixStore", "Store", "TCPStore"}
 """Public in torch.distributed, and typed in `torch._C._distributed_c10d` alone."""
 INHERITED = {("elastic.agent.torch_agent", "_worker_group")}
