@@ -13,6 +13,7 @@ import itertools
 import os
 import pathlib
 import random
+import re
 import signal
 import statistics
 import sys
@@ -28,6 +29,8 @@ from support.history import History
 from support.incidents import Deed, check_deed
 from support.procs import kill
 from support.wait import eventually
+
+from elastic.recovery.restart_budget import BAD_NODE_FAILURES
 
 NODES = 4
 
@@ -252,6 +255,9 @@ CLASSES: dict[str, tuple[str, ...]] = {
     "node frozen for up to 6 s": ("node", "network", "hang"),
 }
 """Of the verdict on the incident of each."""
+CHARGED = {kind for kind, told in ONE_INCIDENT.items() if told in (("exit",), ("hang",))}
+"""Those that count as a failure of their node."""
+EXCLUDED = re.compile(r"([\w.-]+) is excluded for ")
 SLOWEST_S = 25.0
 """From a strike to its notice: the longest silence that a hang is given, and some more."""
 
@@ -276,9 +282,21 @@ def check_told(history: History, incidents: list[dict[str, Any]], strikes: list[
         for incident in mine:
             planned = incident["kind"] == "planned"
             check_deed(history, incident, Deed("planned") if planned else deed)
-            verdict = incident["verdict"]
-            assert verdict["class"] in (("planned",) if planned else CLASSES[strike.kind]), f"{strike}: {verdict}"
-            assert not verdict["person"], f"{strike}: {verdict}"
+            check_verdict(incident, strike, [s for s in strikes if s.at_s <= strike.at_s])
+
+
+def check_verdict(incident: dict[str, Any], strike: Strike, before: list[Strike]) -> None:
+    """`incident` is told after `strike`, the last one of `before`. Raises AssertionError."""
+    verdict, classes = incident["verdict"], CLASSES[strike.kind]
+    if incident["kind"] == "planned":
+        classes = ("planned",)
+        if excluded := EXCLUDED.search(incident["detail"]):
+            # No answer to this strike, which has an incident of its own: to all that have fallen on that node.
+            there = sum(s.node == excluded[1] or len(s.pids) > 1 for s in before if s.kind in CHARGED)
+            assert there >= BAD_NODE_FAILURES, f"{excluded[1]} is excluded after {there} strikes: {before}"
+            classes = ("node",)
+    assert verdict["class"] in classes, f"{strike}: {verdict}"
+    assert not verdict["person"], f"{strike}: {verdict}"
 
 
 def told(strike: Strike) -> str:
@@ -286,16 +304,17 @@ def told(strike: Strike) -> str:
 
 
 def whole_again(job: Job, since_s: float, newer_than: int) -> float | None:
-    """The instant at which the last of all ranks had stepped after `since_s`, in a world of full size."""
-    history = job.history
+    """The instant at which the last of all ranks had stepped after `since_s`, in a world of full size: of all nodes but
+    those that are excluded, on which too many faults have fallen."""
+    history, size = job.history, NODES - len(job.row()["excluded_nodes"])
     first: dict[tuple[int, int], float] = {}
     for commit in history.commits:
-        if commit.at_s > since_s and commit.generation > newer_than and commit.world_size == NODES:
+        if commit.at_s > since_s and commit.generation > newer_than and commit.world_size == size:
             first.setdefault((commit.generation, commit.rank), commit.at_s)
     generations = sorted({g for g, _ in first}, reverse=True)
     for generation in generations:
         ranks = [at_s for (g, _), at_s in first.items() if g == generation]
-        if len(ranks) == NODES:
+        if len(ranks) == size:
             return max(ranks)
     return None
 
@@ -321,7 +340,8 @@ def one_round(
                 if job.history.step() > steps - 100:  # so that recovery can be seen
                     break
                 kind = dice.choice(sorted(kinds))
-                node = dice.choice(cluster.nodes)
+                excluded = job.row()["excluded_nodes"]
+                node = dice.choice([node for node in cluster.nodes if node.name not in excluded])
                 strike = Strike(kind, node.name, now_s(), job.history.step())
                 result.strikes.append(strike)
                 generation, chaos.hit = job.history.generations()[-1], ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from chaos.random_faults import Round, Strike, one_round, table
+from chaos.random_faults import Round, Strike, check_verdict, one_round, table
 from support import machine
 
 pytestmark = [pytest.mark.chaos, pytest.mark.etcd]
@@ -17,6 +17,22 @@ def test_one_round_of_random_faults() -> None:
     *before, last = result.strikes  # the job may be done before what the last one struck is back
     assert all(strike.recovered_s is not None for strike in before), result.strikes
     assert len(before) + (last.recovered_s is not None) >= 2, result.strikes
+
+
+def test_an_exclusion_is_judged_by_all_strikes_that_have_fallen_on_the_node() -> None:
+    strikes = [Strike("worker SIGKILL", "node1", float(at_s), 5) for at_s in range(3)]
+    leaves = {
+        "kind": "planned",
+        "detail": "node1 leaves (node1 is excluded for job: its workers fail there)",
+    }
+    told = {**leaves, "verdict": {"class": "node", "person": False}}
+    check_verdict(told, strikes[-1], strikes)
+    with pytest.raises(AssertionError, match="node1 is excluded after 2 strikes"):
+        check_verdict(told, strikes[1], strikes[:2])
+    with pytest.raises(AssertionError, match="class"):
+        check_verdict({**leaves, "verdict": {"class": "planned", "person": False}}, strikes[-1], strikes)
+    with pytest.raises(AssertionError, match="class"):
+        check_verdict({**told, "detail": "node1 leaves"}, strikes[-1], strikes)
 
 
 def test_chaos_table_counts_faults_and_recoveries() -> None:
