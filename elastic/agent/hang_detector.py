@@ -16,7 +16,7 @@ import structlog
 from ..contract.beat import WITH_OTHERS, Beat, Doing
 from ..contract.spec import Hang
 from ..contract.standings import Standing
-from ..recovery.collective_frames import is_blocked_in_collective
+from ..recovery.collective_frames import is_blocked_in_collective, place_in_train
 from ..recovery.events import Event, GroupStuck, Progress, RanksStill, StillBusy, WorkerUnhealthy
 from ..recovery.hang_rules import (
     FARTHEST,
@@ -26,6 +26,7 @@ from ..recovery.hang_rules import (
     busy,
     judge,
     patience_s,
+    patience_there_s,
     position,
     waits_too_long,
 )
@@ -99,6 +100,8 @@ class HangDetector:
         """Worker id of a stopped plain script -> since when every look has found its process stopped."""
         self._ending_s: dict[int, float] = {}
         """Worker id of a process that was killed or exits -> when that was seen first."""
+        self._hung_at: dict[tuple[int, str], set[int]] = {}
+        """(rank, place in `train`) -> ids of its workers that were found to be hung there."""
         self._in_collective: dict[int, tuple[int, float]] = {}
         """Worker id -> the beat after which its stack showed it in a collective, and when."""
 
@@ -283,6 +286,9 @@ class HangDetector:
                 self._excused[process.worker_id] = again_s
                 self._in_collective[process.worker_id] = beats_then, now_s
                 log.info("worker.is_blocked_in_collective", slot=process.slot, pid=process.pid)
+            elif sick is not None and (longer_s := self._more_patience_s(one, sick, told[suspect], now_s)):
+                self._excused[process.worker_id] = one.beat.beat_at_s + longer_s
+                log.info("worker.takes_long_there", slot=process.slot, pid=process.pid, patience_s=longer_s)
             elif sick is not None:
                 evidence = sick.evidence
                 if (since_s := self._ending_s.get(process.worker_id)) is not None:
@@ -302,6 +308,16 @@ class HangDetector:
             log.error("worker.not_looked_at", slot=process.slot, pid=process.pid, why=str(error))
             self._retry_s = now_s + RETRY_S
             self._accused.discard(process.worker_id)
+
+    def _more_patience_s(self, one: LastBeat, sick: Unhealthy, dump: str, now_s: float) -> float:
+        """How long the worker may be silent, if that is longer than it was: its rank was found to be hung at the same
+        place before. 0: it is hung; counted."""
+        found = self._hung_at.setdefault((one.beat.rank, place_in_train(dump)), set())
+        longer_s = patience_there_s(one.beat, self.rules, len(found - {one.worker.worker_id}))
+        if not sick.certain and now_s - one.beat.beat_at_s < longer_s:
+            return longer_s
+        found.add(one.worker.worker_id)
+        return 0.0
 
     def _is_ending(self, process: Process, now_s: float) -> bool:
         """Whether the kernel is about to show its exit, which tells the cause and the last step: that is no hang."""

@@ -69,7 +69,7 @@ def late_exit(
     training was complete: the job has succeeded, but the rest of the script has not run. None: it is neither."""
     worker = agent.local.workers.get(slot)
     told = worker is not None and worker.worker_id == ended.worker_id and worker.stage is Stage.ABORTING
-    if ended.late_s:
+    if ended.late_s and not ended.code:  # else its script has failed, and is told of already
         return _late_exit(
             agent,
             slot,

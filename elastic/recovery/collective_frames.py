@@ -59,6 +59,17 @@ def is_blocked_in_collective(dump: str) -> bool:
     return False
 
 
+def place_in_train(dump: str) -> str:
+    """The frame of the script's `train`, with its line: where the script is, whatever it has called there. Without one,
+    the whole stack of the main thread."""
+    inner = ""
+    for frame in _main_thread(dump):
+        if frame.startswith("_train_in "):
+            return inner
+        inner = frame
+    return "\n".join(_main_thread(dump))
+
+
 def _main_thread(dump: str) -> Iterator[str]:
     """The frames of the main thread; of the first thread if none has its name."""
     threads: list[tuple[str, list[str]]] = []

@@ -28,6 +28,9 @@ IN_EXCHANGE = frozenset({Doing.EXCHANGING, Doing.SYNCING, Doing.FINISHING})
 AS_SLOW_AS_OTHERS = 2.0
 """A rank may take this many times as long as the rank that waits for it took."""
 
+LONGER_THERE = 4.0
+"""See `patience_there_s`."""
+
 COPIES_S = 10.0
 """A copy of state that completes no further piece for this long has stalled."""
 
@@ -82,6 +85,12 @@ def patience_s(beat: Beat, rules: Hang) -> float:
     if beat.step_s <= 0 or not beat.settled or beat.doing is Doing.SAVING:
         return rules.ceiling_s  # opening data, compilation, the copy of a snapshot have no usual duration
     return min(rules.ceiling_s, max(rules.floor_s, rules.factor * beat.step_s))
+
+
+def patience_there_s(beat: Beat, rules: Hang, found: int) -> float:
+    """The patience of a worker at a place in `train` where its rank was found to be hung `found` times before. If its
+    replacement takes long there, too, the script most likely does: it has four times as long, up to the ceiling."""
+    return min(rules.ceiling_s, patience_s(beat, rules) * LONGER_THERE ** min(found, 16))
 
 
 def judge(

@@ -417,6 +417,7 @@ def test_late_exits_write_one_incident_each_with_no_steps_lost() -> None:
     found = [decode(IncidentRecord, kv.value) for kv in office.client.get_prefix(KEYS.incidents).kvs.values()]
     assert sorted(i.detail.partition(" had")[0] for i in found) == ["the process of slot 0", "the process of slot 1"]
     assert {(i.open, i.ended_wall_s, steps_lost(i)) for i in found} == {(False, 10.0, "0 steps")}
+    assert late_exit(agent, 0, Exited(4, 1, None, 0, late_s=3.0), None, 10.0) is None, "its failure is told of already"
 
 
 def test_checkpoints_that_fail_without_end_do_not_fill_etcd() -> None:

@@ -29,6 +29,7 @@ from elastic.contract.records import GenerationNode, GenerationRecord, MemberRec
 from elastic.contract.spec import Hang
 from elastic.contract.standings import Standing
 from elastic.recovery.events import Event, GroupStuck, RanksStill, WorkerUnhealthy
+from elastic.recovery.hang_rules import Unhealthy
 from elastic.recovery.model import Worker
 from elastic.recovery.transitions import Stage
 from elastic.util import processes
@@ -129,6 +130,31 @@ def test_hang_detector_drops_accusation_if_worker_progresses_during_stack_dump(s
         hang_detector.stack = before
     scene.look(111.0)
     assert eventually(scene.accused, 10.0)
+
+
+def test_a_second_suspicion_at_the_same_line_of_train_is_given_more_time(scene: Scene) -> None:
+    """Validation of 6 s that the script has not declared, on rank 0 alone: it was killed there each time, for ever."""
+    scene.watchman.rules = Hang(floor_s=2.0, ceiling_s=60.0)
+    scene.page.committed(1, 0.05, None, 100.0)
+
+    def longer_s(worker_id: int, line: int, silent_s: float, *, certain: bool = False) -> float:
+        worker = Worker(slot=0, worker_id=worker_id, stage=Stage.RUNNING)
+        one = hang_detector.LastBeat(worker, scene.process, scene.page.read(), "S", None)
+        dump = f"""Thread 7 (idle): "MainThread"
+    predict (model.py:{worker_id})
+    train (train.py:{line})
+    _train_in (elastic/worker/run.py:290)
+    run (elastic/worker/run.py:60)"""
+        return scene.watchman._more_patience_s(one, Unhealthy("", certain=certain), dump, 100.0 + silent_s)
+
+    assert longer_s(1, 21, 2.5) == 0.0, "it is hung"
+    assert longer_s(1, 21, 3.0) == 0.0, "it still is"
+    assert longer_s(2, 21, 2.5) == 8.0, "its successor there may only be slow"
+    assert longer_s(2, 22, 2.5) == 0.0, "elsewhere"
+    assert longer_s(3, 21, 2.5, certain=True) == 0.0, "no thread runs Python there"
+    assert longer_s(4, 21, 31.0) == 32.0
+    assert longer_s(4, 21, 33.0) == 0.0
+    assert longer_s(5, 21, 33.0) == 60.0, "the ceiling"
 
 
 def test_a_wait_beyond_the_groups_time_out_is_told_once(scene: Scene) -> None:

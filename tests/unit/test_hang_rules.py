@@ -19,6 +19,7 @@ from elastic.recovery.hang_rules import (
     busy,
     judge,
     patience_s,
+    patience_there_s,
     position,
     waits_too_long,
 )
@@ -275,6 +276,14 @@ def test_whatever_the_pages_say_never_all_ranks_are_condemned(ranks: list[Beat],
         for i, it in enumerate(ranks)
     ]
     assert not all(condemned)
+
+
+def test_patience_at_a_place_where_the_rank_was_found_hung_before_grows_up_to_the_ceiling() -> None:
+    """Six seconds of validation that the script has not declared cost one replacement, not one each time."""
+    validates = beat(Doing.COMPUTING, step_s=0.05)
+    once = patience_s(validates, RULES)
+    assert [patience_there_s(validates, RULES, found) for found in (0, 1, 2)] == [once, 4 * once, 16 * once]
+    assert patience_there_s(validates, RULES, 1000) == RULES.ceiling_s
 
 
 def test_worker_that_cannot_yet_receive_an_abort_counts_as_busy() -> None:
