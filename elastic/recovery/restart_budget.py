@@ -122,12 +122,8 @@ def charge(
     counted = sum(1 for f in recent if (f.fingerprint not in OF_THE_NETWORK if f.step else not waits))
     if counted > rules.budget:
         noun = "failure" if counted == 1 else "failures"
-        return _stop(
-            charged,
-            wall_s,
-            f"{counted} {noun} within {rules.window_s:g} s, at most {rules.budget} allowed (restarts.budget); "
-            f"the last: {broken.detail}",
-        )
+        said = f"{counted} {noun} within {rules.window_s:g} s, at most {rules.budget} allowed (restarts.budget)"
+        return _stop(charged, wall_s, f"{said}; the last: {broken.detail}")
     return Charge(charged)
 
 
