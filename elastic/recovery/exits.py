@@ -171,7 +171,9 @@ def _report_fallen(turn: Turn, worker: Worker, event: WorkerExited) -> None:
     reports = incident.reports if incident else ()
     if any(worker.slot in r.lost(turn.policy.node) for r in reports if r.generation == formed.number):
         return
-    kind, detail = ("respawn", _late(event)) if killed else ("exit", _detail(event))
+    # One that a signal had stopped has failed by itself, as the one that was found first: all are named.
+    late = "hang" if event.stopped else "respawn"
+    kind, detail = (late, _late(event)) if killed else ("exit", _detail(event))
     record = broken_record(
         turn, formed.number, kind, detail, (worker.slot,), step=worker.step, step_in=worker.synced, charged=False,
         ranks=(formed.ranks(turn.policy.node)[worker.slot],),

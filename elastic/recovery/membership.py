@@ -63,6 +63,8 @@ def other_script(members: Mapping[str, Member], current: GenerationRecord | None
 def unreached(view: JobView, node: str) -> str:
     """'node2 cannot be reached by node0, node1'."""
     others = sorted({other for pair in view.disputes if node in pair for other in pair} - {node})
+    if len(others) == 1 and sum(others[0] in pair for pair in view.disputes) == 1:  # which of the two is at fault?
+        return f"{node} cannot be reached by {others[0]}, nor {others[0]} by {node}"
     return f"{node} cannot be reached by {', '.join(others[:5])}{' and others' if len(others) > 5 else ''}"
 
 

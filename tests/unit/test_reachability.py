@@ -202,11 +202,11 @@ def test_a_spare_takes_its_place() -> None:
 def test_reachability_cut_below_min_nodes_waits_and_names_the_node() -> None:
     limits = NodeLimits(2, 2, 0.0)
     verdict = decide(picture("ab", "ab", "ba"), steps_advance=False, limits=limits)
-    assert verdict == Wait("b cannot be reached by a; 1 of at least 2 nodes are there", below_min=True)
+    assert verdict == Wait("b cannot be reached by a, nor a by b; 1 of at least 2 nodes are there", below_min=True)
 
 
 def test_a_newcomer_that_cannot_be_reached_is_not_taken_in() -> None:
-    assert decide(picture("abc", "ab", "ac"), steps_advance=True) == Wait("c cannot be reached by a")
+    assert decide(picture("abc", "ab", "ac"), steps_advance=True) == Wait("c cannot be reached by a, nor a by c")
     assert nodes_of(decide(picture("abcd", "ab", "ac"), steps_advance=True)) == "abd"
 
 
@@ -220,7 +220,7 @@ def test_node_is_readmitted_once_no_peer_reports_it_unreachable() -> None:
 def test_the_first_forming_goes_without_it() -> None:
     assert nodes_of(decide(picture("abc", "", "ac", "bc"), steps_advance=False)) == "ab"
     verdict = decide(picture("ab", "", "ab"), steps_advance=False, limits=NodeLimits(2, 2, 0.0))
-    assert verdict == Wait("1 of at least 2 nodes are ready; b cannot be reached by a", below_min=True)
+    assert verdict == Wait("1 of at least 2 nodes are ready; b cannot be reached by a, nor a by b", below_min=True)
 
 
 def test_a_store_out_of_reach_cannot_be_formed_at() -> None:

@@ -59,6 +59,8 @@ from elastic.recovery.events import (
     WorkerSynced,
     WorkerUnhealthy,
 )
+from elastic.recovery.evidence import merged
+from elastic.recovery.incident import Incident, causes
 from elastic.recovery.leading import PUBLISH_AGAIN_S
 from elastic.recovery.model import Agent
 from elastic.recovery.transitions import Stage
@@ -368,6 +370,10 @@ def test_a_worker_that_could_not_abort_because_a_signal_had_stopped_it_is_named_
     reported, _ = machine.take(WorkerExited(0, 1, "signal SIGKILL", stopped=True))
     assert isinstance(reported, PutBroken)
     assert reported.record.detail == "did not abort in time: its process was stopped by a signal"
+    assert (reported.record.kind, reported.record.charged) == ("hang", False), "a cause of its own, as the one on b"
+    two = merged(msgspec.structs.replace(broken(1, "b", 0, kind="hang"), ranks=(0,)), reported.record)
+    found = causes(Incident(key=2, generations=(SECOND,), began_s=0.0, reports=(two,)))
+    assert [(cause.node, cause.kind) for cause in found] == [("b", "hang"), ("a", "hang")]
 
 
 def test_worker_forms_the_next_generation_only_after_its_group_is_closed() -> None:
