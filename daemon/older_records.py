@@ -1,5 +1,6 @@
-"""Older records that stand in etcd in place of newer ones: after a client of etcd has written one again, or after etcd
-was set back to a backup. The newest that a daemon has read counts on, and it writes that over the older one.
+"""Records that stand in etcd in place of newer ones: an older one that a client of etcd has written again, or that came
+with a backup to which etcd was set back; or anything that is not signed as it should be. The newest genuine record that
+a daemon has read counts on, and it writes that over the other.
 
 What was deleted for good (a job that was forgotten, a cordon) is deleted again. A daemon that has started since does
 not know the newer record itself, only that there was one: the older one is then shown as refused, unless the daemon of
@@ -50,7 +51,7 @@ class OlderRecords:
             self._stamps.only({*view.kvs, *view.refused})
         self._view = view if view.connected else self._view
         before = self._older
-        self._older = {k: (f"{k} {r.kv.mod_revision}", r) for k, r in view.refused.items() if r.older}
+        self._older = {k: (f"{k} {r.kv.mod_revision}", r) for k, r in view.refused.items() if r.in_place_of_newer}
         for name in {name for name, _ in before.values()} - {name for name, _ in self._older.values()}:
             self._since.lasts_s(name, False, now_s)
         late = {k for k, (name, _) in self._older.items() if self._since.lasts_s(name, True, now_s) < AFTER_S}

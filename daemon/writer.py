@@ -185,14 +185,14 @@ class ClusterWriter:
         self._etcd.txn([], [Delete(key) for key in keys])
 
     def put_right(self, key: str, there: KV, newest: KV | None) -> None:
-        """Write the newest record of `key` over the older one that is `there`; None: it was deleted for good."""
+        """Write the newest record of `key` over the one that is `there`; None: it was deleted for good."""
         ops: list[Op] = [Put(key, newest.value)] if newest is not None else [Delete(key)]
         if newest is None and self._keys.is_spec(key):
             ops = [Delete(key.removesuffix(ClusterKeys.SPEC) + "/", prefix=True)]
 
         def work() -> None:
             if self._etcd.txn([ModIs(key, there.mod_revision)], ops).ok:
-                self._log.warning("record.put_right", key=key, why="an older record of it had been written again")
+                self._log.warning("record.put_right", key=key, why="another record had been written in its place")
 
         self._do(f"right {key}", work)
 

@@ -206,7 +206,9 @@ class Watch:
             read = self._source.get_prefix(self.prefix, self._before)
             if self.view is not None:
                 self._deleted(self.view.kvs.keys() - read.kvs.keys() - read.refused.keys())
-                kept = {k: self.view.kvs[k] for k, r in read.refused.items() if r.older and k in self.view.kvs}
+                kept = {
+                    k: self.view.kvs[k] for k, r in read.refused.items() if r.in_place_of_newer and k in self.view.kvs
+                }
                 read = replace(read, kvs=MappingProxyType({**read.kvs, **kept})) if kept else read
             return self._show(read)
         return self._show(replace(self.view, revision=newest.revision, connected=True, as_of_s=asked_s, error=""))
@@ -301,7 +303,7 @@ class Watch:
         accepted, refused = self._source.verified(written.values())
         kvs.update(accepted)
         for key, refusal in refused.items():
-            if not refusal.older:
+            if not refusal.in_place_of_newer:
                 kvs.pop(key, None)
         self._show(
             View(

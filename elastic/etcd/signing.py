@@ -105,7 +105,9 @@ class Signer(abc.ABC):
             return kv
         payload, trailer = _parsed(kv)
         if trailer.key_id != self.key_id:
-            raise EtcdForged(kv, f"it is signed with another cluster key ({trailer.key_id}; here {self.key_id})")
+            raise EtcdForged(
+                kv, f"it is signed with another cluster key ({trailer.key_id}; here {self.key_id})", older=False
+            )
         if not self._valid(kv.key, payload, trailer, authority, job):
             raise EtcdForged(kv, "its signature is not valid for this key")
         if (ahead_ns := trailer.stamp - self._clock_ns()) > AHEAD_NS:
@@ -132,7 +134,8 @@ class Signer(abc.ABC):
             try:
                 accepted[kv.key] = self.opened(kv)
             except EtcdForged as error:
-                refused[kv.key] = Refusal(kv, error.why, error.older)
+                newer = error.older if error.older is not None else self._counts_on(kv.key)
+                refused[kv.key] = Refusal(kv, error.why, newer)
         return accepted, refused
 
     def deleted(self, keys: Iterable[str]) -> None:
@@ -152,6 +155,10 @@ class Signer(abc.ABC):
     @abc.abstractmethod
     def _refuse_foreign(self, kv: KV, trailer: _Trailer, authority: SigningAuthority, job: str) -> None:
         """See the subclasses."""
+
+    def _counts_on(self, key: str) -> bool:
+        """Whether the record that was read before counts on, whatever has been written over it."""
+        return False
 
     def _stamp(self, key: str) -> int:
         """Newer than every stamp of this key that was read here, whatever the clocks of other nodes say."""
@@ -185,6 +192,10 @@ class ClusterSigner(Signer):
     def __init__(self, root: str, secret: bytes, clock_ns: Callable[[], int] = time.time_ns) -> None:
         super().__init__(root, key_id(secret), clock_ns)
         self._secret = secret
+
+    def _counts_on(self, key: str) -> bool:
+        newest = self.stamps.of(key)
+        return bool(newest.stamp) and not newest.gone and not self._keys.is_leased(key)
 
     def job_key(self, job: str, submission: str) -> JobKey:
         """What the agents of a job are given."""

@@ -43,8 +43,8 @@ class Refusal:
     kv: KV
     """As it is in etcd."""
     why: str
-    older: bool = False
-    """It is genuine and older than one that was read, which still counts: that one stays among the view's keys."""
+    in_place_of_newer: bool = False
+    """A genuine and newer one was read before, which still counts: it stays among the view's keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,8 @@ class EtcdDenied(EtcdError):
 class EtcdForged(EtcdError):
     """A record has no valid signature of the cluster key; see `elastic.etcd.signing`."""
 
-    def __init__(self, kv: KV, why: str, older: bool = False) -> None:
+    def __init__(self, kv: KV, why: str, older: bool | None = None) -> None:
+        """`older`: whether a newer record counts on in its place; None: if one is known."""
         super().__init__(f"{kv.key}: {why}")
         self.kv = kv
         self.why = why

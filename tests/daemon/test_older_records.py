@@ -35,7 +35,7 @@ def kv(key: str, value: bytes = b"{}", mod_revision: int = 5, stamp: int = 9) ->
 
 
 def view(kvs: list[KV], older: tuple[str, ...] = (), connected: bool = True) -> View:
-    refused = {key: Refusal(kv(key, b"old", 7), "older", older=True) for key in older}
+    refused = {key: Refusal(kv(key, b"old", 7), "older", in_place_of_newer=True) for key in older}
     return View(MappingProxyType({k.key: k for k in kvs}), 9, connected, 0.0, refused=refused)
 
 

@@ -240,7 +240,7 @@ def test_what_was_lifted_is_not_put_back(world: World, key: str) -> None:
     world.txn(daemon, *ending(KEYS, key))
     world.write(key, old)
     found, wrong = world.daemon().verified(world.kvs.values())
-    assert (key in found, wrong[key].older) == (False, True)
+    assert (key in found, wrong[key].in_place_of_newer) == (False, True)
 
 
 def test_stamps_far_ahead_of_the_clock_are_refused(world: World) -> None:
@@ -276,7 +276,20 @@ def test_a_restored_backup_of_etcd_counts_for_agents_and_is_written_over_by_daem
     for reader in (daemon, agent):
         assert reader.verified(world.kvs.values())[1] == {}
     assert agent.verified(backup.values())[1] == {}
-    assert {key: r.older for key, r in daemon.verified(backup.values())[1].items()} == {A.state: True}
+    assert {key: r.in_place_of_newer for key, r in daemon.verified(backup.values())[1].items()} == {A.state: True}
+
+
+@pytest.mark.parametrize("forged", [b"{}", b"{}\nelasticd-signed-1 d187596d first " + b"9" * 20 + b" - ab"])
+def test_what_was_read_counts_on_whatever_is_written_over_it(world: World, forged: bytes) -> None:
+    daemon = world.daemon()
+    world.submit(daemon)
+    daemon.verified(world.kvs.values())
+    world.write(A.state, forged)
+    world.write(B.state, forged)
+    found = daemon.verified(world.kvs.values())[1]
+    assert {key: r.in_place_of_newer for key, r in found.items()} == {A.state: True, B.state: False}
+    other = world.daemon(bytes(32))
+    assert not any(r.in_place_of_newer for r in other.verified(world.kvs.values())[1].values())
 
 
 def test_an_agent_takes_no_record_that_is_older_than_what_its_daemon_has_read(world: World) -> None:
