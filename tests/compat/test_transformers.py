@@ -17,7 +17,7 @@ from elastic.contract.records import Phase
 from elastic.integrations._schedule import Schedule
 from elastic.integrations._trainer_recovery import Recovery
 from elastic.integrations.transformers import ElasticMixin, Trainer, TrainingArguments
-from elastic.worker.misuse import MisuseTypeError
+from elastic.worker.misuse import MisuseRuntimeError, MisuseTypeError
 
 SCRIPT = pathlib.Path(__file__).parent / "scripts" / "hf_trainer.py"
 
@@ -209,3 +209,10 @@ def test_a_training_loader_of_a_subclass_is_used_or_refused_and_never_dropped(
     assert sorted(seen_by(type("Mine", (*first, sampled), {}), tmp_path)) == [2, 2, 3, 3]
     prepared = type("Mine", bases, {"get_train_dataloader": stock_loader})
     assert set(seen_by(prepared, tmp_path)) < {10, 11, 12, 13, 14, 15}
+
+
+def test_a_second_training_in_one_process_is_refused() -> None:
+    trainer: Any = object.__new__(Trainer)
+    trainer._managed = True
+    with pytest.raises(MisuseRuntimeError, match="a process trains once"):
+        trainer.train()
