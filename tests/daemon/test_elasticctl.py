@@ -84,7 +84,7 @@ def test_run_follows_and_ends_with_the_jobs_result(node: Node, script: pathlib.P
     assert "[slot 0] step 1" in done.stdout
     assert "train is submitted" in done.stderr
     assert "train has failed: no agent comes up on desk" in done.stderr
-    assert node.job("train")["spec"]["args"] == ["--lr", "1"]
+    assert node.get("/v1/jobs/train?secrets=1")["spec"]["args"] == ["--lr", "1"]
     status = node.ctl("status")
     assert (status.returncode, node.ctl("status", "train").returncode) == (0, 4), "the cluster is well"
     assert re.search(r"train failed \d+ s ago: no agent comes up on desk", status.stdout)
