@@ -1,7 +1,8 @@
 """HTTP/1.1 on a listening socket: one request per connection, one thread per request, both limited in number.
 
-h11 parses the input; any input gets an answer with a status. A deadline applies to the request as a whole, so that a
-client that sends slowly holds a place no longer than others.
+h11 parses the input; any input gets an answer with a status. Requests arrive in the thread that accepts, and take a
+place and a thread once they are whole: a client that sends slowly, or nothing, keeps no other one out. A deadline
+applies to the request as a whole.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Generator, Hashable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -39,6 +40,9 @@ DRAIN_S = 1.0
 RETRY_S = 0.2
 """Pause after a failed accept."""
 CHUNK_BYTES = 64 * 1024
+MAX_ARRIVING = 256
+"""Connections whose request has not arrived. Of more, the oldest of the owner with the most is closed."""
+LATE = "the request was not complete after {:g} s"
 NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 
@@ -63,6 +67,9 @@ class ClientConnection:
         """HTTP status of the answer, once it has begun; 0 before."""
         self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES)
         self._head_only = False
+        self._reading = self._read()
+        self.request: HttpRequest | Refused | OSError | None = None
+        """What has been received; why nothing was; None: not all of it has arrived."""
 
     @property
     def awaits_answer(self) -> bool:
@@ -71,13 +78,35 @@ class ClientConnection:
 
     def receive(self) -> HttpRequest:
         """The whole request. Raises Refused (400, 408, 413, 431, 501), OSError if the client disconnects."""
-        deadline_s = time.monotonic() + REQUEST_S
+        end_s, news = time.monotonic() + REQUEST_S, select.poll()
+        news.register(self.sock, select.POLLIN)
+        while not self.advance():
+            if (left_s := end_s - time.monotonic()) <= 0 or not news.poll(left_s * 1000):
+                self.request = Refused(408, LATE.format(REQUEST_S))
+        if isinstance(self.request, Exception):
+            raise self.request
+        assert self.request is not None
+        return self.request
+
+    def advance(self) -> bool:
+        """Read what has arrived, without waiting. Whether `request` is there."""
+        if self.request is None:
+            try:
+                next(self._reading)
+            except StopIteration as end:
+                self.request = end.value
+            except (Refused, OSError) as error:
+                self.request = error
+        return self.request is not None
+
+    def _read(self) -> Generator[None, None, HttpRequest]:
+        """Returns the request; yields where more has to arrive first."""
         try:
-            head = self._event(deadline_s)
+            head = yield from self._event()
             if not isinstance(head, h11.Request):
                 raise ConnectionResetError("it was closed without a request")
             self._head_only = head.method == b"HEAD"
-            body = self._body(deadline_s)
+            body = yield from self._body()
         except h11.RemoteProtocolError as error:
             raise Refused(error.error_status_hint, f"this is no HTTP request that can be served: {error}") from None
         path, _, query = head.target.decode("ascii", "replace").partition("#")[0].partition("?")
@@ -86,28 +115,25 @@ class ClientConnection:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in head.headers}
         return HttpRequest(head.method.decode(), path, query_values, body, headers)
 
-    def _body(self, deadline_s: float) -> bytes:
+    def _body(self) -> Generator[None, None, bytes]:
         if self._http.they_are_waiting_for_100_continue:
-            self._send(h11.InformationalResponse(status_code=100, headers=[]))
+            go_on = self._http.send(h11.InformationalResponse(status_code=100, headers=[]))
+            self.sock.send(go_on or b"")  # a few bytes, into an empty buffer
         parts, length = [], 0
-        while isinstance(event := self._event(deadline_s), h11.Data):
+        while isinstance(event := (yield from self._event()), h11.Data):
             length += len(event.data)
             if length > MAX_BODY_BYTES:
                 raise Refused(413, f"the request's body may have {MAX_BODY_BYTES} bytes")
             parts.append(bytes(event.data))
         return b"".join(parts)
 
-    def _event(self, deadline_s: float) -> object:
+    def _event(self) -> Generator[None, None, object]:
         while (event := self._http.next_event()) is h11.NEED_DATA:
-            left_s = deadline_s - time.monotonic()
+            self.sock.setblocking(False)
             try:
-                if left_s <= 0:
-                    raise TimeoutError
-                self.sock.settimeout(left_s)
-                raw = self.sock.recv(CHUNK_BYTES)
-            except TimeoutError:
-                raise Refused(408, f"the request was not complete after {REQUEST_S:g} s") from None
-            self._http.receive_data(raw)
+                self._http.receive_data(self.sock.recv(CHUNK_BYTES))
+            except BlockingIOError:
+                yield
         return event
 
     def answer(self, status: int, kind: str, body: bytes, headers: Mapping[str, str] = NO_HEADERS) -> None:
@@ -190,6 +216,13 @@ class Places:
                 del self._taken[owner]
 
 
+@dataclass(frozen=True, slots=True)
+class Arriving:
+    connection: ClientConnection
+    owner: Hashable
+    end_s: float
+
+
 class Server:
     """Accepts connections on `listener`; `handle` reads the request and answers it, in a thread of its own."""
 
@@ -200,13 +233,18 @@ class Server:
         owner: Callable[[socket.socket], Hashable],
         places: Places,
         log: Log,
+        apart: Mapping[str, Places] = MappingProxyType({}),
     ) -> None:
+        """`apart`: path -> places of its own."""
         self.listener = listener
         self._handle = handle
         self._owner = owner
         self._places = places
+        self._apart = apart
         self._log = log
         self._pause = threading.Event()
+        self._arriving: dict[int, Arriving] = {}
+        """By descriptor, oldest first."""
         self._refused: int | None = None
         """Errno of the failure at accept that is logged already."""
 
@@ -218,11 +256,23 @@ class Server:
 
     def serve(self) -> None:
         """Serve until `listener` is closed."""
-        while self.listener.fileno() >= 0:
-            self.serve_one()
+        while (listens := self.listener.fileno()) >= 0:
+            news = select.poll()
+            for descriptor in (listens, *self._arriving):
+                news.register(descriptor, select.POLLIN)
+            now_s, ends = time.monotonic(), [arriving.end_s for arriving in self._arriving.values()]
+            for descriptor, _ in news.poll(max(0.0, min(ends) - now_s) * 1000 + 1 if ends else None):
+                if descriptor == listens:
+                    self.serve_one()
+                else:
+                    self._look(descriptor)
+            for descriptor in [d for d, a in self._arriving.items() if a.end_s <= time.monotonic()]:
+                turn_away(self._arriving.pop(descriptor).connection.sock, LATE.format(REQUEST_S), 408)
+        for arriving in self._arriving.values():
+            arriving.connection.sock.close()
 
     def serve_one(self) -> None:
-        """Accept one connection and start its thread."""
+        """Accept one connection."""
         try:
             sock, _ = self.listener.accept()
         except OSError as error:
@@ -231,28 +281,46 @@ class Server:
                 self._log.error("api.cannot_accept", why=str(error))
             self._refused = error.errno
             self._pause.wait(RETRY_S)
-            return None
+            return
         self._refused = None
-        owner = self._owner(sock)
-        if why := self._places.take(owner):
-            self._log.warning("api.full", owner=str(owner), why=why)
-            return turn_away(sock, f"elasticd is busy: {why}; try again")
-        try:
-            threading.Thread(target=self._run, args=(sock, owner), name="request", daemon=True).start()
-        except RuntimeError as error:
-            self._places.free(owner)
-            self._log.error("api.no_thread", why=str(error))
-            turn_away(sock, f"elasticd can start no thread: {error}; try again")
+        if len(self._arriving) >= MAX_ARRIVING:
+            most = Counter(a.owner for a in self._arriving.values()).most_common(1)[0][0]
+            oldest = next(d for d, a in self._arriving.items() if a.owner == most)
+            turn_away(self._arriving.pop(oldest).connection.sock, "elasticd is busy, and this request did not arrive")
+        arriving = Arriving(ClientConnection(sock), self._owner(sock), time.monotonic() + REQUEST_S)
+        self._arriving[sock.fileno()] = arriving
+        self._look(sock.fileno())
 
-    def _run(self, sock: socket.socket, owner: Hashable) -> None:
-        connection = ClientConnection(sock)
+    def _look(self, descriptor: int) -> None:
+        """Start the thread of a request that has arrived."""
+        arriving = self._arriving.get(descriptor)
+        if arriving is None or not arriving.connection.advance():
+            return None
+        del self._arriving[descriptor]
+        connection, owner, request = arriving.connection, arriving.owner, arriving.connection.request
+        if isinstance(request, OSError):
+            self._log.debug("api.client_gone", why=str(request))
+            return connection.sock.close()
+        places = self._apart.get(request.path, self._places) if isinstance(request, HttpRequest) else self._places
+        if why := places.take(owner):
+            self._log.warning("api.full", owner=str(owner), why=why)
+            return turn_away(connection.sock, f"elasticd is busy: {why}; try again")
+        try:
+            threading.Thread(target=self._run, args=(connection, owner, places), name="request", daemon=True).start()
+        except RuntimeError as error:
+            places.free(owner)
+            self._log.error("api.no_thread", why=str(error))
+            turn_away(connection.sock, f"elasticd can start no thread: {error}; try again")
+        return None
+
+    def _run(self, connection: ClientConnection, owner: Hashable, places: Places) -> None:
         try:
             self._answer(connection)
         except OSError as error:
             self._log.debug("api.client_gone", why=str(error))
         finally:
             connection.close()
-            self._places.free(owner)
+            places.free(owner)
 
     def _answer(self, connection: ClientConnection) -> None:
         try:
@@ -292,11 +360,12 @@ def answer_error(connection: ClientConnection, status: int, message: str) -> Non
         connection.answer_json(status, {"schema": 1, "error": {"status": status, "message": message}})
 
 
-def turn_away(sock: socket.socket, message: str) -> None:
-    """Answer 503, without a thread and without waiting for the client."""
-    content = {"schema": 1, "error": {"status": 503, "message": message}}
+def turn_away(sock: socket.socket, message: str, status: int = 503) -> None:
+    """Answer without a thread and without waiting for the client."""
+    content = {"schema": 1, "error": {"status": status, "message": message}}
     body = json.dumps(content).encode() + b"\n"
-    head = f"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+    head = f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(body)}\r\n"
     with sock, contextlib.suppress(OSError):
         sock.setblocking(False)
         with contextlib.suppress(OSError):

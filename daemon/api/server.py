@@ -24,7 +24,7 @@ from ..errors import CannotStart, Refused
 from ..log import Log
 from ..published_state import PublishedState
 from . import routes, views
-from .httpd import ClientConnection, HttpRequest, Places, Server, host_of, listen_on
+from .httpd import MAX_ARRIVING, ClientConnection, HttpRequest, Places, Server, host_of, listen_on
 from .instant import now
 from .routes import Service
 from .views import Json
@@ -35,7 +35,7 @@ MAX_REQUESTS_OF_A_USER = 32
 KEPT_FOR_ROOT = 16
 """Part of MAX_REQUESTS: root can always query and stop jobs, whatever the members of the socket's group do."""
 MAX_SCRAPES = 16
-"""Concurrent requests to /metrics and /healthz."""
+"""Concurrent requests to /metrics; as many to /healthz."""
 MAX_SCRAPES_OF_A_HOST = 8
 ROOT = 0
 
@@ -215,5 +215,6 @@ def metrics_server(listen: str, board: PublishedState, exposition: Callable[[], 
         else:
             connection.answer(404, "text/plain", b"/metrics, /healthz\n")
 
-    listener = listen_on("http.listen", listen, MAX_SCRAPES)
-    return Server(listener, handle, host_of, Places(MAX_SCRAPES, MAX_SCRAPES_OF_A_HOST), log)
+    listener = listen_on("http.listen", listen, MAX_ARRIVING)
+    places, probes = (Places(MAX_SCRAPES, MAX_SCRAPES_OF_A_HOST) for _ in range(2))
+    return Server(listener, handle, host_of, places, log, {"/healthz": probes})

@@ -11,7 +11,7 @@ from urllib.parse import unquote
 from .. import log_privacy
 from ..api import course, event_routes, routes, views
 from ..api.actions import no_job
-from ..api.httpd import ClientConnection, HttpRequest, Places, Server, host_of, listen_on
+from ..api.httpd import MAX_ARRIVING, ClientConnection, HttpRequest, Places, Server, host_of, listen_on
 from ..api.instant import now
 from ..diagnosis import timeline
 from ..errors import Refused
@@ -160,6 +160,6 @@ def _made_after(at_s: float) -> Callable[[Snapshot], bool]:
 
 def page_server(settings: PageSettings, token: access.Token, source: PageSource, log: Log) -> Server:
     """Listen at `settings.listen`. Raises CannotStart."""
-    listener = listen_on("page.listen", settings.listen, MAX_REQUESTS)
+    listener = listen_on("page.listen", settings.listen, MAX_ARRIVING)
     page = Page(source, token, log)
     return Server(listener, page.handle, host_of, Places(MAX_REQUESTS, MAX_REQUESTS_OF_A_HOST), log)

@@ -173,6 +173,7 @@ def test_places() -> None:
 @pytest.fixture
 def server() -> Iterator[Server]:
     ours, theirs = socket.socketpair()
+    theirs.sendall(b"GET /v1/status HTTP/1.1\r\nHost: x\r\n\r\n")
     listener = SimpleNamespace(accept=lambda: (ours, None))
     made = Server(cast(socket.socket, listener), lambda _: None, lambda _: 1, Places(4, 4), cast(Any, Heard()))
     yield made
@@ -204,25 +205,55 @@ def test_a_request_without_a_thread_gives_its_place_back(server: Server, monkeyp
     assert not server._places._taken
 
 
-def test_metrics_have_places_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    board = PublishedState()
-    made = api.metrics_server("127.0.0.1:0", board, lambda: b"m", cast(Any, Heard()))
+@pytest.fixture
+def scraped() -> Iterator[Server]:
+    made = api.metrics_server("127.0.0.1:0", PublishedState(), lambda: b"m", cast(Any, Heard()))
     thread = threading.Thread(target=made.serve, daemon=True)
     thread.start()
-    address = made.listener.getsockname()
-    try:
-        with contextlib.ExitStack() as slow:
-            before = threading.active_count()
-            for _ in range(40):
-                slow.enter_context(socket.create_connection(address, 5))
-            with socket.create_connection(address, 5) as line:
-                line.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
-                assert answer_on(line)[0] == 503
-            assert threading.active_count() - before <= api.MAX_SCRAPES_OF_A_HOST
-    finally:
-        made.listener.shutdown(socket.SHUT_RDWR)
-        made.listener.close()
-        thread.join(60.0)
+    yield made
+    made.listener.shutdown(socket.SHUT_RDWR)
+    made.listener.close()
+    thread.join(60.0)
+
+
+def got(server: Server, path: str) -> int:
+    with socket.create_connection(server.listener.getsockname(), 5) as line:
+        line.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        return int(line.recv(65536).split()[1])
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /metrics HTTP/1.1\r\nHost: x\r\n"])
+def test_slow_connections_take_neither_places_nor_threads(scraped: Server, sent: bytes) -> None:
+    with contextlib.ExitStack() as slow:
+        before = threading.active_count()
+        for _ in range(httpd.MAX_ARRIVING + 50):
+            slow.enter_context(socket.create_connection(scraped.listener.getsockname(), 5)).sendall(sent)
+        assert [got(scraped, path) for path in ("/metrics", "/metrics", "/nothing")] == [200, 200, 404]
+        assert got(scraped, "/healthz") in (200, 503), "a snapshot's age"
+        assert threading.active_count() - before <= 1
+        assert len(scraped._arriving) <= httpd.MAX_ARRIVING
+
+
+def test_probes_of_health_have_places_of_their_own(scraped: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scraped, "_places", Places(0, 0))
+    assert got(scraped, "/metrics") == 503
+    with socket.create_connection(scraped.listener.getsockname(), 5) as line:
+        line.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert "alive" in answer_on(line)[1]
+
+
+def test_of_too_many_arriving_requests_those_of_the_busiest_user_go(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    users = iter([1001, *[1000] * 40])
+    monkeypatch.setattr(door.server, "_owner", lambda _: next(users))
+    monkeypatch.setattr(httpd, "MAX_ARRIVING", 20)
+    with contextlib.ExitStack() as slow:
+        first = slow.enter_context(door.connect())
+        for _ in range(40):
+            slow.enter_context(door.connect())
+        first.sendall(b"GET /v1/status HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert answer_on(first)[0] == 200
 
 
 def test_http_parser_error_is_a_refused_request() -> None:
