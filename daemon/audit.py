@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import uuid
+from dataclasses import dataclass, field
 
 from elastic.contract.keys import ClusterKeys
 from elastic.contract.node_records import EventRecord
@@ -14,11 +15,26 @@ from elastic.etcd.client import Etcd, EtcdError
 from .authority import Peer
 from .log import Log
 
-REPEATED_S = 60.0
-"""A refused request is written to etcd once in this time per user and target: it must not push out other events."""
-MAX_REFUSED = 1_000
-"""How many refused requests are remembered for that."""
+HOUR_S = 3600.0
+MOST_REFUSED = 10
+"""Refused requests of a user that are events of their own, in an hour; those beyond it are one event with their number:
+they must not push out other events."""
+COUNTED_S = 10.0
+"""Least time between two writes of that number."""
+MAX_USERS = 1_000
 MAX_TEXT_CHARS = 1_000
+
+
+@dataclass(slots=True)
+class _Refused:
+    """What one user was refused since `since_s`."""
+
+    since_s: float
+    targets: set[tuple[str, str]] = field(default_factory=set)
+    more: int = 0
+    key: str = ""
+    """Of the event with their number."""
+    written_s: float = float("-inf")
 
 
 class Audit:
@@ -29,7 +45,8 @@ class Audit:
         self._node = node
         self._log = log
         self._lock = threading.Lock()
-        self._refused: dict[tuple[int, str, str], float] = {}
+        self._refused: dict[int, _Refused] = {}
+        """By user id."""
 
     def done(self, peer: Peer, kind: str, *, job: str = "", node: str = "", text: str = "") -> None:
         """A change was made."""
@@ -46,26 +63,38 @@ class Audit:
             "audit", kind=kind, job=job, target_node=node, result=f"refused: {status}", text=why, uid=peer.uid,
             by=peer.user, by_pid=peer.pid,
         )  # fmt: skip
-        if status == 403 and self._is_new((peer.uid, kind, job or node)):
-            self._write(peer, kind, job, node, f"refused: {why}")
+        if status == 403:
+            self._refuse(peer, kind, job, node, why)
 
-    def _is_new(self, key: tuple[int, str, str]) -> bool:
+    def _refuse(self, peer: Peer, kind: str, job: str, node: str, why: str) -> None:
+        now_s = time.monotonic()
         with self._lock:
-            now_s = time.monotonic()
-            if now_s - self._refused.get(key, -REPEATED_S) < REPEATED_S:
-                return False
-            if len(self._refused) >= MAX_REFUSED:
-                self._refused.clear()
-            self._refused[key] = now_s
-            return True
+            mine = self._refused.get(peer.uid)
+            if mine is None or now_s - mine.since_s >= HOUR_S:
+                if len(self._refused) >= MAX_USERS:
+                    self._refused.clear()
+                mine = self._refused[peer.uid] = _Refused(now_s)
+            if len(mine.targets) < MOST_REFUSED and (kind, job or node) not in mine.targets:
+                mine.targets.add((kind, job or node))
+                key = ""
+            else:
+                mine.more += 1
+                if now_s - mine.written_s < COUNTED_S:
+                    return
+                mine.written_s, key = now_s, mine.key or self._key()
+                mine.key = key
+                why = f"and {mine.more} more in this hour, the last: {why}"
+        self._write(peer, kind, job, node, f"refused: {why}", key)
 
-    def _write(self, peer: Peer, kind: str, job: str, node: str, text: str) -> None:
-        now_s = time.time()
+    def _key(self) -> str:
+        return self._keys.event(time.time(), self._node, uuid.uuid4().hex[:8])
+
+    def _write(self, peer: Peer, kind: str, job: str, node: str, text: str, key: str = "") -> None:
         event = EventRecord(
-            when_wall_s=now_s, kind=kind, job=job, node=node, user=peer.user, uid=peer.uid, pid=peer.pid,
+            when_wall_s=time.time(), kind=kind, job=job, node=node, user=peer.user, uid=peer.uid, pid=peer.pid,
             text=f"{text[:MAX_TEXT_CHARS]} (on {self._node})".lstrip(),
         )  # fmt: skip
         try:
-            self._etcd.put(self._keys.event(now_s, self._node, uuid.uuid4().hex[:8]), encode(event))
+            self._etcd.put(key or self._key(), encode(event))
         except EtcdError as error:
             self._log.warning("audit.not_in_etcd", why=str(error), kind=kind)

@@ -53,11 +53,23 @@ def test_refusals_are_logged_each_and_stored_once(trail: Trail, monkeypatch: pyt
         trail.audit.failed(BOB, "job.stop_requested", 404, "no such job", job="z")
     assert [line["log_level"] for line in lines] == ["warning"] * 7
     assert sorted((e.job, e.text) for e in trail.events()) == [
+        ("x", "refused: and 1 more in this hour, the last: it belongs to alice (on n1)"),
         ("x", "refused: it belongs to alice (on n1)"), ("y", "refused: it belongs to alice (on n1)"),
     ]  # fmt: skip
-    monkeypatch.setattr(audit, "REPEATED_S", 0.0)
-    trail.audit.failed(BOB, "job.stop_requested", 403, "it belongs to alice", job="x")
-    assert len(trail.events()) == 3
+
+
+def test_thousands_of_refusals_are_a_few_events_of_each_user(trail: Trail, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audit, "COUNTED_S", 0.0)
+    for number in range(2_100):
+        trail.audit.failed(BOB, "node.cordoned", 403, "root can", node=f"invented{number}")
+    trail.audit.failed(Peer(1002, 1002, "eve"), "node.cordoned", 403, "root can", node="n1")
+    texts = [event.text for event in trail.events() if event.user == "bob"]
+    assert len(texts) == audit.MOST_REFUSED + 1
+    assert "and 2090 more in this hour, the last: root can" in " ".join(texts)
+    assert [event.node for event in trail.events() if event.user == "eve"] == ["n1"]
+    monkeypatch.setattr(audit, "HOUR_S", 0.0)
+    trail.audit.failed(BOB, "node.cordoned", 403, "root can", node="n1")
+    assert len(trail.events()) == audit.MOST_REFUSED + 3
 
 
 def test_change_counts_though_etcd_does_not_take_its_event(trail: Trail) -> None:
