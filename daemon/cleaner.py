@@ -7,7 +7,7 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from . import job_folders
 from .folders import Folder
 from .log import Log
 from .published_state import Snapshot
-from .retention import AGENT_FILES, ASIDE, LOG, JobFolder, RegularFile, Removal, removals
+from .retention import AGENT_FILES, ASIDE, LOG, JobFolder, RegularFile, Removal, forgettable, removals
 from .settings import Settings
 
 FIRST_S = 300.0
@@ -43,6 +43,8 @@ class Cleaner:
         self._settings, self._keys, self._retire, self._now, self._log = settings, keys, retire, now, log
         self._jobs_dir = Path(settings.state_dir) / "jobs"
         self._one = threading.Lock()
+        self.forget: Callable[[Sequence[str]], object] = lambda jobs: None
+        """Forgets jobs in etcd, those of them that are still over. Set before the thread is started."""
         self._closed = threading.Event()
 
     def run(self) -> None:
@@ -51,6 +53,10 @@ class Cleaner:
         while not self._closed.wait(pause_s):
             pause_s = EVERY_S
             self.clean()
+            snapshot = self._now()
+            jobs = forgettable(snapshot.cluster.jobs.values(), self._settings.retention, time.time())
+            if jobs and snapshot.contact.connected:
+                self.forget(jobs)
 
     def close(self) -> None:
         self._closed.set()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from elastic.contract.agent_files import KEPT_CODE, LEFT
 from elastic.contract.keys import NAME
 
+from .cluster import Job
 from .settings import RetentionSettings
 
 DAY_S = 86_400.0
@@ -72,6 +73,14 @@ class Removal:
     files: tuple[str, ...]
     disk_bytes: int
     why: str
+
+
+def forgettable(jobs: Iterable[Job], settings: RetentionSettings, now_wall_s: float) -> list[str]:
+    """The jobs that are over and not to be kept in etcd any more, the oldest first. One with agents is not complete."""
+    over = sorted((job for job in jobs if job.over and not job.members), key=lambda job: job.state.since_wall_s)
+    surplus = len(over) - settings.over_jobs if settings.over_jobs else 0
+    until_wall_s = now_wall_s - settings.over_days * DAY_S if settings.over_days else float("-inf")
+    return [job.name for at, job in enumerate(over) if at < surplus or job.state.since_wall_s <= until_wall_s]
 
 
 def removals(

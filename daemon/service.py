@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -194,6 +194,7 @@ class Daemon:
         self._actions = actions
         audit = Audit(self._etcd, self._keys, settings.node, self._log)
         self._watch_preemption(actions, audit)
+        self._cleaner.forget = partial(_forget_old, actions, audit, self._log)
         asker = Asker(self._etcd, settings.cluster, settings.node, self._secret)
         examiner = Doctor(settings, self._etcd, asker, self._gpus)
         self._threads.start("doctor-start", lambda: examiner.log_findings(self._log))
@@ -234,8 +235,7 @@ class Daemon:
         announced = preemption.source(settings.preemption, settings.preemption_url)
         if announced is None:
             return
-        mine = account(os.geteuid())
-        own = Peer(mine.uid, mine.gid, mine.user, pid=os.getpid())
+        own = _own_peer()
 
         def drain(notice: preemption.Notice) -> bool:
             try:
@@ -258,6 +258,22 @@ class Daemon:
 
     def _add(self, name: str, server: Server) -> None:
         self._threads.start(name, server.serve)
+
+
+def _own_peer() -> Peer:
+    mine = account(os.geteuid())
+    return Peer(mine.uid, mine.gid, mine.user, pid=os.getpid())
+
+
+def _forget_old(actions: Actions, audit: Audit, log: Log, jobs: Sequence[str]) -> None:
+    """What `retention` does not keep in etcd. Each node's daemon tries it: a job that is gone is passed over."""
+    try:
+        forgotten = actions.forget_each(jobs, _own_peer())
+    except Refused as error:  # etcd is unavailable: in an hour again
+        log.warning("retention.not_forgotten", why=str(error))
+    else:
+        if forgotten:
+            audit.done(_own_peer(), "job.forgotten", text=f"{len(forgotten)} jobs that are over, by retention")
 
 
 def _authority(settings: Settings) -> Authority:

@@ -181,22 +181,36 @@ class Actions:
         self._change(AskedRecord, self._job(job).asked, more, AskedRecord(), lambda: self._owned(job, peer, "debug")[1])
         return chosen
 
-    def forget(self, job: str, peer: Peer) -> None:
+    def forget(self, job: str, peer: Peer, *, seen: bool = True) -> None:
         """Remove the records of a finished job, or of one that an elasticd of another protocol has left. Its logs and
-        checkpoints stay."""
+        checkpoints stay. `seen`: return when this daemon's view has it."""
         if self._of_another_protocol(job):
             self._authority.check_job(peer, job, None, "forget")
             if self._count(self._job(job).members):
                 raise Refused(
                     409, f"job {job!r} has agents of another elasticd version: stop it with that version first"
                 )
-            self._remove(self._job(job), job, [])
+            self._remove(self._job(job), job, [], seen)
             return
         _, same = self._owned(job, peer, "forget")
         state, revision = self._read(JobState, self._job(job).state)
         if state is None or not state.phase.over:
             raise Refused(409, f"job {job!r} is not over: stop it first")
-        self._remove(self._job(job), job, [same, ModIs(self._job(job).state, revision)])
+        self._remove(self._job(job), job, [same, ModIs(self._job(job).state, revision)], seen)
+
+    def forget_each(self, jobs: Iterable[str], peer: Peer) -> list[str]:
+        """Forget those of `jobs` that are over and that `peer` may forget; returns them."""
+        forgotten = []
+        for job in jobs:
+            try:
+                self.forget(job, peer, seen=False)
+            except Refused as refused:  # of another user; forgotten or started again meanwhile
+                if refused.status not in (403, 404, 409):
+                    raise
+            else:
+                forgotten.append(job)
+        self._board.wait(lambda s: s.cluster.jobs.keys().isdisjoint(forgotten), SEEN_S)
+        return forgotten
 
     def cordon(self, node: str, reason: str) -> None:
         """Assign no new work to this node; running work stays."""
@@ -327,7 +341,7 @@ class Actions:
         except EtcdError as error:
             raise _unavailable(error) from error
 
-    def _txn(self, compares: Sequence[Compare], then: Sequence[Op]) -> bool:
+    def _txn(self, compares: Sequence[Compare], then: Sequence[Op], seen: bool = True) -> bool:
         """Whether the transaction was applied; if so, this daemon's view contains it, unless the watch is slow."""
         if self._etcd.signatures_ignored:
             raise Refused(409, KEY_MISSING)
@@ -338,14 +352,14 @@ class Actions:
             raise Refused(503, f"{_unavailable(error)}{unknown if error.maybe_done else ''}") from error
         except EtcdError as error:
             raise _unavailable(error) from error
-        if result.ok:
+        if result.ok and seen:
             self._board.wait(lambda s: s.cluster.revision >= result.revision, SEEN_S)
         return result.ok
 
-    def _remove(self, keys: JobKeys, name: str, compares: Sequence[Compare]) -> None:
+    def _remove(self, keys: JobKeys, name: str, compares: Sequence[Compare], seen: bool = True) -> None:
         """Unless another request has changed the job since it was looked at: it may have been started anew."""
         _, ended = ending(self._keys, keys.spec)
-        if not self._txn(compares, [Delete(keys.root, prefix=True), ended]):
+        if not self._txn(compares, [Delete(keys.root, prefix=True), ended], seen):
             raise _overtaken(name)
 
 

@@ -40,6 +40,8 @@ from .views import SCHEMA, Identity, Json
 LONGEST_WAIT_S = 60.0
 MAX_DEADLINE_S = 1e9
 """Of a drain. Timers accept no unbounded numbers."""
+MAX_FORGOTTEN = 100
+"""Jobs in one request."""
 MAX_REASON_CHARS = 1_000
 """A reason is copied into records, orders and every status of the node."""
 
@@ -80,11 +82,11 @@ class Request(Protocol):
 
 
 def get_status(h: Request, query: Query) -> None:
-    h.send_json(200, _status(h))
+    h.send_json(200, _status(h, query_values.flag(query, "all")))
 
 
 def get_jobs(h: Request, query: Query) -> None:
-    full = _status(h)
+    full = _status(h, every=True)
     h.send_json(200, {key: full[key] for key in ("schema", "cluster", "etcd", "jobs")})
 
 
@@ -204,6 +206,14 @@ def delete_job(h: Request, query: Query, job: str) -> None:
     h.send_json(200, {"schema": SCHEMA, "job": job})
 
 
+def post_forget(h: Request, query: Query) -> None:
+    """Many jobs in one request, those left out that are not there, not over or not the user's."""
+    jobs = h.body().get("jobs")
+    if not isinstance(jobs, list) or len(jobs) > MAX_FORGOTTEN or not all(isinstance(job, str) for job in jobs):
+        raise Refused(400, f"jobs: a list of at most {MAX_FORGOTTEN} names")
+    h.send_json(200, {"schema": SCHEMA, "forgotten": h.service.actions.forget_each(jobs, h.peer())})
+
+
 def post_cordon(h: Request, query: Query, node: str) -> None:
     h.service.authority.check_node(h.peer(), node, "cordon")
     h.service.actions.cordon(node, _text(h.body(), "reason", f"cordoned by {h.peer().user}"))
@@ -232,10 +242,10 @@ def delete_node(h: Request, query: Query, node: str) -> None:
     h.send_json(200, {"schema": SCHEMA, "node": node})
 
 
-def _status(h: Request) -> Json:
+def _status(h: Request, every: bool) -> Json:
     """Without log lines of jobs whose logs this user may not read."""
     snapshot = h.service.board.now
-    full = views.status(snapshot, h.service.identity, now())
+    full = views.status(snapshot, h.service.identity, now(), every)
     if strange := _others_jobs(h, snapshot):
         full["jobs"] = [log_privacy.job(row) if row["job"] in strange else row for row in full["jobs"]]
     return full
@@ -257,6 +267,7 @@ KINDS: Mapping[Callable[..., None], str] = {
     post_checkpoint: "job.checkpoint_requested",
     debug_routes.post_debug: "job.sample_requested",
     delete_job: "job.forgotten",
+    post_forget: "job.forgotten",
     post_cordon: "node.cordoned",
     post_uncordon: "node.uncordoned",
     post_drain: "node.drain_requested",
@@ -290,6 +301,8 @@ def _summary(body: Mapping[str, Any], names: Mapping[str, str]) -> tuple[dict[st
     if not target and isinstance(spec, dict) and isinstance(name := spec.get("name"), str):
         target["job"] = name[:63]
     fields = ("reason", "nodes", "deadline_s", "replace", "as") if spec is not body or names else ()
+    if not target and isinstance(jobs := body.get("jobs"), list):
+        return {}, f"{len(jobs)} jobs: {', '.join(map(str, jobs[:3]))}, …"
     given = {name: body[name] for name in fields if body.get(name) not in (None, "", False)}
     return target, ", ".join(f"{key} = {value!r}" for key, value in given.items())
 
@@ -337,6 +350,7 @@ ROUTES: tuple[tuple[str, re.Pattern[str], Answer], ...] = tuple(
         ("POST", f"/v1/jobs/{_JOB}/scale", post_scale),
         ("POST", f"/v1/jobs/{_JOB}/checkpoint", post_checkpoint),
         ("DELETE", f"/v1/jobs/{_JOB}", delete_job),
+        ("POST", "/v1/forget", post_forget),
         ("POST", f"/v1/nodes/{_NODE}/cordon", post_cordon),
         ("POST", f"/v1/nodes/{_NODE}/uncordon", post_uncordon),
         ("POST", f"/v1/nodes/{_NODE}/drain", post_drain),

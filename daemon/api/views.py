@@ -56,8 +56,16 @@ class Now:
     wall_s: float
 
 
-def status(snapshot: Snapshot, identity: Identity, now: Now) -> Json:
-    jobs = [job_row(snapshot, job, now) for job in _in_order(snapshot)]
+OVER_SHOWN = 100
+"""Jobs that are over, the newest, in status, page and metrics."""
+
+
+def status(snapshot: Snapshot, identity: Identity, now: Now, every: bool = False) -> Json:
+    """`every`: also the jobs that are over beyond the newest OVER_SHOWN of them."""
+    known = _in_order(snapshot)
+    over = [] if every else [job for job in known if job.over][:-OVER_SHOWN]
+    left_out = {job.name for job in over}
+    jobs = [job_row(snapshot, job, now) for job in known if job.name not in left_out]
     nodes_ = nodes(snapshot, identity.node, now.wall_s)
     problems = problems_of(snapshot, identity, nodes_, now)
     return {
@@ -78,6 +86,7 @@ def status(snapshot: Snapshot, identity: Identity, now: Now) -> Json:
         "problems": problems,
         "nodes": nodes_,
         "jobs": jobs,
+        "jobs_left_out": len(left_out),
     }
 
 

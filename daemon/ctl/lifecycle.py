@@ -93,21 +93,24 @@ def forget(client: Client, jobs: tuple[str, ...], over: bool, older_s: float, as
         )
     if older_s and not over:
         raise click.UsageError("--older-than needs --over")
-    names = old_enough(client.get("/v1/status"), older_s) if over else list(jobs)
-    forgotten: list[str] = []
-    for job in names:
-        try:
-            data = client.delete(f"/v1/jobs/{name(job)}")
-        except Failed as error:
-            if over and error.status in (403, 404, 409):  # of another user; forgotten or started again meanwhile
-                continue
-            raise
-        forgotten.append(job)
-        if not over:
-            say(data, as_json, f"{job} is forgotten")
     if over:
-        text = f"forgotten: {', '.join(forgotten)}" if forgotten else "no job is over for that long"
-        say({"schema": 1, "forgotten": forgotten}, as_json, text if forgotten or older_s else "no job is over")
+        return _forget_over(client, older_s, as_json)
+    for job in jobs:
+        say(client.delete(f"/v1/jobs/{name(job)}"), as_json, f"{job} is forgotten")
+    return None
+
+
+def _forget_over(client: Client, older_s: float, as_json: bool) -> None:
+    """In pages, and on stderr how far it is."""
+    names = old_enough(client.get("/v1/status", {"all": 1}, timeout_s=60.0), older_s)
+    forgotten: list[str] = []
+    for at in range(0, len(names), PAGE):
+        forgotten += client.post("/v1/forget", {"jobs": names[at : at + PAGE]}, timeout_s=60.0)["forgotten"]
+        if len(names) > PAGE:
+            click.echo(f"{min(at + PAGE, len(names))} of {len(names)}", err=True)
+    shown = ", ".join(forgotten) if len(forgotten) <= PAGE else f"{len(forgotten)} jobs"
+    text = f"forgotten: {shown}" if forgotten else "no job is over for that long"
+    say({"schema": 1, "forgotten": forgotten}, as_json, text if forgotten or older_s else "no job is over")
 
 
 def old_enough(status: Json, older_s: float) -> list[str]:
@@ -119,4 +122,6 @@ def old_enough(status: Json, older_s: float) -> list[str]:
     ]
 
 
+PAGE = 100
+"""Jobs in one request to forget them."""
 COMMANDS: dict[str, click.Command] = {"wait": wait, "restart": restart, "forget": forget}

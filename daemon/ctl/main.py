@@ -92,11 +92,12 @@ def main(ctx: click.Context, socket: str | None) -> None:
 @main.command()
 @click.argument("job", required=False, shell_complete=ctl_complete.jobs)
 @click.option("-w", "--watch", is_flag=True, help="Show it anew every second, until Ctrl-C.")
+@click.option("--all", "every", is_flag=True, help="Also the jobs that are over beyond the newest hundred.")
 @as_json
 @click.pass_obj
-def status(client: Client, job: str | None, watch: bool, as_json: bool) -> None:
+def status(client: Client, job: str | None, watch: bool, every: bool, as_json: bool) -> None:
     """Show the cluster, or one JOB with its ranks."""
-    path = f"/v1/jobs/{name(job)}" if job else "/v1/status"
+    path = f"/v1/jobs/{name(job)}" if job else f"/v1/status{'?all=1' if every else ''}"
     data = client.get(path)
     if as_json:
         _print(data)

@@ -27,7 +27,6 @@ COLOURS = {
     **dict.fromkeys(("stopped", "off"), "dim"),
 }
 
-
 OVER = ("succeeded", "failed", "stopped")
 LIVE = ("running", "stopping")
 """Phases in which a job makes steps; in any other its rate is that of its last steps."""
@@ -73,6 +72,8 @@ def status(data: Json) -> None:
         rows.print(out)
     else:
         _say(out, Text("no jobs. Submit one: elasticctl submit job.toml, or: elasticctl run -- train.py"))
+    if left_out := data.get("jobs_left_out"):  # absent from a daemon of an earlier version
+        _say(out, Text(f"and {left_out} older jobs that are over: elasticctl status --all", "dim"))
     narrow = "last incident" in rows.left_out(out.width)
     for job in data["jobs"]:
         if narrow and job["last_incident"]:

@@ -485,3 +485,13 @@ def test_a_description_beyond_the_limits_is_refused_at_submission_but_for_admins
         with pytest.raises(Refused, match=r"ada .*per_user.jobs = 2 is the most"):
             refused()
     writes.actions.submit(more, ADMIN, ADMIN)
+
+
+def test_many_jobs_are_forgotten_at_once_but_those_that_run_or_are_anothers(writes: WriteQueue) -> None:
+    for name, phase in (("a", Phase.SUCCEEDED), ("b", Phase.RUNNING), ("c", Phase.FAILED)):
+        writes.actions.submit(RAW | {"name": name}, ADA, ADA)
+        writes.client.put(KEYS.job(name).state, encode(JobState(phase=phase)))
+    assert writes.actions.forget_each(["a", "b", "none"], Peer(1001, 1001, "eve")) == []
+    assert writes.actions.forget_each(["a", "b", "none", "c"], ADA) == ["a", "c"]
+    assert KEYS.job("b").spec in writes.server.kvs
+    assert KEYS.job("a").spec not in writes.server.kvs

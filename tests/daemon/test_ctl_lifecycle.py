@@ -30,7 +30,10 @@ class Daemon:
             return {"wall_s": 1000.0, "jobs": list(self.jobs.values())}
         return self.jobs[path.split("/")[3]]
 
-    def post(self, path: str, body: object = None) -> Json:
+    def post(self, path: str, body: Any = None, timeout_s: float | None = None) -> Json:
+        if path == "/v1/forget":
+            self.done += (done := [f"FORGET {job}" for job in body["jobs"] if job not in self.refuses])
+            return {"forgotten": [line.removeprefix("FORGET ") for line in done]}
         self.done.append(f"POST {path}")
         if path.endswith("/stop"):
             self.jobs[path.split("/")[3]]["phase"] = "stopped"
@@ -93,13 +96,18 @@ def test_forget_over_takes_finished_jobs_of_the_age_only(monkeypatch: pytest.Mon
     every = daemon()
     done = call(every, "forget", "--over", "--json", monkeypatch=monkeypatch)
     assert json.loads(done.output)["forgotten"] == ["old", "new"]
-    assert every.done == ["DELETE /v1/jobs/old", "DELETE /v1/jobs/new"]
+    assert every.done == ["FORGET old", "FORGET new"]
     aged = daemon()
     call(aged, "forget", "--over", "--older-than", "10m", monkeypatch=monkeypatch)
-    assert aged.done == ["DELETE /v1/jobs/old"]
+    assert aged.done == ["FORGET old"]
     raced = daemon()
     raced.refuses = {"old": 409}
     assert "forgotten: new" in call(raced, "forget", "--over", monkeypatch=monkeypatch).output
+    many = Daemon(*(row(f"j{number}", "failed") for number in range(250)))
+    said = call(many, "forget", "--over", monkeypatch=monkeypatch).output
+    assert len(many.done) == 250
+    assert [line for line in said.splitlines() if " of " in line] == ["100 of 250", "200 of 250", "250 of 250"]
+    assert "forgotten: 250 jobs" in said
 
 
 @pytest.mark.parametrize("words", [(), ("--over", "train"), ("train", "--older-than", "1h")])

@@ -10,7 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.contract import agent_files
-from elasticd.retention import AGENT_FILES, DAY_S, YOUNG_S, JobFolder, RegularFile, Removal, removals
+from elastic.contract.decoding import Member
+from elastic.contract.records import JobState, MemberRecord, Phase
+from elasticd.cluster import Job
+from elasticd.retention import AGENT_FILES, DAY_S, YOUNG_S, JobFolder, RegularFile, Removal, forgettable, removals
 from elasticd.settings import RetentionSettings
 
 NOW_S = 1_000_000_000.0
@@ -158,3 +161,18 @@ def test_what_is_kept_is_newer_than_what_goes_and_within_the_limits(
             assert len(kept) <= most
         if settled and mb:
             assert sum(found.disk_bytes for found in kept) <= mb * 1e6
+
+
+def over(name: str, days: float, phase: Phase = Phase.SUCCEEDED, agents: bool = False) -> Job:
+    member = Member(MemberRecord(node="n", incarnation="i", host="h", port=1, slots=1), 1)
+    state = JobState(phase=phase, since_wall_s=NOW_S - days * DAY_S)
+    return Job(name, state=state, members={"n": member} if agents else {})
+
+
+def test_jobs_that_are_over_are_forgotten_by_age_and_by_number() -> None:
+    jobs = [over("new", 1), over("failed", 31, Phase.FAILED), over("older", 40), over("runs", 50, Phase.RUNNING),
+            over("ending", 60, agents=True)]  # fmt: skip
+    assert forgettable(jobs, RetentionSettings(), NOW_S) == ["older", "failed"]
+    assert forgettable(jobs, RetentionSettings(over_days=0, over_jobs=2), NOW_S) == ["older"]
+    assert forgettable(jobs, RetentionSettings(over_days=0.5, over_jobs=0), NOW_S) == ["older", "failed", "new"]
+    assert forgettable(jobs, RetentionSettings(over_days=0, over_jobs=0), NOW_S) == []

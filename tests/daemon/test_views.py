@@ -401,3 +401,13 @@ def test_job_detail_holds_secrets_only_if_requested() -> None:
     assert "hush" not in json.dumps(shown)
     assert (shown["spec"]["env"]["LR"], shown["owner"], shown["uid"]) == (MASK, "alice", 1000)
     assert views.job_detail(snapshot(known), known, Now(0.0, 0.0), secrets=True)["spec"]["env"]["HF_TOKEN"] == "hush"
+
+
+def test_of_many_jobs_that_are_over_status_shows_the_newest_and_says_how_many_more() -> None:
+    done = JobState(phase=Phase.SUCCEEDED)
+    old = [job(name=f"old{n}", submitted=n, state=done, members={}) for n in range(views.OVER_SHOWN + 20)]
+    seen, identity = snapshot(job(), *old), Identity("main", "a", "0.1", 7, 0.0, ("127.0.0.1:1",), False, "")
+    status = views.status(seen, identity, views.Now(100.0, 1000.0))
+    assert (len(status["jobs"]), status["jobs_left_out"]) == (views.OVER_SHOWN + 1, 20)
+    assert {row["job"] for row in status["jobs"]} == {"train", *(f"old{n}" for n in range(20, len(old)))}
+    assert len(views.status(seen, identity, views.Now(100.0, 1000.0), every=True)["jobs"]) == len(old) + 1
