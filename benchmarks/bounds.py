@@ -56,6 +56,7 @@ def submit(node: Node, count: int, over: bool, **fields: Any) -> None:
         name = f"j{number:05d}"
         acts.submit({"name": name, "script": "/t.py", "nodes": "99"} | fields, ROOT, ROOT)
         if over:
+            etcd.get(keys.job(name).spec)  # the signer learns which submission the state is of
             state = JobState(phase=Phase.SUCCEEDED, since_wall_s=time.time())
             etcd.put(keys.job(name).state, encode(state))
     etcd.close()
@@ -122,8 +123,8 @@ def loaded(what: str, count: int, over: bool, **fields: Any) -> None:
         if over:
             forgotten(node, what, count)
         else:
-            spent_s = took_s(lambda: [node.post(f"/v1/jobs/j{n:05d}/stop") for n in range(20)])
-            say(f"{what}: stop", each_s=spent_s / 20)
+            spent_s = took_s(lambda: [node.post(f"/v1/jobs/j{n:05d}/stop") for n in range(min(20, count))])
+            say(f"{what}: stop", each_s=spent_s / min(20, count))
 
 
 def main() -> None:

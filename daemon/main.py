@@ -163,7 +163,7 @@ def _run(
     finally:
         notify.stopping()
         if embedded is not None:
-            embedded.close()
+            embedded.close(keep=daemon.served)
         daemon.close()
         lock.close()
 

@@ -73,6 +73,8 @@ class Daemon:
         self._notify = notify
         self._actions: Actions | None = None
         self._leaving = False
+        self.served = False
+        """Whether it has got its sockets and ports."""
         self._stopped_in_order = False
         self._secret = secret
         self._gpus = bool(gpus.indices)
@@ -109,6 +111,7 @@ class Daemon:
     def run(self) -> int:
         """Serve and run the loop until stopped. Returns the exit code."""
         self._serve()
+        self.served = True
         self._threads.start("writer", self._writer.run)
         self._threads.start("gpus", self._health.run)
         if not self._identity.embedded:

@@ -59,6 +59,8 @@ class EmbeddedEtcd:
         self._launcher = launcher
         self._log = log
         self._closed, self._runs = threading.Event(), threading.Event()
+        self._started = False
+        """By this daemon, not found."""
         self._names: tuple[str, ...] = ()
         """In its server's certificate; empty: it has none."""
         self._gid: int | None = None
@@ -100,7 +102,7 @@ class EmbeddedEtcd:
             self._log.info("etcd.found", pid=pid, endpoint=self.endpoint)
             self._runs.set()
         else:
-            pid = self._launch()
+            pid, self._started = self._launch(), True
         self._pid = pid
         return self.endpoint
 
@@ -109,10 +111,13 @@ class EmbeddedEtcd:
         threads.start("etcd-supervisor", self._supervise)
         threads.start("etcd-closing", self._keep_closed)
 
-    def close(self) -> None:
-        """Stop supervising it. It continues to run: the agents still need it."""
+    def close(self, *, keep: bool = True) -> None:
+        """Stop supervising it. It continues to run, since the agents still need it. Without `keep` the daemon could not
+        start, and what it has started for itself ends."""
         self._closed.set()
         self._runs.set()
+        if self._started and not keep:
+            shutdown.end("etcd", self._pid)
 
     # ── inside ──────────────────────────────────────────────────────────────────────────────────────────────
 

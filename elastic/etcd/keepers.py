@@ -185,7 +185,8 @@ class Watch:
             try:
                 self._catch_up()
             except EtcdError as error:
-                self._lost(str(error))
+                needs = f": the user needs a role with readwrite below {self.prefix} (docs/security.md)"
+                self._lost(f"{error}{needs if 'permission denied' in str(error) else ''}")
             else:
                 began_s = time.monotonic()
                 try:

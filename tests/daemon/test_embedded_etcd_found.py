@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 
@@ -10,6 +11,8 @@ from support import procs
 from support.daemons import Nodes
 from support.etcd_server import free_ports
 from support.wait import eventually
+
+from elasticd import launch
 
 pytestmark = pytest.mark.etcd
 
@@ -47,3 +50,11 @@ def test_embedded_etcd_of_an_earlier_version_without_access_control_is_not_adopt
         assert node.process.wait(20) == 69
         assert "takes writes from every user at http://127.0.0.1:2379" in node.log.read_text()
         assert early.poll() is None, "it is for a person to decide when the jobs there end"
+
+
+def test_an_elasticd_that_cannot_start_leaves_no_etcd_behind() -> None:
+    with Nodes() as nodes, socket.create_server(("127.0.0.1", 0)) as taken:
+        node = nodes.add("a", start=False, **{"http.listen": f"127.0.0.1:{taken.getsockname()[1]}"}).start(wait_s=0)
+        assert node.process is not None
+        assert node.process.wait(20) == 69
+        assert launch.holder(node.state / "etcd" / "lock") is None

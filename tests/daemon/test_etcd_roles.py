@@ -114,3 +114,10 @@ def test_the_role_of_a_reader_writes_nothing(server: EtcdServer, node: Node) -> 
             reader.delete(KEYS.node("n"))
     finally:
         reader.close()
+
+
+def test_a_prefix_that_the_role_lacks_is_named(thief: Etcd) -> None:
+    views: list[str] = []
+    watch = thief.watch("/elastic/second/", lambda view: views.append(view.error))
+    eventually(lambda: any("a role with readwrite below /elastic/second/" in error for error in views), 20)
+    watch.close()
