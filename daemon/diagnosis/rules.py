@@ -43,6 +43,8 @@ class Rule:
     says: str = ""
     logs: str = ""
     stacks: str = ""
+    misuse: bool = False
+    """For what elastic has refused in a script alone (WorkerError.misuse)."""
 
 
 NOTHING = "nothing to do: this was requested"
@@ -50,6 +52,8 @@ _HANG, _COMM, _GONE = ("hang",), ("comm", "form"), ("lost", "unreachable")
 _PLANNED = ("planned", "drain")
 
 RULES = (
+    Rule("misuse", Class.USER_CODE, "the script does what elastic refuses", misuse=True,
+         cure="the message says what to write instead; correct the script, and submit it again"),
     # ── planned ─────────────────────────────────────────────────────────────────────────────────────────────
     Rule("gpu_drained", Class.GPU, "its node was drained because a GPU is faulty", kinds=_PLANNED,
          says=r"GPU \d+: |NVML: |self-test of the GPUs",

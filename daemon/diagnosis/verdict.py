@@ -171,7 +171,10 @@ def _texts(record: IncidentRecord) -> _Texts:
 
 
 def _rule(record: IncidentRecord, texts: _Texts, seen: VerdictContext) -> tuple[Rule, Evidence | None]:
+    misuse = record.error is not None and record.error.misuse
     for rule in RULES:
+        if rule.misuse and not misuse:
+            continue
         if (rule.kinds and record.kind not in rule.kinds) or (rule.name == "loopback" and seen.one_host):
             continue
         if not (rule.says or rule.logs or rule.stacks or rule.signal):

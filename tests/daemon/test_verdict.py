@@ -155,6 +155,10 @@ CASES: dict[str, list[IncidentRecord]] = {
         incident("exit", "exit code 1: ValueError: x", error={"node": "n1", "slot": 1, "rank": 1, "exit_code": 1,
                  "message": "exit code 1: ValueError: x", "traceback": "Traceback\nValueError: x"}),
     ],
+    "misuse": [  # by its flag, whatever the words: those of the next line are another rule's
+        incident("exit", "Error: no space left on device", error={"node": "n1", "slot": 1, "rank": 1, "exit_code": 1,
+                 "message": "Error: no space left on device", "traceback": "", "misuse": True}),
+    ],
     "never_started": [incident("exit", "the process that forks workers (zygote) dies before it has forked one: 1")],
     "unreadable": [
         incident("exit", "it sent a message that its agent cannot read: JSON is malformed: invalid character (byte 1)")
