@@ -199,6 +199,31 @@ def test_a_loop_that_was_left_in_a_round_is_of_that_round() -> None:
     assert [b.indices for b in taken] == [whole[n].indices for n in (0, 1, 8, 9, 16, 17)]
 
 
+def test_each_round_has_the_whole_epoch_of_its_number() -> None:
+    job, state = begun()
+    rounds = [[b.indices for b in take(job, state, of(epochs=None))] for _ in job.epochs(state, 3)]
+    whole = [b.indices for b in take(*begun(), of(epochs=3))]
+    assert rounds == [whole[:8], whole[8:16], whole[16:]]
+    assert state.step == 27
+
+
+def test_modes_that_the_end_of_a_round_sets_are_not_those_of_the_next_loop() -> None:
+    job, state = begun()
+    for epoch in job.epochs(state, 3):
+        if epoch:
+            break  # a rank is lost before the first commit of the second epoch
+        state.model.train()
+        take(job, state, of(epochs=None))
+        state.model.eval()
+    job, state = goes_on(state)
+    state.forget_gradients()
+    rounds = job.epochs(state, 3)
+    assert next(rounds) == 1
+    state.model.train()
+    next(of(epochs=None)(job, state))
+    assert state.model.training
+
+
 def test_streams_are_refused_in_a_round() -> None:
     job, state = begun()
     for _ in job.epochs(state, 1):
