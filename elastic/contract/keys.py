@@ -132,6 +132,10 @@ class ClusterKeys:
         """Where a record says that the one at `key` was deleted for good: none signed before that is accepted."""
         return f"{self.endings}{key[len(self.root) :]}"
 
+    def ends(self, key: str) -> str:
+        """The key of which the record at `key` says that it was deleted for good; '': of none."""
+        return self.root + key[len(self.endings) :] if key.startswith(self.endings) else ""
+
     def __init__(self, cluster: str) -> None:
         self.root = f"/elastic/{check_name('cluster', cluster)}/"
         self.nodes = f"{self.root}nodes/"

@@ -90,7 +90,10 @@ class Signer(abc.ABC):
         self.key_id = name
         self._clock_ns = clock_ns
         self._last = 0
-        """Stamp of the last record that was signed here."""
+        """Stamp of the last record that was signed here and whose key had none ahead of it."""
+        self._ahead: dict[str, int] = {}
+        """Key -> stamp of the last record that was signed here, where it is ahead of that: a job's user chooses the
+        stamps of its records, and must not choose those of others."""
         self.stamps = Stamps(self._keys)
 
     def sealed(self, ops: Sequence[Op]) -> list[Op]:
@@ -161,11 +164,20 @@ class Signer(abc.ABC):
         return False
 
     def _stamp(self, key: str) -> int:
-        """Newer than every stamp of this key that was read here, whatever the clocks of other nodes say."""
+        """Newer than every stamp of this key that was read here, and of a key that it ends, whatever the clocks of
+        other nodes say."""
         now_ns = self._clock_ns()
-        before = (stamp for stamp in (self._last, self.stamps.of(key).stamp) if stamp <= now_ns + AHEAD_NS)
-        self._last = max(now_ns, *(stamp + 1 for stamp in before), 0)
-        return self._last
+
+        def above(stamp: int) -> int:
+            return stamp + 1 if stamp <= now_ns + AHEAD_NS else 0
+
+        with self.stamps.lock:
+            self._last = max(now_ns, above(self._last))
+            read = (above(self.stamps.of(name).stamp) for name in (key, self._keys.ends(key)) if name)
+            stamp = max(self._last, above(self._ahead.pop(key, 0)), *read)
+            if stamp > self._last:
+                self._ahead = {k: s for k, s in self._ahead.items() if s > now_ns} | {key: stamp}
+            return stamp
 
     def _newest(self, key: str) -> int:
         """Stamp of the newest record that was read; 0: that was while this node's clock was far ahead."""
@@ -183,7 +195,7 @@ class Signer(abc.ABC):
         if trailer.stamp >= self._newest(kv.key):
             self.stamps.take(kv.key, trailer.stamp, trailer.submission if self._keys.is_spec(kv.key) else "")
         if kv.key.startswith(self._keys.endings):
-            self.stamps.end(self._keys.root + kv.key[len(self._keys.endings) :], trailer.stamp)
+            self.stamps.end(self._keys.ends(kv.key), trailer.stamp)
 
 
 class ClusterSigner(Signer):

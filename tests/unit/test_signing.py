@@ -243,6 +243,35 @@ def test_what_was_lifted_is_not_put_back(world: World, key: str) -> None:
     assert (key in found, wrong[key].in_place_of_newer) == (False, True)
 
 
+@pytest.mark.parametrize("key", [A.spec, KEYS.drain("n")])
+def test_what_a_fast_clock_has_signed_is_ended_by_a_daemon_with_a_slow_one(world: World, key: str) -> None:
+    world.now_ns, fast, slow = 5000, world.daemon(), ClusterSigner(KEYS.root, SECRET, lambda: 1000)
+    old = world.write(key, sealed(fast, key, spec("a", "first") if key == A.spec else b"{}")).value
+    slow.verified(world.kvs.values())
+    world.txn(slow, *ending(KEYS, key))
+    world.write(key, old)
+    for reader in (fast, slow, world.daemon()):
+        assert refused(world, reader).keys() == {key}
+
+
+def test_a_jobs_user_chooses_no_stamps_of_other_records(world: World) -> None:
+    """A day ahead by the fastest clock is too far by all others: they would refuse what that daemon writes."""
+    daemon, agent = world.daemon(), world.agent()
+    world.submit(daemon)
+    agent._last = AHEAD_NS
+    world.txn(agent, Put(A.state, encode(JobState())))
+    assert refused(world, daemon) == {}
+    world.txn(daemon, Put(A.state, encode(JobState(phase=Phase.STOPPING))))
+    first = world.kvs[A.state].value
+    world.txn(daemon, Put(A.state, encode(JobState(phase=Phase.STOPPED))), Put(KEYS.cordon("n"), b"{}"))
+    world.submit(daemon, "b")
+    slow = ClusterSigner(KEYS.root, SECRET, lambda: 1)
+    assert refused(world, slow).keys() == {A.state}
+    assert refused(world, daemon) == {}
+    world.write(A.state, first)
+    assert refused(world, daemon) == {A.state: OLDER}
+
+
 def test_stamps_far_ahead_of_the_clock_are_refused(world: World) -> None:
     """The owner of a job signs its state with the highest stamp: no daemon could stop the job any more."""
     world.now_ns = 1_800_000_000 * 10**9
