@@ -11,6 +11,7 @@ import msgspec
 from elastic.contract.decoding import Decoder, Member, R, Stored
 from elastic.contract.keys import ClusterKeys, JobKeys
 from elastic.contract.node_records import AskedRecord, CordonRecord, DrainRecord, KnownNode, NodeRecord
+from elastic.contract.phases import PhaseTrigger, after, allows
 from elastic.contract.rank_records import RanksRecord
 from elastic.contract.records import (
     GenerationRecord,
@@ -67,6 +68,8 @@ class Job:
     spec_revision: int = 0
     state: JobState = field(default_factory=JobState)
     state_revision: int = 0
+    stop_is_due: bool = False
+    """It is to stop, and etcd has another state of it: `state` is the one that follows."""
     members: Mapping[str, Member] = field(default_factory=dict)
     generation: GenerationRecord | None = None
     progress: ProgressRecord | None = None
@@ -129,6 +132,8 @@ class ClusterReader:
     def __init__(self, keys: ClusterKeys) -> None:
         self._keys = keys
         self._decoder = Decoder()
+        self._stopped: dict[str, tuple[str, AskedRecord]] = {}
+        """Job -> submission and order of one that was told to stop: deleting the order does not call it off."""
 
     def read(
         self,
@@ -173,10 +178,21 @@ class ClusterReader:
             except ValueError as error:  # no job of ours can have this name
                 foreign |= dict.fromkeys(mine, str(error))
                 continue
-            jobs[name] = _job(name, job, mine, take, signed)
+            spec, asked = take(SpecRecord, mine.get(job.spec)), take(AskedRecord, mine.get(job.asked))
+            jobs[name] = _job(name, job, mine, take, signed, self._asked(name, spec, asked))
+        self._stopped = {name: stopped for name, stopped in self._stopped.items() if name in jobs}
         events = {key: kv.value for key, kv in kvs.items() if key.startswith(keys.events)}
         why = {key: refusal.why for key, refusal in (refused or {}).items()}
         return Cluster(nodes, jobs, cordons, drains, revision, events, foreign, why, known)
+
+    def _asked(self, name: str, spec: SpecRecord | None, asked: AskedRecord | None) -> AskedRecord:
+        submission, stopped = self._stopped.get(name, ("", AskedRecord()))
+        asked = asked or AskedRecord()
+        if spec is not None and asked.stop is not None:
+            self._stopped[name] = spec.submission, asked
+        elif stopped.stop is not None and (spec is None or spec.submission == submission):
+            return msgspec.structs.replace(asked, stop=stopped.stop)
+        return asked
 
 
 class _Take(Protocol):
@@ -185,10 +201,15 @@ class _Take(Protocol):
     def __call__(self, kind: type[R], kv: KeyValue | None) -> R | None: ...
 
 
-def _job(name: str, job: JobKeys, mine: Mapping[str, KeyValue], take: _Take, signed: bool) -> Job:
+def _job(name: str, job: JobKeys, mine: Mapping[str, KeyValue], take: _Take, signed: bool, asked: AskedRecord) -> Job:
     spec, state = mine.get(job.spec), mine.get(job.state)
-    if (signed and state is None) or (state is not None and take(JobState, state) is None):
+    written = take(JobState, state)
+    if asked.stop is None and ((signed and state is None) or (state is not None and written is None)):
         spec = None  # an incompatible version manages this job: leave it alone
+    current = written or JobState()
+    stop_is_due = asked.stop is not None and allows(current.phase, PhaseTrigger.STOP)
+    if stop_is_due:  # whatever the job's user has written there
+        current = after(current, PhaseTrigger.STOP, asked.stop or "", current.since_wall_s)
     members = {
         k.removeprefix(job.members): Member(r, kv.create_revision)
         for k, kv in mine.items()
@@ -200,13 +221,14 @@ def _job(name: str, job: JobKeys, mine: Mapping[str, KeyValue], take: _Take, sig
         spec=take(SpecRecord, spec),
         submitted=spec.create_revision if spec else 0,
         spec_revision=spec.mod_revision if spec else 0,
-        state=take(JobState, state) or JobState(),
+        state=current,
+        stop_is_due=stop_is_due,
         state_revision=state.mod_revision if state else 0,
         members=members,
         generation=take(GenerationRecord, mine.get(job.generation)),
         progress=take(ProgressRecord, mine.get(job.progress)),
         ranks=_ranks(job, mine, take),
-        asked=take(AskedRecord, mine.get(job.asked)) or AskedRecord(),
+        asked=asked,
         # The keys of failed checkpoints do not sort by step: 9 comes after 10.
         incidents=tuple(sorted((i for i in incidents if i is not None), key=lambda i: i.wall_s)[-KEPT_INCIDENTS:]),
     )

@@ -46,7 +46,7 @@ WORKERS_S = 5.0
 CONTACT_S = 5.0
 """Minimum interval between log lines that give different reasons why etcd cannot be reached."""
 RETRY_S = 1.0
-"""Pause before another attempt to register, or to write a change."""
+"""Pause before another attempt to register, to write a change, or to write over what a job's user has written."""
 
 
 class DaemonLoop:
@@ -102,7 +102,7 @@ class DaemonLoop:
         self._ready = False
         self._overdue: dict[str, float] = {}
         self._aside, self._deserted, self._drained = reconcile.Since(), reconcile.Since(), reconcile.Since()
-        self._silent, self._sign_due_s = reconcile.Silent(), 0.0
+        self._silent, self._sign_due_s, self._overrule_s = reconcile.Silent(), 0.0, 0.0
         self._said: dict[str, str] = {}
         self._contact_said = ("", 0.0)
         """Why etcd could not be reached, as last logged, and the time before which no other reason is logged."""
@@ -340,7 +340,9 @@ class DaemonLoop:
             self._agents.start(config, spec.spec.python, user, sandbox.properties(spec.spec, user))
 
     def _write_states(self) -> None:
-        for job in self._cluster.by_age():
+        if overrules := (now_s := time.monotonic()) >= self._overrule_s:
+            self._overrule_s = now_s + RETRY_S
+        for job in (job for job in self._cluster.by_age() if overrules or not job.stop_is_due):
             trouble = self._agents.trouble.get(job.name)
             failed = trouble.why if trouble and trouble.failures >= reconcile.FAILED_STARTS else ""
             here = job.name in self._agents.running

@@ -183,6 +183,8 @@ def job_state(
         return None
     if state.phase is Phase.STOPPING and not job.members and not here:
         return after(state, PhaseTrigger.LEFT, state.reason, wall_s)
+    if job.stop_is_due:
+        return msgspec.structs.replace(state, since_wall_s=wall_s)
     if me in state.excluded_nodes and aside_s >= SET_ASIDE_S:
         rest = tuple(node for node in state.excluded_nodes if node != me)
         failures = tuple(failure for failure in state.failures if failure.node != me)

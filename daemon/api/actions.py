@@ -16,7 +16,7 @@ import msgspec
 
 from elastic.contract.keys import ClusterKeys, JobKeys, check_name
 from elastic.contract.node_records import AskedRecord, CordonRecord, DrainRecord
-from elastic.contract.phases import PhaseTrigger, after
+from elastic.contract.phases import PhaseTrigger, after, allows
 from elastic.contract.records import JobState, Phase, ProtocolVersionMismatch, Record, SpecRecord, decode, encode
 from elastic.contract.spec import InvalidSpec, parse_job
 from elastic.etcd.client import Absent, Compare, Delete, Etcd, EtcdError, EtcdForged, EtcdUnavailable, ModIs, Op, Put
@@ -127,14 +127,23 @@ class Actions:
         self._remove(keys, name, [ModIs(keys.state, revision)])
 
     def stop(self, job: str, reason: str, peer: Peer) -> None:
-        """Stop a job. Complete when its phase is 'stopped'."""
+        """Stop a job. Complete when its phase is 'stopped'. The order is the cluster's own record: the job's user may
+        write anything over its state, at any time."""
+        _, same = self._owned(job, peer, "stop")
+        known = self._board.now.cluster.jobs.get(job)
+        asked = msgspec.structs.replace(known.asked if known else AskedRecord(), stop=reason)
+        if not self._txn([same], [Put(self._job(job).asked, encode(asked))]):
+            raise _overtaken(job)
 
         def stopping(state: JobState) -> JobState | None:
-            if state.phase.over or state.phase is Phase.STOPPING:
-                return None
-            return after(state, PhaseTrigger.STOP, reason, time.time())
+            allowed = allows(state.phase, PhaseTrigger.STOP)
+            return after(state, PhaseTrigger.STOP, reason, time.time()) if allowed else None
 
-        self._change(JobState, self._job(job).state, stopping, JobState(), lambda: self._owned(job, peer, "stop")[1])
+        try:  # for its agents, at once; else a daemon writes it (`reconcile.job_state`)
+            self._change(JobState, self._job(job).state, stopping, JobState(), lambda: same)
+        except Refused as refused:
+            if refused.status != 409:
+                raise
 
     def scale(self, job: str, nodes: str, peer: Peer) -> None:
         """Change the number of nodes that a job may have."""

@@ -84,6 +84,8 @@ class AskedRecord(Record, frozen=True, kw_only=True):
     """Counts requests for a checkpoint; see AgentOrders."""
     sample_step: int = 0
     """Step whose gradients are to be sampled; see AgentOrders."""
+    stop: str | None = None
+    """Why the job is to stop; None: it is not. Its state says so too, but the job's user can sign another one."""
 
 
 class EventRecord(Record, frozen=True, kw_only=True):

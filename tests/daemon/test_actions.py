@@ -21,6 +21,7 @@ from elasticd.errors import Refused
 from elasticd.event_queue import Event, EventQueue, NodeLeaseLost, NodeRegistered, Stop, Written
 from elasticd.published_state import PublishedState, Snapshot
 from elasticd.quotas import Quotas
+from elasticd.reconcile import job_state
 from elasticd.settings import PerUserSettings
 from elasticd.writer import ClusterWriter
 
@@ -183,15 +184,16 @@ def test_only_a_job_that_is_over_is_forgotten(writes: WriteQueue) -> None:
 
 
 def test_job_state_update_keeps_concurrent_changes(writes: WriteQueue, monkeypatch: pytest.MonkeyPatch) -> None:
-    writes.actions.submit(RAW, ADA, ADA)
+    writes.actions.submit(RAW | {"checkpoint": {"dir": "/c"}}, ADA, ADA)
     get, rivals = writes.client.get, 2
 
     def rival(key: str) -> object:
         nonlocal rivals
         found = get(key)
-        if key == JOB.state and rivals:
+        if key in (JOB.state, JOB.asked) and rivals:
             rivals -= 1
-            writes.client.put(key, encode(JobState(phase=Phase.RUNNING, restarts=7)))
+            other = JobState(phase=Phase.RUNNING, restarts=7) if key == JOB.state else AskedRecord()
+            writes.client.put(key, encode(other))
         return found
 
     monkeypatch.setattr(writes.client, "get", rival)
@@ -199,8 +201,40 @@ def test_job_state_update_keeps_concurrent_changes(writes: WriteQueue, monkeypat
     assert (writes.state().phase, writes.state().restarts) == (Phase.STOPPING, 7)
     rivals = 99
     with pytest.raises(Refused, match="all the time") as refused:
-        writes.actions.stop("j", "no luck", ADA) if writes.put_phase(Phase.RUNNING) is None else None
+        writes.actions.checkpoint("j", ADA) if writes.put_phase(Phase.RUNNING) is None else None
     assert refused.value.status == 409
+
+
+@pytest.mark.parametrize("written", [encode(JobState(phase=Phase.RUNNING)), b'{"protocol":99}', b"[1]", None])
+def test_a_job_stops_whatever_its_user_writes_over_its_state(writes: WriteQueue, written: bytes | None) -> None:
+    """The job's user has the key that signs it, and may write all the time."""
+
+    def write(key: str) -> object:
+        found = get(key)
+        if key == JOB.state:
+            writes.client.delete(key) if written is None else writes.client.put(key, written)
+        return found
+
+    get = writes.client.get
+    writes.actions.submit(RAW, ADA, ADA)
+    writes.client.get = write  # type: ignore[method-assign,assignment]
+    writes.client.get(JOB.state)
+    writes.actions.stop("j", "enough", ADMIN)
+    writes.client.get(JOB.state)
+    reader = ClusterReader(KEYS)
+    reader.read(writes.server.kvs, 1, signed=True)
+    writes.client.delete(JOB.asked)
+    job = reader.read(writes.server.kvs, 2, signed=True).jobs["j"]
+    assert (job.spec is not None, job.state.phase, job.state.reason) == (True, Phase.STOPPING, "enough")
+    state = job_state(job, Cluster(), "a", True, "", 5.0)
+    assert state is not None
+    assert (state.phase, state.since_wall_s) == (Phase.STOPPING, 5.0), "its agents are to see it"
+    state = job_state(job, Cluster(), "a", False, "", 5.0)
+    assert (state and state.phase) is Phase.STOPPED
+    writes.client.get = get  # type: ignore[method-assign]
+    writes.put_phase(Phase.STOPPED)
+    writes.actions.restart("j", ADA)
+    assert reader.read(writes.server.kvs, 3).jobs["j"].state.phase is Phase.PENDING
 
 
 def test_request_without_etcd_is_refused_and_states_if_its_outcome_is_unknown(
