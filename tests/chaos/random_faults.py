@@ -287,14 +287,13 @@ def check_told(history: History, incidents: list[dict[str, Any]], strikes: list[
 
 def check_verdict(incident: dict[str, Any], strike: Strike, before: list[Strike]) -> None:
     """`incident` is told after `strike`, the last one of `before`. Raises AssertionError."""
-    verdict, classes = incident["verdict"], CLASSES[strike.kind]
-    if incident["kind"] == "planned":
-        classes = ("planned",)
-        if excluded := EXCLUDED.search(incident["detail"]):
-            # No answer to this strike, which has an incident of its own: to all that have fallen on that node.
-            there = sum(s.node == excluded[1] or len(s.pids) > 1 for s in before if s.kind in CHARGED)
-            assert there >= BAD_NODE_FAILURES, f"{excluded[1]} is excluded after {there} strikes: {before}"
-            classes = ("node",)
+    verdict, planned = incident["verdict"], incident["kind"] == "planned"
+    classes = ("planned",) if planned else CLASSES[strike.kind]
+    if planned and (excluded := EXCLUDED.search(incident["detail"])):
+        # No answer to this strike, which has an incident of its own: to all that have fallen on that node.
+        there = sum(s.node == excluded[1] or len(s.pids) > 1 for s in before if s.kind in CHARGED)
+        assert there >= BAD_NODE_FAILURES, f"{excluded[1]} is excluded after {there} strikes: {before}"
+        classes = ("node",)
     assert verdict["class"] in classes, f"{strike}: {verdict}"
     assert not verdict["person"], f"{strike}: {verdict}"
 

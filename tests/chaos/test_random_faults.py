@@ -27,6 +27,8 @@ def test_an_exclusion_is_judged_by_all_strikes_that_have_fallen_on_the_node() ->
     }
     told = {**leaves, "verdict": {"class": "node", "person": False}}
     check_verdict(told, strikes[-1], strikes)
+    drained = Strike("drained and taken back", "node2", 4.0, 5)
+    check_verdict({**leaves, "detail": "node2 leaves", "verdict": {"class": "planned", "person": False}}, drained, [])
     with pytest.raises(AssertionError, match="node1 is excluded after 2 strikes"):
         check_verdict(told, strikes[1], strikes[:2])
     with pytest.raises(AssertionError, match="class"):
