@@ -20,6 +20,7 @@ from ..recovery.collective_frames import is_blocked_in_collective, place_in_trai
 from ..recovery.events import Event, GroupStuck, Progress, RanksStill, StillBusy, WorkerUnhealthy
 from ..recovery.hang_rules import (
     FARTHEST,
+    IN_EXCHANGE,
     STOPPED_STATE,
     RankWait,
     Unhealthy,
@@ -35,7 +36,7 @@ from ..recovery.stillness import StillRank, all_ahead, standing, worth_telling
 from ..recovery.transitions import Stage
 from ..util.processes import is_ending
 from .pool import Pool, Process
-from .stacks import process_state, stack
+from .stacks import is_in_part, process_state, stack
 from .standstill import Others, local
 
 STOPPED_S = 1.0
@@ -286,6 +287,9 @@ class HangDetector:
                 self._excused[process.worker_id] = again_s
                 self._in_collective[process.worker_id] = beats_then, now_s
                 log.info("worker.is_blocked_in_collective", slot=process.slot, pid=process.pid)
+            elif sick is not None and self._waits_as_it_says(one, sick, told[suspect], now_s):
+                self._excused[process.worker_id] = again_s
+                log.info("worker.not_seen_in_collective", slot=process.slot, pid=process.pid)
             elif sick is not None and (longer_s := self._more_patience_s(one, sick, told[suspect], now_s)):
                 self._excused[process.worker_id] = one.beat.beat_at_s + longer_s
                 log.info("worker.takes_long_there", slot=process.slot, pid=process.pid, patience_s=longer_s)
@@ -308,6 +312,13 @@ class HangDetector:
             log.error("worker.not_looked_at", slot=process.slot, pid=process.pid, why=str(error))
             self._retry_s = now_s + RETRY_S
             self._accused.discard(process.worker_id)
+
+    def _waits_as_it_says(self, one: LastBeat, sick: Unhealthy, dump: str, now_s: float) -> bool:
+        """Whether nothing speaks against its page, by which it waits in an exchange: a busy machine has no time for its
+        stack, and after a node is lost the others are not equally far. Not for longer than the ceiling."""
+        silent_s = now_s - one.beat.beat_at_s
+        waits = one.beat.doing in IN_EXCHANGE and silent_s < self.rules.ceiling_s
+        return is_in_part(dump) and waits and not sick.certain
 
     def _more_patience_s(self, one: LastBeat, sick: Unhealthy, dump: str, now_s: float) -> float:
         """How long the worker may be silent, if that is longer than it was: its rank was found to be hung at the same

@@ -13,6 +13,8 @@ from ..util.processes import stat_fields
 QUICK_S, NATIVE_S = 1.0, 2.0
 """Time limits of a dump: Python frames without pausing (takes 0.1 s), native frames too (0.5 s, more under load)."""
 STACK_CHARS = 6000
+UNREAD = "no stack could be read"
+NO_NATIVE = "(no native frames could be read)"
 
 
 def stack(pid: int, native: bool) -> str:
@@ -23,8 +25,13 @@ def stack(pid: int, native: bool) -> str:
         return "py-spy is not installed"
     quick = _dump(tool, "--nonblocking", pid, QUICK_S)
     if native and not is_blocked_in_collective(quick):
-        quick = _dump(tool, "--native", pid, NATIVE_S) or quick
-    return quick or "no stack could be read"
+        quick = _dump(tool, "--native", pid, NATIVE_S) or (quick and f"{quick}\n{NO_NATIVE}")
+    return quick or UNREAD
+
+
+def is_in_part(dump: str) -> bool:
+    """Whether it leaves open if the process is in a collective: the wait for gradients shows in native frames only."""
+    return dump == UNREAD or dump.endswith(NO_NATIVE)
 
 
 def _dump(tool: str, option: str, pid: int, limit_s: float) -> str:

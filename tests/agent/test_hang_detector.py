@@ -20,9 +20,10 @@ import pytest
 from support.procs import Procs, kill, state
 from support.wait import eventually
 
-from elastic.agent import hang_detector
+from elastic.agent import hang_detector, stacks
 from elastic.agent.hang_detector import HangDetector
 from elastic.agent.pool import Process
+from elastic.agent.stacks import NO_NATIVE, UNREAD
 from elastic.contract.beat import PAGE_BYTES, BeatPage, Doing
 from elastic.contract.decoding import Member
 from elastic.contract.records import GenerationNode, GenerationRecord, MemberRecord
@@ -271,6 +272,47 @@ def test_hang_detector_accuses_hung_worker_when_no_stack_can_be_read(
     scene.look(105.5)
     # With the event: of two workers that hang at once, each has its own.
     assert eventually(scene.accused, 10.0).stacks == {"slot 0 (hung)": "no stack could be read"}
+
+
+IN_BACKWARD = 'Thread 1 (active): "MainThread"\n    _engine_run_backward (torch/autograd/graph.py:824)\n'
+
+
+@pytest.mark.parametrize("dump", [UNREAD, IN_BACKWARD + NO_NATIVE])
+def test_a_rank_that_waits_by_its_page_is_not_blamed_for_want_of_its_stack(
+    dump: str, scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A third node has lost power within an exchange, which the rank there had completed and this one had not. Both
+    wait; py-spy finds no time on a busy machine."""
+    looks: list[int] = []
+    monkeypatch.setattr(hang_detector, "stack", lambda pid, native: looks.append(pid) or dump)
+    scene.watchman.rules = Hang(floor_s=1.0, ceiling_s=20.0)
+    scene.page.committed(1, 0.05, None, 100.0)
+    scene.page.write(Doing.EXCHANGING, 100.0)
+    scene.others = (Standing(rank=1, position=(1, 2, 2), doing="exchanging", silent_s=0.5, waits=True),)
+    for now_s in (101.5, 104.0, 108.0, 116.0):
+        scene.look(now_s)
+        eventually(lambda: not scene.watchman._accused, 5.0)
+        assert scene.accused() is None
+    assert 2 <= len(looks) <= 4, "each time that its silence has doubled"
+
+    def later() -> WorkerUnhealthy | None:
+        scene.look(scene.looked_s + 5.0)
+        return scene.accused()
+
+    assert eventually(later, 10.0).evidence.startswith("no progress for"), "not for ever"
+    assert scene.looked_s >= 120.0
+
+
+def test_a_stack_without_its_native_frames_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = {"--nonblocking": IN_BACKWARD, "--native": ""}
+    monkeypatch.setattr(stacks, "_dump", lambda tool, option, pid, limit_s: said[option])
+    assert stacks.stack(1, native=True) == f"{IN_BACKWARD}\n{NO_NATIVE}"
+    assert stacks.is_in_part(stacks.stack(1, native=True))
+    assert not stacks.is_in_part(stacks.stack(1, native=False))
+    said["--native"] = native = f"{IN_BACKWARD}    c10d::Work::wait\n"
+    assert stacks.stack(1, native=True) == native
+    said.update({"--nonblocking": "", "--native": ""})
+    assert stacks.is_in_part(stacks.stack(1, native=True))
 
 
 def test_hang_detector_reports_position_at_half_patience_or_when_another_rank_is_stopped(scene: Scene) -> None:
