@@ -67,9 +67,9 @@ def _over(job: Job, wall_s: float) -> str:
 
 def _alive(snapshot: Snapshot, job: Job, row: Mapping[str, Any], waits_for_start: bool, wall_s: float) -> str:
     cluster = snapshot.cluster
-    unusable = {**cluster.foreign, **cluster.refused}
-    if bad := next((f"{key}: {why}" for key, why in sorted(unusable.items()) if f"/jobs/{job.name}/" in key), ""):
-        return f"a record of it in etcd cannot be used: {bad}"
+    prefix = f"/jobs/{job.name}/"
+    if bad := min((key for keys in (cluster.foreign, cluster.refused) for key in keys if prefix in key), default=""):
+        return f"a record of it in etcd cannot be used: {bad}: {cluster.refused.get(bad) or cluster.foreign[bad]}"
     if job.spec is None:
         return "waiting for its agents to write its description back to etcd"
     if job.state.phase is Phase.STOPPING:
