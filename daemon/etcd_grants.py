@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -116,7 +117,13 @@ def _aside(name: str) -> str:
 def _second_name(socket: Path, name: Path) -> None:
     """A hard link: processes that may search the folder of `name` can then connect, and no others: only
     elasticd's own user may enter the folder of the socket itself."""
-    os.chmod(socket, 0o666)
+    descriptor = os.open(socket, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:  # etcd's user owns the socket, and might have put a link to a file of root's in its place
+        if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+            raise CannotStart(f"{socket} is no socket")
+        os.chmod(f"/proc/self/fd/{descriptor}", 0o666)
+    finally:
+        os.close(descriptor)
     aside = name.with_name(_aside(name.name))
     for path in (aside, name):
         with contextlib.suppress(FileNotFoundError):

@@ -246,6 +246,23 @@ def test_access_is_renewed_when_its_originals_change_and_ends_with_the_last_agen
 
 
 @as_root
+@pytest.mark.parametrize("linked", [True, False])
+def test_what_is_in_the_place_of_etcds_socket_is_not_opened_to_all(
+    state: pathlib.Path, access: EtcdAccess, linked: bool
+) -> None:
+    """The embedded etcd's user owns that socket, and may replace it."""
+    (state / "etcd" / "client:0").unlink()
+    secret = state / "cluster.key" if linked else state / "etcd" / "client:0"
+    secret.write_text("secret")
+    secret.chmod(0o600)
+    if linked:
+        (state / "etcd" / "client:0").symlink_to(secret)
+    with pytest.raises(CannotStart, match="is no socket"):
+        EtcdGrants(state, access, structlog.get_logger()).of(ALICE)
+    assert owner_and_mode(secret) == (0, "0o600")
+
+
+@as_root
 def test_what_one_user_puts_in_the_way_keeps_no_other_from_renewed_access(
     state: pathlib.Path, access: EtcdAccess
 ) -> None:
