@@ -7,6 +7,7 @@ checkpoint, a file of the script, a link) stays, with it.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -76,11 +77,19 @@ class Removal:
 
 
 def forgettable(jobs: Iterable[Job], settings: RetentionSettings, now_wall_s: float) -> list[str]:
-    """The jobs that are over and not to be kept in etcd any more, the oldest first. One with agents is not complete."""
+    """The jobs that are over and not to be kept in etcd any more, the oldest first. One with agents is not complete.
+    Those of each user are counted by themselves: many jobs of one, or times that it has signed, push out no other's."""
     over = sorted((job for job in jobs if job.over and not job.members), key=lambda job: job.state.since_wall_s)
-    surplus = len(over) - settings.over_jobs if settings.over_jobs else 0
     until_wall_s = now_wall_s - settings.over_days * DAY_S if settings.over_days else float("-inf")
-    return [job.name for at, job in enumerate(over) if at < surplus or job.state.since_wall_s <= until_wall_s]
+    owners = {job.name: job.spec.uid if job.spec else None for job in over}
+    surplus = Counter(owners.values())
+    found = []
+    for job in over:
+        owner = owners[job.name]
+        if (settings.over_jobs and surplus[owner] > settings.over_jobs) or job.state.since_wall_s <= until_wall_s:
+            found.append(job.name)
+            surplus[owner] -= 1
+    return found
 
 
 def removals(

@@ -121,7 +121,7 @@ class RetentionSettings(SettingsTable, frozen=True, kw_only=True):
     etcd go, checkpoints stay. 0: keep."""
 
     over_jobs: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] = 1000
-    """Jobs that are over and not forgotten, the newest. Every daemon reads all of them. 0: no limit."""
+    """Jobs of a user that are over and not forgotten, the newest. Every daemon reads all of them. 0: no limit."""
 
     forgotten_days: Annotated[float, msgspec.Meta(ge=0, le=36500)] = 30.0
     """Once an hour, and at `elasticctl gc`: remove the folder in `state_dir` of a job that etcd no longer has, once

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from elastic.contract import agent_files
 from elastic.contract.decoding import Member
-from elastic.contract.records import JobState, MemberRecord, Phase
+from elastic.contract.records import JobState, MemberRecord, Phase, SpecRecord
+from elastic.contract.spec import JobSpec
 from elasticd.cluster import Job
 from elasticd.retention import AGENT_FILES, DAY_S, YOUNG_S, JobFolder, RegularFile, Removal, forgettable, removals
 from elasticd.settings import RetentionSettings
@@ -176,3 +177,13 @@ def test_jobs_that_are_over_are_forgotten_by_age_and_by_number() -> None:
     assert forgettable(jobs, RetentionSettings(over_days=0, over_jobs=2), NOW_S) == ["older"]
     assert forgettable(jobs, RetentionSettings(over_days=0.5, over_jobs=0), NOW_S) == ["older", "failed", "new"]
     assert forgettable(jobs, RetentionSettings(over_days=0, over_jobs=0), NOW_S) == []
+
+
+def test_one_users_jobs_push_out_no_other_users() -> None:
+    """Many of them, or with a time in their states that is still to come: the job's user signs those."""
+    by = lambda name, days, uid: replace(  # noqa: E731
+        over(name, days), spec=SpecRecord(spec=JobSpec(name=name, script="/t.py"), submitted_wall_s=1.0,
+                                          submitted_by="x", uid=uid)
+    )  # fmt: skip
+    jobs = [by("theirs", 20, 1), *(by(f"his-{days}", -days, 2) for days in range(4))]
+    assert forgettable(jobs, RetentionSettings(over_days=0, over_jobs=2), NOW_S) == ["his-0", "his-1"]
