@@ -84,7 +84,7 @@ class Stores:
         that of the generation before, if this process has grown beyond the limit since."""
         with self._lock:
             limit = LIMIT_NBYTES + LIMIT_PER_PAIR_NBYTES * ranks**2
-            if self._open and (grown := own_nbytes() - self._before_nbytes) > limit:
+            if self._open and (grown := self._grown_nbytes()) > limit:
                 said = f"its store grew by {grown >> 20} MiB, {limit >> 20} are allowed, and was closed"
                 log.error("store.overfull", generations=sorted(self._open), grown_mb=grown >> 20, limit_mb=limit >> 20)
                 self._closed.update(dict.fromkeys(self._open, said))
@@ -92,6 +92,12 @@ class Stores:
                 self._bases.clear()
                 ctypes.CDLL(None).malloc_trim(0)  # else the next store's growth would go unseen up to this size
             return self._closed.get(generation, "")
+
+    def _grown_nbytes(self) -> int:
+        try:
+            return own_nbytes() - self._before_nbytes
+        except OSError:  # no descriptor is free: looked at again soon, and no reason to end with all workers
+            return 0
 
     def client(self, generation: GenerationRecord) -> SealedStore:
         """The store of `generation`, local or remote, with its keys under a prefix of their own."""
@@ -110,6 +116,7 @@ class Stores:
 
 
 def own_nbytes() -> int:
-    """Memory of this process that it shares with no file and no other process: snapshots do not count."""
+    """Memory of this process that it shares with no file and no other process: snapshots do not count. Raises
+    OSError."""
     resident, shared = memory_nbytes(os.getpid())
     return resident - shared

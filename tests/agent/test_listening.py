@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
 from datetime import timedelta
 
@@ -15,6 +17,7 @@ from elastic.agent import store
 from elastic.agent.listening import listen
 from elastic.agent.peers import Peers
 from elastic.agent.store import Stores
+from elastic.util import processes
 
 HERE, ELSEWHERE = "127.0.0.1", "127.0.0.2"
 """Two addresses of this host, as those of two networks."""
@@ -57,6 +60,19 @@ def test_a_store_that_makes_its_process_grow_beyond_the_limit_is_closed(monkeypa
     assert stores.overfull(2, 1) == said, "until the generation is known to be broken"
     _, third = stores.open(3)
     assert (stores.overfull(3, 1), stores.overfull(2, 1), answers(HERE, third)) == ("", said, True), "a measure anew"
+    stores.close()
+
+
+def test_a_store_is_not_measured_while_no_descriptor_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent that hosts it ended there at once, with the worker that held the state."""
+
+    def full(path: str) -> bytes:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), path)
+
+    stores = Stores(HERE, HERE)
+    _, port = stores.open(1)
+    monkeypatch.setattr(processes, "kernel_file", full)
+    assert (stores.overfull(1, 4), answers(HERE, port)) == ("", True)
     stores.close()
 
 
