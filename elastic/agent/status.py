@@ -194,10 +194,13 @@ def phase_of(agent: Agent) -> str:
 
 def left_behind(folder: Path, submitted_wall_s: float) -> tuple[tuple[int, int], float]:
     """((generation, step) of the newest commit, its time of day) as the previous agent here last wrote them, normally
-    half a second before its end or less. Zeros if there was none, or it ran an earlier job of the same name."""
+    half a second before its end or less. Zeros if there was none, or it ran an earlier job of the same name.
+
+    The generation is the one that stepped, not a newer one that had only formed: that may begin from earlier state, and
+    the step would outrank the first ones of it."""
     for status in of_predecessors(folder, submitted_wall_s):
         if (progress := status.progress) is not None and progress.step:
-            return (progress.generation, progress.step), progress.step_wall_s
+            return (progress.stepped_in, progress.step), progress.step_wall_s
     return (0, 0), 0.0
 
 

@@ -29,9 +29,23 @@ SUBMITTED_S = 100.0
 ACCOUNT = RanksRecord(node="a", generation=3, wall_s=99.0, ranks=())
 
 
-def write(folder: Path, step: int = 70, step_wall_s: float = 90.0, submitted_wall_s: float = SUBMITTED_S) -> None:
+def write(
+    folder: Path,
+    step: int = 70,
+    step_wall_s: float = 90.0,
+    submitted_wall_s: float = SUBMITTED_S,
+    *,
+    stepped_in: int = 3,
+) -> None:
     progress = ProgressRecord(
-        generation=3, world_size=2, step=step, steps_per_s=1.0, loss=None, wall_s=99.0, step_wall_s=step_wall_s
+        generation=3,
+        world_size=2,
+        step=step,
+        steps_per_s=1.0,
+        loss=None,
+        wall_s=99.0,
+        step_wall_s=step_wall_s,
+        stepped_in=stepped_in,
     )
     status = AgentStatus(
         pid=1, incarnation="x", job="job", node="a", phase="running", reason="", leader=False, generation=3,
@@ -44,6 +58,15 @@ def test_how_far_the_job_was_and_when(tmp_path: Path) -> None:
     write(tmp_path)
     assert left_behind(tmp_path, SUBMITTED_S) == ((3, 70), 90.0)
     assert rank_ledgers.left_behind(tmp_path, SUBMITTED_S) == ACCOUNT
+
+
+def test_a_step_of_the_generation_before_does_not_outrank_those_of_the_one_that_had_formed(tmp_path: Path) -> None:
+    """All agents are killed while generation 3 forms, and again after its first step, 47, from a checkpoint of 46: one
+    step is lost then, not the 24 of before, which the first incident has told."""
+    write(tmp_path, step=70, stepped_in=2)
+    reached, _ = left_behind(tmp_path, SUBMITTED_S)
+    assert reached == (2, 70)
+    assert max(reached, (3, 47)) == (3, 47), "as the leader's progress record has it"
 
 
 @pytest.mark.parametrize("submitted_wall_s", [50.0, 120.0])
