@@ -36,7 +36,7 @@ from ..recovery.stillness import StillRank, all_ahead, standing, worth_telling
 from ..recovery.transitions import Stage
 from ..util.processes import is_ending
 from .pool import Pool, Process
-from .stacks import is_in_part, process_state, stack
+from .stacks import UNSEEN, is_in_part, process_state, stack
 from .standstill import Others, local
 
 STOPPED_S = 1.0
@@ -263,7 +263,8 @@ class HangDetector:
             return
         self._accused.add(process.worker_id)
         # A cleared worker is examined again when its silence has doubled: dumping the stack may pause it.
-        again_s = now_s + min(self.rules.ceiling_s, now_s - one.beat.beat_at_s)
+        silent_s = now_s - one.beat.beat_at_s
+        again_s = now_s + min(self.rules.ceiling_s, silent_s)
         suspect = f"slot {process.slot} (hung)"
         witnesses = [(suspect, process.pid, state not in (STOPPED_STATE, UNINTERRUPTIBLE_STATE))]
         waiting = next((o for o in seen if o is not one and o.beat.doing is Doing.EXCHANGING), None)
@@ -290,6 +291,9 @@ class HangDetector:
             elif sick is not None and self._waits_as_it_says(one, sick, told[suspect], now_s):
                 self._excused[process.worker_id] = again_s
                 log.info("worker.not_seen_in_collective", slot=process.slot, pid=process.pid)
+            elif sick and not sick.certain and told[suspect].startswith(UNSEEN) and silent_s < self.rules.ceiling_s:
+                self._excused[process.worker_id] = now_s + RETRY_S  # what fills the process table is about to fail, too
+                log.warning("worker.not_looked_at", slot=process.slot, pid=process.pid, why=told[suspect])
             elif sick is not None and (longer_s := self._more_patience_s(one, sick, told[suspect], now_s)):
                 self._excused[process.worker_id] = one.beat.beat_at_s + longer_s
                 log.info("worker.takes_long_there", slot=process.slot, pid=process.pid, patience_s=longer_s)

@@ -16,6 +16,7 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 from support.procs import Procs, kill, state
 from support.wait import eventually
@@ -265,10 +266,10 @@ def test_the_agent_lives_on_where_no_thread_can_be_started(scene: Scene, monkeyp
 def test_hang_detector_accuses_hung_worker_when_no_stack_can_be_read(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: object, **__: object) -> None:
-        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+    def denied(*_: object, **__: object) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
-    monkeypatch.setattr(subprocess, "Popen", full)
+    monkeypatch.setattr(subprocess, "Popen", denied)
     scene.look(105.5)
     # With the event: of two workers that hang at once, each has its own.
     assert eventually(scene.accused, 10.0).stacks == {"slot 0 (hung)": "no stack could be read"}
@@ -313,6 +314,35 @@ def test_a_stack_without_its_native_frames_says_so(monkeypatch: pytest.MonkeyPat
     assert stacks.stack(1, native=True) == native
     said.update({"--nonblocking": "", "--native": ""})
     assert stacks.is_in_part(stacks.stack(1, native=True))
+
+
+def test_a_worker_that_cannot_be_looked_at_for_lack_of_processes_has_until_the_ceiling(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script that forks up to the limit of processes is silent meanwhile, and raises then: that is no hang."""
+    monkeypatch.setattr(scene.watchman, "rules", msgspec.structs.replace(RULES, ceiling_s=20.0))
+    scene.page.committed(1, 0.01, None, 100.0)
+    scene.others = (msgspec.structs.replace(scene.others[0], position=(1, 1, 9)),)
+    tried = []
+
+    def full(*_: object, **__: object) -> None:
+        tried.append(1)
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(subprocess, "Popen", full)
+    for now_s in (106.0, 107.5, 109.0):
+        looks = len(tried)
+        scene.look(now_s)
+        eventually(lambda n=looks: len(tried) > n and not scene.watchman._accused, 10.0, "it is looked at")
+        assert scene.accused() is None
+
+    def at_the_ceiling() -> WorkerUnhealthy | None:
+        scene.look(max(120.0, scene.looked_s + 0.5))
+        return scene.accused()
+
+    told = eventually(at_the_ceiling, 10.0).stacks["slot 0 (hung)"]
+    assert "no stack could be read, as this node lacks" in told
+    assert os.strerror(errno.EAGAIN) in told
 
 
 def test_hang_detector_reports_position_at_half_patience_or_when_another_rank_is_stopped(scene: Scene) -> None:
