@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from elastic.contract.keys import LAST_WALL_S
@@ -72,6 +72,8 @@ class Memory:
     known: Mapping[Key, SeenOccurrence] = field(default_factory=dict)
     sends: bool = False
     """Whether this node was the oldest one at the last look."""
+    queued_s: Mapping[str, float] = field(default_factory=dict)
+    """Job -> when it was last seen in the queue: that is no wait to be told of, and what follows begins then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +92,16 @@ def look(
 ) -> tuple[Memory, list[Occurrence]]:
     """What to send from the node `me` now, in the order of the jobs' names. `now_s`: monotonic."""
     if not snapshot.contact.connected:  # what is known is old, and another node may have taken over
-        return Memory(memory.began_wall_s, memory.known), []
+        return replace(memory, sends=False), []
     sends = reconcile.is_oldest(snapshot.cluster, me)
     since_s = now_s if memory.sends else now_s - REPEAT_S
     known: dict[Key, SeenOccurrence] = {}
     found: list[Occurrence] = []
-    candidates = {candidate.key: candidate for candidate in _candidates(snapshot, settings, wall_s)}
+    jobs = snapshot.cluster.jobs
+    queued_s = {name: s for name, s in memory.queued_s.items() if name in jobs}
+    queued_s |= {name: now_s for name, job in jobs.items() if _queued(snapshot, job)}
+    waits_wall_s = {name: wall_s - (now_s - s) for name, s in queued_s.items()}
+    candidates = {each.key: each for each in _candidates(snapshot, settings, wall_s, waits_wall_s)}
     present = {key: memory.known[key] for key in candidates if key in memory.known}
     rest = {key: entry for key, entry in memory.known.items() if key not in present}
     for candidate in candidates.values():
@@ -109,7 +115,7 @@ def look(
             entry = SeenOccurrence(entry.seen_s, entry.due_s, told=True)
         known[candidate.key] = entry
     gone = list(rest.items())
-    return Memory(memory.began_wall_s, dict(gone[-KEPT:]) | known, sends), found
+    return Memory(memory.began_wall_s, dict(gone[-KEPT:]) | known, sends, queued_s), found
 
 
 def as_json(occurrence: Occurrence, cluster: str, sender: str) -> dict[str, Any]:
@@ -137,21 +143,28 @@ def as_json(occurrence: Occurrence, cluster: str, sender: str) -> dict[str, Any]
 # ── what there is ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _candidates(snapshot: Snapshot, settings: NotifySettings, wall_s: float) -> Iterator[_Candidate]:
+def _candidates(
+    snapshot: Snapshot, settings: NotifySettings, wall_s: float, waits_wall_s: Mapping[str, float]
+) -> Iterator[_Candidate]:
+    """`waits_wall_s`: job -> when it left the queue."""
     for name, job in sorted(snapshot.cluster.jobs.items()):
         state = job.state
         if state.phase is Phase.FAILED and "job_failed" in settings.on:
             key = ("job_failed", name, False, state.since_wall_s)
             yield _Candidate(key, job, state.since_wall_s, False, FAILED_SETTLE_S, _fatal(job))
         if state.phase in (Phase.PENDING, Phase.WAITING) and "job_waiting" in settings.on:
-            due_wall_s = state.since_wall_s + settings.job_waiting_s
-            if wall_s >= due_wall_s:
+            due_wall_s = max(state.since_wall_s, waits_wall_s.get(name, 0.0)) + settings.job_waiting_s
+            if wall_s >= due_wall_s and not _queued(snapshot, job):
                 yield _Candidate(("job_waiting", name, False, state.since_wall_s), job, due_wall_s, True, 0.0, None)
         for record in job.incidents:
             event = "checkpoint_failed" if record.kind == "checkpoint" else "incident"
             if event in settings.on:
                 key = (event, name, record.kind == "late exit", record.wall_s)
                 yield _Candidate(key, job, record.wall_s, job.over or not record.open, SETTLE_S, record)
+
+
+def _queued(snapshot: Snapshot, job: Job) -> bool:
+    return job.state.phase is Phase.PENDING and job.name in snapshot.plan.queue
 
 
 def _same(known: Mapping[Key, SeenOccurrence], key: Key) -> Key:

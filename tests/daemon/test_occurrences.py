@@ -181,6 +181,26 @@ def test_waiting_job_is_told_after_its_time_and_once_for_each_wait(phase: Phase)
     assert all(o.why for o in daemon.sent)
 
 
+def queue(snapshot: Snapshot, *jobs: str) -> Snapshot:
+    return replace(snapshot, plan=replace(snapshot.plan, queue=jobs))
+
+
+def test_a_queued_job_is_not_told_and_waits_anew_once_it_has_left_the_queue() -> None:
+    daemon, waits = Daemon(settings=NotifySettings(job_waiting_s=60.0)), seen(in_phase(Phase.PENDING))
+    for at_s in (1070.0, 2000.0, 5000.0):
+        assert daemon.sees(queue(waits, "other", "train"), at_s) == []
+    assert daemon.sees(waits, 5001.0) == [], "it has just been given its nodes, and starts"
+    assert daemon.sees(waits, 5059.9) == []
+    assert daemon.sees(waits, 5060.0) == [WAITING], "its agents do not start it"
+    assert daemon.sees(waits, 5500.0) == []
+
+
+def test_a_job_that_can_never_run_and_one_that_has_lost_nodes_are_told() -> None:
+    never = seen(in_phase(Phase.PENDING))
+    assert Daemon().sees(replace(never, plan=replace(never.plan, never=frozenset({"train"}))), 1130.0) == [WAITING]
+    assert Daemon().sees(queue(seen(in_phase(Phase.WAITING)), "train"), 1130.0) == [WAITING]
+
+
 @pytest.mark.parametrize("phase", [p for p in Phase if p not in (Phase.PENDING, Phase.WAITING, Phase.FAILED)])
 def test_other_phases_are_not_told(phase: Phase) -> None:
     daemon = Daemon()
