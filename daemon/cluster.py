@@ -129,11 +129,12 @@ class Cluster:
 class ClusterReader:
     """Decodes views of one cluster; a key that did not change since the previous view is not decoded again."""
 
-    def __init__(self, keys: ClusterKeys) -> None:
+    def __init__(self, keys: ClusterKeys, stopped: dict[str, tuple[str, AskedRecord]] | None = None) -> None:
+        """`stopped`: job -> submission and order of one that was told to stop, here or as read: deleting the order does
+        not call it off."""
         self._keys = keys
         self._decoder = Decoder()
-        self._stopped: dict[str, tuple[str, AskedRecord]] = {}
-        """Job -> submission and order of one that was told to stop: deleting the order does not call it off."""
+        self._stopped = {} if stopped is None else stopped
 
     def read(
         self,
@@ -180,7 +181,9 @@ class ClusterReader:
                 continue
             spec, asked = take(SpecRecord, mine.get(job.spec)), take(AskedRecord, mine.get(job.asked))
             jobs[name] = _job(name, job, mine, take, signed, self._asked(name, spec, asked))
-        self._stopped = {name: stopped for name, stopped in self._stopped.items() if name in jobs}
+        for name in list(self._stopped):
+            if name not in jobs:
+                self._stopped.pop(name, None)
         events = {key: kv.value for key, kv in kvs.items() if key.startswith(keys.events)}
         why = {key: refusal.why for key, refusal in (refused or {}).items()}
         return Cluster(nodes, jobs, cordons, drains, revision, events, foreign, why, known)

@@ -83,7 +83,7 @@ class DaemonLoop:
         self._refuses_anonymous = os.geteuid() == 0 and not settings.etcd.insecure
         self._chores = Chores(settings, writer)
         self._keys = ClusterKeys(settings.cluster)
-        self._reader = ClusterReader(self._keys)
+        self._reader = ClusterReader(self._keys, board.told_to_stop)
         self.stamps = signer.stamps if signer else Stamps(self._keys)
         self._stamp_file = StampFile(Path(settings.state_dir), self.stamps, log) if signer else None
         self._older = OlderRecords(self._keys, self.stamps, settings.node, writer)

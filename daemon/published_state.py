@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from elastic.contract.agent_files import AgentStatus
+from elastic.contract.node_records import AskedRecord
 from elastic.etcd.client import MemberHealth
 
 from .assignment import Assignment
@@ -62,6 +63,8 @@ class PublishedState:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._snapshot = Snapshot()
+        self.told_to_stop: dict[str, tuple[str, AskedRecord]] = {}
+        """Job -> submission and order; `ClusterReader` keeps it."""
 
     @property
     def now(self) -> Snapshot:

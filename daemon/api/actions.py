@@ -129,11 +129,12 @@ class Actions:
     def stop(self, job: str, reason: str, peer: Peer) -> None:
         """Stop a job. Complete when its phase is 'stopped'. The order is the cluster's own record: the job's user may
         write anything over its state, at any time."""
-        _, same = self._owned(job, peer, "stop")
+        spec, same = self._owned(job, peer, "stop")
         known = self._board.now.cluster.jobs.get(job)
         asked = msgspec.structs.replace(known.asked if known else AskedRecord(), stop=reason)
         if not self._txn([same], [Put(self._job(job).asked, encode(asked))]):
             raise _overtaken(job)
+        self._board.told_to_stop[job] = spec.submission, asked  # should it have been deleted before the loop read it
 
         def stopping(state: JobState) -> JobState | None:
             allowed = allows(state.phase, PhaseTrigger.STOP)

@@ -206,7 +206,10 @@ def test_job_state_update_keeps_concurrent_changes(writes: WriteQueue, monkeypat
 
 
 @pytest.mark.parametrize("written", [encode(JobState(phase=Phase.RUNNING)), b'{"protocol":99}', b"[1]", None])
-def test_a_job_stops_whatever_its_user_writes_over_its_state(writes: WriteQueue, written: bytes | None) -> None:
+@pytest.mark.parametrize("deleted_at_once", [True, False])
+def test_a_job_stops_whatever_its_user_writes_over_its_state(
+    writes: WriteQueue, written: bytes | None, deleted_at_once: bool
+) -> None:
     """The job's user has the key that signs it, and may write all the time."""
 
     def write(key: str) -> object:
@@ -221,8 +224,9 @@ def test_a_job_stops_whatever_its_user_writes_over_its_state(writes: WriteQueue,
     writes.client.get(JOB.state)
     writes.actions.stop("j", "enough", ADMIN)
     writes.client.get(JOB.state)
-    reader = ClusterReader(KEYS)
-    reader.read(writes.server.kvs, 1, signed=True)
+    reader = ClusterReader(KEYS, writes.board.told_to_stop if deleted_at_once else None)
+    if not deleted_at_once:
+        reader.read(writes.server.kvs, 1, signed=True)
     writes.client.delete(JOB.asked)
     job = reader.read(writes.server.kvs, 2, signed=True).jobs["j"]
     assert (job.spec is not None, job.state.phase, job.state.reason) == (True, Phase.STOPPING, "enough")
