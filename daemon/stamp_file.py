@@ -34,7 +34,8 @@ class StampFile:
         self._log = log
         self._lines = 0
         self._saved_s = time.monotonic()
-        self._failed: list[Entry] = []
+        self._failed: dict[str, Entry] = {}
+        """Key -> the entry that could not be written."""
         self.error = ""
         """Why the file could not be written."""
         stamps.load(self._read())
@@ -59,16 +60,16 @@ class StampFile:
         if not (all_of_it or self._stamps.urgent or self._failed or now_s >= self._saved_s + SAVE_S):
             return
         self._saved_s = now_s
-        entries = [*self._failed, *self._stamps.entries()]
+        entries = self._failed | {entry[0]: entry for entry in self._stamps.entries()}
         try:
-            self._add(entries)
+            self._add(list(entries.values()))
         except OSError as error:
             self._failed = entries
             if not self.error:
                 self._log.error("stamps.not_saved", file=str(self._path), why=str(error))
             self.error = str(error)
         else:
-            self._failed, self.error = [], ""
+            self._failed, self.error = {}, ""
 
     def _add(self, entries: list[Entry]) -> None:
         if not entries:

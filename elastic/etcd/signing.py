@@ -205,6 +205,12 @@ class ClusterSigner(Signer):
         super().__init__(root, key_id(secret), clock_ns)
         self._secret = secret
 
+    def follow(self, key: str, unsaved_s: float) -> None:
+        """`key` is written by this process only, and was by one before it, whose last `unsaved_s` of stamps may not be
+        remembered here. If that one's clock was ahead of ours, what is signed from now on is newer all the same."""
+        if (stamp := self.stamps.of(key).stamp) > self._clock_ns():
+            self._last = max(self._last, stamp + int(unsaved_s * 1e9))
+
     def _counts_on(self, key: str) -> bool:
         newest = self.stamps.of(key)
         return bool(newest.stamp) and not newest.gone and not self._keys.is_leased(key)

@@ -8,6 +8,7 @@ import pytest
 import structlog
 
 from elastic.contract.keys import ClusterKeys
+from elastic.etcd.client import KV, ClusterSigner, Put
 from elastic.etcd.stamps import NewestRead, Stamps
 from elasticd import stamp_file
 from elasticd.stamp_file import StampFile
@@ -84,3 +85,42 @@ def test_a_full_disk_is_reported_and_made_up_for(tmp_path: Path) -> None:
     folder.mkdir()
     file.save()
     assert (file.error, started(folder)[0].of(JOB.state).stamp) == ("", 1)
+
+
+def test_a_disk_that_stays_full_costs_no_more_memory_than_there_are_keys(tmp_path: Path) -> None:
+    stamps, file = started(tmp_path / "absent")
+    for number in range(1, 100):
+        stamps.take(JOB.state, number)
+        stamps.take(JOB.progress, number)
+        file.save()
+    assert len(file._failed) == 2
+    (tmp_path / "absent").mkdir()
+    file.save()
+    assert started(tmp_path / "absent")[0].of(JOB.progress).stamp == 99
+
+
+def test_a_node_whose_clock_was_ahead_is_believed_after_it_has_lost_its_power(tmp_path: Path) -> None:
+    """The newest stamp of its record was not in the file yet."""
+    key, clock_ns = KEYS.node("n"), 3600 * 10**9
+    other = ClusterSigner(KEYS.root, bytes(32), lambda: 10**9)
+
+    def signed(daemon: ClusterSigner) -> KV:
+        (put,) = daemon.sealed([Put(key, b"{}", 1)])
+        assert isinstance(put, Put)
+        kv = KV(key, put.value, 1, 1, 1)
+        daemon.opened(kv)
+        return other.opened(kv)
+
+    before = ClusterSigner(KEYS.root, bytes(32), lambda: clock_ns)
+    file = StampFile(tmp_path, before.stamps, structlog.get_logger())
+    signed(before)
+    file.save(all_of_it=True)
+    clock_ns += int((stamp_file.SAVE_S - 1) * 1e9)
+    signed(before)
+    file.save()
+    other.deleted([key])
+    clock_ns = 2 * 10**9  # and the clock has been set
+    after = ClusterSigner(KEYS.root, bytes(32), lambda: clock_ns)
+    StampFile(tmp_path, after.stamps, structlog.get_logger())
+    after.follow(key, stamp_file.SAVE_S)
+    assert signed(after).stamp
