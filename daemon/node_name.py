@@ -6,6 +6,7 @@ the job, and would order the agent to drain and not to drain in turn.
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 from elastic.contract.keys import NAME
@@ -19,7 +20,7 @@ MOST_BYTES = 256
 
 def kept(state_dir: Path, node: str) -> str:
     """`node`, the name that is set; or the one before it, while agents run that an elasticd of that name started here.
-    Raises OSError."""
+    A full disk keeps elasticd from remembering the name, not from its work. Raises other OSErrors."""
     file = state_dir / FILE
     try:  # elasticd's own file: what an agent's folder says of its node, its job's user may have written
         before = read_file(file, MOST_BYTES).decode(errors="replace").strip()
@@ -30,5 +31,9 @@ def kept(state_dir: Path, node: str) -> str:
         if any(job_folders.has_agent(folder) for folder in folders):
             return before
     if before != node:
-        replace_file(file, node.encode())
+        try:
+            replace_file(file, node.encode())
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
     return node

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import pathlib
 import signal
@@ -11,6 +12,7 @@ from support import procs
 from support.daemons import Nodes
 from support.wait import eventually
 
+from elasticd import node_name
 from elasticd.node_name import kept
 
 
@@ -26,6 +28,16 @@ def test_the_name_is_kept_while_agents_of_it_run(tmp_path: pathlib.Path) -> None
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert kept(tmp_path, "old") == "new"
+
+
+def test_a_full_disk_does_not_keep_elasticd_from_its_start(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_space(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(node_name, "replace_file", no_space)
+    assert kept(tmp_path, "new") == "new"
 
 
 def test_a_damaged_file_gives_no_name(tmp_path: pathlib.Path) -> None:
