@@ -382,15 +382,17 @@ def _logged(job: Job, progress: ProgressRecord | None) -> Json:
 def _waiting(snapshot: Snapshot, job: Job, progress: ProgressRecord | None) -> str:
     if job.over:
         return ""
+    if lacks := why.lacking(snapshot, job):
+        return lacks
     at_work = job.members or job.name in snapshot.agents  # else it is stale, written by an agent that left
     if progress and progress.waiting_for and at_work:
         return progress.waiting_for
-    if why := snapshot.plan.waiting.get(job.name):
+    if lacks := snapshot.plan.waiting.get(job.name, ""):
         queue = snapshot.plan.queue
         turn = (
             f"its turn, number {queue.index(job.name) + 1} of {len(queue)} in the queue: " if job.name in queue else ""
         )
-        return f"{turn}{why}"
+        return f"{turn}{lacks}"
     return snapshot.trouble.get(job.name, "") if job.name not in snapshot.agents else ""
 
 

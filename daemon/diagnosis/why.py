@@ -77,7 +77,9 @@ def _alive(snapshot: Snapshot, job: Job, row: Mapping[str, Any], waits_for_start
         return f"stopping{reason}: the workers on {_names(job.members) or 'no node'} end"
     parts = []
     starting = list(_starts(snapshot, job, wall_s))
-    if still := row["no_progress"]:
+    if lacks := lacking(snapshot, job):
+        parts.append(f"waiting for: {lacks}")
+    elif still := row["no_progress"]:
         parts.append(_still(still))
     elif (last := row["last_incident"]) and last["open"]:
         verdict = last["verdict"]
@@ -96,6 +98,12 @@ def _alive(snapshot: Snapshot, job: Job, row: Mapping[str, Any], waits_for_start
     if error := (row["checkpoint"] or {}).get("error"):
         parts.append(f"the newest checkpoint failed: {error}")
     return "; ".join(dict.fromkeys(parts))
+
+
+def lacking(snapshot: Snapshot, job: Job) -> str:
+    """Why a job that has run cannot have the nodes for its minimum; '': it can, or its agents have not said yet that
+    they wait for nodes. What broke its generation is in its incident, and is not what it waits for."""
+    return snapshot.plan.waiting.get(job.name, "") if job.state.phase is Phase.WAITING and job.members else ""
 
 
 def _runs(row: Mapping[str, Any]) -> str:

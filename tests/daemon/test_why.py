@@ -16,6 +16,7 @@ from elastic.contract.agent_files import AgentStatus
 from elastic.contract.decoding import Member
 from elastic.contract.node_records import AgentRow, CordonRecord, DrainRecord, NodeRecord
 from elastic.contract.records import Failure, JobState, MemberRecord, Phase
+from elastic.contract.standings import Stillness
 from elastic.contract.step_parts import StepParts
 from elasticd import reconcile
 from elasticd.api import views
@@ -104,6 +105,16 @@ def test_job_that_recovers_names_the_cause_and_what_it_waits_for() -> None:
     assert of_job(waits) == (
         "recovering for 10 s from node: rank 1 on a: killed by SIGKILL from outside; waits for node c"
     )
+
+
+def test_job_without_room_names_the_nodes_in_place_of_what_broke_its_generation() -> None:
+    state, lacks = JobState(phase=Phase.WAITING, since_wall_s=940.0), "1 of at least 2 nodes; b is draining: by root"
+    noise = msgspec.convert({"since_wall_s": 940.0, "because": "comm on a: Connection reset by peer"}, Stillness)
+    stands = progress(still=noise, waiting_for="comm on a: Connection reset by peer")
+    shown = views.status(
+        seen(job(state=state, progress=stands), plan=Assignment({}, {}, {"train": lacks})), IDENTITY, NOW
+    )
+    assert (shown["jobs"][0]["why"], shown["jobs"][0]["waiting_for"]) == (f"waiting for: {lacks}", lacks)
 
 
 def test_job_that_starts_says_what_each_agent_does_and_for_how_long() -> None:
