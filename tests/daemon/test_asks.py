@@ -264,7 +264,7 @@ def test_an_asker_whose_clock_is_off_is_told_so(two: Two, monkeypatch: pytest.Mo
     monkeypatch.setattr(asks.time, "time", lambda: now() + (0.0 if threading.get_ident() == there else off_s))
     said = two.run("/v1/x")
     how = "ahead of" if off_s > 0 else "behind"
-    assert f"b: its time is 310 s {how} this node's clock" in str(said["error"])
+    assert f"b: the question's time is 310 s {how} the clock of b" in str(said["error"])
     assert not two.asked, "its question is not answered"
     found = unanswered("b", {"error": said["error"], "status": CLOCKS})
     assert (found.check, found.level) == ("clock", "error")
