@@ -114,7 +114,8 @@ def why_not(ask: Ask, secret: bytes | None, cluster: str, node: str, wall_s: flo
         return f"it was asked of node {ask.node!r} of cluster {ask.cluster!r}"
     if abs(off_s := ask.wall_s - wall_s) > FRESH_S:
         how = f"{abs(off_s):.0f} s {'ahead of' if off_s > 0 else 'behind'} the clock of {node}"
-        return f"the question's time is {how}: it is an old one, or the clocks of {ask.asker} and {node} differ (timedatectl)"
+        clocks = f"the clocks of {ask.asker} and {node} differ (timedatectl)"
+        return f"the question's time is {how}: it is an old one, or {clocks}"
     return ""
 
 
