@@ -217,7 +217,7 @@ def test_a_question_is_for_one_node_of_one_cluster_for_a_while_and_the_clocks_ar
     ask = sealed(question(), KEY)
     assert "asked of node 'b' of cluster 'main'" in why_not(ask, KEY, "main", "c", 1000.0)
     assert "asked of node 'b'" in why_not(ask, KEY, "other", "b", 1000.0)
-    assert "310 s behind this node's clock" in why_not(ask, KEY, "main", "b", 1010.0 + FRESH_S)
+    assert "310 s behind the clock of b" in why_not(ask, KEY, "main", "b", 1010.0 + FRESH_S)
     assert "clocks of a and b differ" in why_not(ask, KEY, "main", "b", 990.0 - FRESH_S)
 
 
