@@ -190,7 +190,7 @@ def job_row(snapshot: Snapshot, job: Job, now: Now) -> Json:
         "steps_per_s": round(progress.steps_per_s, 3) if progress and (job.members or job.over) else None,
         "loss": _number(progress.loss) if progress else None,
         "progress_age_s": round(max(0.0, now.wall_s - progress.wall_s), 1) if progress else None,
-        "checkpoint": _checkpoint(progress, now),
+        "checkpoint": _checkpoint(job, progress, now),
         "resumed": _resumed(progress),
         "snapshot": _snapshot(progress),
         "goodput": goodput.row(progress),
@@ -346,15 +346,17 @@ def _resumed(progress: ProgressRecord | None) -> Json | None:
     return {"step": progress.resumed_step, "source": progress.resumed_from, "complete": complete}
 
 
-def _checkpoint(progress: ProgressRecord | None, now: Now) -> Json | None:
-    if progress is None or not (progress.checkpoint_step or progress.checkpoint_error or progress.checkpoint_interval):
+def _checkpoint(job: Job, progress: ProgressRecord | None, now: Now) -> Json | None:
+    """What fails, the leader's agent knows; that of this node, whose progress may be newer, does not."""
+    error = (progress and progress.checkpoint_error) or (job.progress and job.progress.checkpoint_error)
+    if progress is None or not (progress.checkpoint_step or error or progress.checkpoint_interval):
         return None
     at_s = progress.checkpoint_wall_s
     return {
         "step": progress.checkpoint_step,
         "age_s": round(max(0.0, now.wall_s - at_s), 1) if at_s is not None else None,
-        "error": progress.checkpoint_error,
-        "failed": int(bool(progress.checkpoint_error)),
+        "error": error,
+        "failed": int(bool(error)),
         "interval": progress.checkpoint_interval,
         "skipped": progress.checkpoint_skipped,
     }

@@ -176,6 +176,10 @@ CASES: dict[str, list[IncidentRecord]] = {
         incident("checkpoint", "/ck on n3 has a checkpoint of generation 7; the job is in generation 3 and goes on "
                  "without it, but would go back to it if all live state were lost"),
     ],
+    "checkpoint_folder_apart": [
+        incident("checkpoint", "checkpoint of step 40 failed: /ck is not one folder on n0 and n1: what one writes the "
+                 "other does not see; mount the same folder on all nodes, or set checkpoint.shared = false"),
+    ],
     "checkpoint": [incident("checkpoint", "checkpoint of step 40 failed: something else")],
     "exit_code": [incident("exit", "exit code 3: bye")],
     "collective": [incident("comm", "a call failed")],

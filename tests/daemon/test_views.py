@@ -48,6 +48,13 @@ def local(**facts: object) -> dict[str, LocalAgent]:
     return {"train": LocalAgent("train", 3, 2, msgspec.convert(base | facts, AgentStatus), None)}
 
 
+def test_a_failing_checkpoint_is_shown_where_another_node_leads() -> None:
+    led = job(progress=progress(checkpoint_error="step 40: disk full"))
+    own = local(progress=msgspec.to_builtins(progress(41, checkpoint_interval="auto: 6 s")))
+    seen = status(led, agents=own)["jobs"][0]
+    assert (seen["step"], seen["health"], seen["checkpoint"]["error"]) == (41, "degraded", "step 40: disk full")
+
+
 def test_a_running_job_in_short() -> None:
     seen = status(job())["jobs"][0]
     wanted = {
