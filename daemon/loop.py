@@ -36,7 +36,7 @@ from .older_records import SIGN_S, OlderRecords
 from .published_state import Contact, LocalAgent, PublishedState, Snapshot
 from .run_as import NotAllowed, RunAs
 from .settings import Settings
-from .stamp_file import SAVE_S, StampFile
+from .stamp_file import file_of
 from .writer import KEY_MISSING, ClusterWriter
 
 TICK_S = 1.0
@@ -85,9 +85,7 @@ class DaemonLoop:
         self._keys = ClusterKeys(settings.cluster)
         self._reader = ClusterReader(self._keys, board.told_to_stop)
         self.stamps = signer.stamps if signer else Stamps(self._keys)
-        self._stamp_file = StampFile(Path(settings.state_dir), self.stamps, log) if signer else None
-        if signer:
-            signer.follow(self._keys.node(settings.node), SAVE_S)
+        self._stamp_file = file_of(Path(settings.state_dir), signer, settings.node, log) if signer else None
         self._older = OlderRecords(self._keys, self.stamps, settings.node, writer)
         self._timeline = Timeline(self._keys, settings.node)
         self._started_wall_s = time.time()

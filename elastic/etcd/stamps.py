@@ -49,7 +49,7 @@ class Stamps:
     """Thread-safe."""
 
     def __init__(self, keys: ClusterKeys) -> None:
-        self._keys = keys
+        self.keys = keys
         self.lock = threading.RLock()
         """Held from the check of a record to `take`."""
         self._groups: dict[str, dict[str, NewestRead]] = {"": {}}
@@ -61,12 +61,12 @@ class Stamps:
     def of(self, key: str) -> NewestRead:
         with self.lock:
             group = self._groups.get(self._job(key), {})
-            floor = self._groups[""] if self._keys.is_spec(key) else group
+            floor = self._groups[""] if self.keys.is_spec(key) else group
             return group.get(key) or floor.get(_FLOOR) or NewestRead()
 
     def submission(self, job: str) -> str | None:
         """The current submission of a job; ENDED for one that was forgotten, None for one that is not known."""
-        spec = self._groups.get(job, {}).get(f"{self._keys.jobs}{job}{ClusterKeys.SPEC}")
+        spec = self._groups.get(job, {}).get(f"{self.keys.jobs}{job}{ClusterKeys.SPEC}")
         return spec.submission if spec else None
 
     def ended(self, key: str) -> bool:
@@ -81,7 +81,7 @@ class Stamps:
         """A record was read and accepted. A spec of another submission ends what is known of the job's other keys:
         their writers have not read the records of the submission before."""
         with self.lock:
-            if self._keys.is_spec(key) and self.submission(self._job(key)) != submission:
+            if self.keys.is_spec(key) and self.submission(self._job(key)) != submission:
                 self._drop_job(self._job(key))
             self._set(key, NewestRead(stamp, False, submission))
 
@@ -90,7 +90,7 @@ class Stamps:
         with self.lock:
             if stamp <= self.of(key).stamp:
                 return
-            if self._keys.is_spec(key):
+            if self.keys.is_spec(key):
                 self._drop_job(self._job(key))
             self._set(key, NewestRead(stamp, True, ENDED))
 
@@ -108,7 +108,7 @@ class Stamps:
 
     def first_time(self, question: str, stamp: int) -> bool:
         """Whether the question of this id, asked at `stamp`, has not been answered: it is from now on."""
-        key = f"{self._keys.root}{_ASKED}{question}"
+        key = f"{self.keys.root}{_ASKED}{question}"
         with self.lock:
             if self.of(key).stamp >= stamp:
                 return False
@@ -121,7 +121,7 @@ class Stamps:
         """What an earlier process has remembered; of a key the last entry counts, one with the stamp -1 drops it."""
         with self.lock:
             for key, stamp, gone, submission in entries:
-                if not key.startswith(self._keys.root):
+                if not key.startswith(self.keys.root):
                     continue  # of another cluster
                 group, name = self._groups.setdefault(self._job(key), {}), _FLOOR if key.endswith("/") else key
                 if stamp == _DROPPED:
@@ -149,18 +149,18 @@ class Stamps:
     # ── inside ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def _job(self, key: str) -> str:
-        if key.startswith(self._keys.jobs):
-            return key[len(self._keys.jobs) :].partition("/")[0]
-        return _ASKED if key.startswith(self._keys.root + _ASKED) else ""
+        if key.startswith(self.keys.jobs):
+            return key[len(self.keys.jobs) :].partition("/")[0]
+        return _ASKED if key.startswith(self.keys.root + _ASKED) else ""
 
     def _floor_key(self, job: str) -> str:
-        return f"{self._keys.jobs}{job}/" if job not in ("", _ASKED) else f"{self._keys.root}{job}"
+        return f"{self.keys.jobs}{job}/" if job not in ("", _ASKED) else f"{self.keys.root}{job}"
 
     def _set(self, key: str, newest: NewestRead) -> None:
         group = self._groups.setdefault(self._job(key), {})
         if group.get(key) != newest:
             group[key] = self._unsaved[key] = newest
-            kind = self._keys.kind(key)
+            kind = self.keys.kind(key)
             self.urgent |= kind.acted_on and (newest.gone or not kind.leased)
 
     def _drop(self, job: str, key: str) -> None:
@@ -180,7 +180,7 @@ class Stamps:
             ):
                 self._raise_floor(job, [(group[key].stamp, job, key) for key in gone], most)
         if len(self._groups) > 2 * MOST_GONE:
-            specs = ((job, f"{self._keys.jobs}{job}{ClusterKeys.SPEC}") for job in self._groups if job)
+            specs = ((job, f"{self.keys.jobs}{job}{ClusterKeys.SPEC}") for job in self._groups if job)
             over = [(g[s].stamp, job, s) for job, s in specs if s in (g := self._groups[job]) and g[s].gone]
             for _, job, _ in self._raise_floor("", over, MOST_GONE):
                 self._drop_job(job)

@@ -121,6 +121,5 @@ def test_a_node_whose_clock_was_ahead_is_believed_after_it_has_lost_its_power(tm
     other.deleted([key])
     clock_ns = 2 * 10**9  # and the clock has been set
     after = ClusterSigner(KEYS.root, bytes(32), lambda: clock_ns)
-    StampFile(tmp_path, after.stamps, structlog.get_logger())
-    after.follow(key, stamp_file.SAVE_S)
+    stamp_file.file_of(tmp_path, after, "n", structlog.get_logger())
     assert signed(after).stamp
