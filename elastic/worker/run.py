@@ -253,13 +253,14 @@ class ManagedWorker:
         except (Exception, misuse.MisuseIgnored) as error:
             # Of any class: a KeyError may be a bug of the script, which is raised, or how torch reports an aborted
             # group, which is not. Without a state, which a second `setup` was to build, there is nothing to go on with.
+            cause = group.cause_of(error)
             if not hasattr(self, "_state") or not (
                 session.ends(form.generation)
-                or is_communication_error(error)
+                or is_communication_error(cause)
                 or (misuse.found_in(error) and session.ends_within(form.generation, misuse.WAIT_S))
             ):
                 raise
-            failure = error
+            failure = cause
         finally:
             session.holds(None, 0)
             if failure is not None:

@@ -17,11 +17,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.forming import both, make
+from support.forming import both, formed, make
 from support.ranks import ranks, run_ranks  # noqa: F401 - a fixture
 
 from elastic.worker.comm.errors import FormError, GroupAborted, is_communication_error
 from elastic.worker.comm.group import Group
+from elastic.worker.misuse import MisuseRuntimeError
 
 pytestmark = pytest.mark.slow
 
@@ -252,3 +253,28 @@ def other_sockets(rank: int, world_size: int, port: int, forming: str) -> Any:
 @both
 def test_the_users_own_sockets_are_left_alone(forming: str) -> None:
     assert run_ranks(other_sockets, world_size=2, forming=forming) == ["hi", "hi"]
+
+
+def refused(rank: int, world_size: int, port: int, *, dies: bool) -> list[str]:
+    """What a refusal is found to be, before and after the other rank has died."""
+    group = formed(rank, world_size, port)
+    error = MisuseRuntimeError("step 7 ended with state.step = 7")
+    found = [type(group.cause_of(error)).__name__]
+    dist.barrier()
+    if dies and rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with contextlib.suppress(RuntimeError):
+        dist.barrier()
+    found += [type(group.cause_of(each)).__name__ for each in (error, KeyError("x"))]
+    with contextlib.suppress(RuntimeError):
+        dist.barrier()
+    group.abort("over")
+    group.close()
+    return found
+
+
+@pytest.mark.parametrize(("dies", "then"), [(True, "GroupAborted"), (False, "MisuseRuntimeError")])
+def test_a_refusal_after_the_loss_of_a_rank_that_the_script_has_handled_is_none(dies: bool, then: str) -> None:
+    """Whatever the agent knows: a node's death it sees when the lease has expired."""
+    first, *_ = run_ranks(refused, world_size=2, dies=dies)
+    assert first == ["MisuseRuntimeError", then, "KeyError"]

@@ -27,7 +27,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from ...util.resolver import without_dns
 from ...util.sealed_store import SealedStore
 from .. import torch_private
-from ..misuse import MisuseRuntimeError
+from ..misuse import MisuseRuntimeError, found_in
 from . import direct, nccl, sockets
 from .errors import FormError, GroupAborted, is_communication_error
 from .in_flight import IN_FLIGHT
@@ -98,6 +98,8 @@ class Group:
         self._aborts = nccl.Aborts()
         self._before_init: set[sockets.Sock] | None = None
         self._seen: set[sockets.Sock] = set()
+        self._peers: list[sockets.Sock] = []
+        """The connections to the other ranks with which it was formed."""
         self._looks = 0
         self._abandoned = False
         """Whether a collective did not end though its sockets are shut."""
@@ -146,6 +148,7 @@ class Group:
             finally:
                 overdue.cancel()
             self._stop_if(interrupted)
+            self._peers = sockets.gloo_sockets()
         except (GroupAborted, FormError):
             raise
         except Exception as error:
@@ -158,6 +161,16 @@ class Group:
             if is_communication_error(error):
                 raise FormError(f"generation {self.generation}, rank {self.rank}: {error}") from error
             raise
+
+    def cause_of(self, error: BaseException) -> BaseException:
+        """`error`, which has left `train`; if that is a refusal and a rank is lost, what it may follow from: the script
+        may have handled the error of its collective. The agent may know of a lost node after its lease only. Ranks that
+        are refused the same are all there: each waits `misuse.WAIT_S` before it ends."""
+        if not found_in(error) or all(map(sockets.is_whole, self._peers)):
+            return error
+        cause = GroupAborted("the connection to another rank was lost, and the script has handled the error of that")
+        cause.__cause__ = error
+        return cause
 
     def abort(self, why: str) -> None:
         """Free the main thread from this group at once. From any thread, at any time; further calls do nothing."""

@@ -15,6 +15,8 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
 _FDS = "/proc/self/fd"
+_ESTABLISHED = 1
+"""TCP_ESTABLISHED of tcp_states.h."""
 _ENTRY = re.compile(r"^tfd:\s*(\d+)\s+events:\s*[0-9a-f]+\s+data:\s*([0-9a-f]+)", re.MULTILINE)
 
 
@@ -98,6 +100,11 @@ def cut(sock: Sock, how: int = socket.SHUT_RDWR) -> bool:
             return False
         return True
     return False
+
+
+def is_whole(sock: Sock) -> bool:
+    """Whether its connection stands: neither end has closed it."""
+    return any(handle.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _ESTABLISHED for handle in _open(sock))
 
 
 def _links() -> dict[int, str]:
