@@ -80,13 +80,17 @@ class DataProgress:
         """What can be iterated once, and was begun in the entry before and in this one."""
         self.due = False
         """No step was committed since this entry, or round, began."""
+        self._cut_short = False
+        """A loop of this round was left with batches to come, right after a commit."""
+        self._left_at: int | None = None
+        """Where the loop that was left last would have ended; None: not known."""
 
     def enter(self) -> None:
         """`train` is about to be called."""
         self._next, self._open, self._now, self._allowed = None, {}, (), False
         self._begun, self._finished = [], []
         self._siblings, self._loops, self._cursor = [0], 0, 0
-        self._committed, self.due = False, True
+        self._committed, self.due, self._cut_short = False, True, False
         self._once = self._once[1], []
 
     def refuse_again(self, once: object) -> None:
@@ -144,6 +148,7 @@ class DataProgress:
                 siblings[depth + 1 :] = [0]
                 self._loops, self._cursor = 0, now.begin
                 yield now
+                self._refuse_cut_short()
                 self._next = (*self._kept.rounds[:depth], Round(nth, now.index + 1, step() + 1))
                 commit()
         finally:
@@ -164,6 +169,7 @@ class DataProgress:
     def begin(self, loop: object, plan: LoopPlan, step: int, *, allow_changed: bool) -> None:
         """`loop` is about to take its first batch. Raises MisuseRuntimeError if it can never take one, or its sampler
         gives another order than before."""
+        self._refuse_cut_short()
         self._allowed = self._allowed or allow_changed
         known = any(map(plan.same, self._begun))
         other = (bool(self._begun) and not known) or any(map(plan.same, self._finished))
@@ -190,11 +196,24 @@ class DataProgress:
     def ends(self, loop: object, at: int | None) -> None:
         """`loop` is over: all its batches up to step `at` were taken; None: it was left early."""
         if (plan := self._open.pop(loop, None)) is not None:
-            self._now = tuple(self._open.values())
+            self._now, self._left_at = tuple(self._open.values()), plan.end
             if at is not None and not any(map(plan.same, self._finished)):
                 self._finished.append(plan)
         if at is not None:
             self._cursor = at
+
+    def left(self, given: int, step: int) -> None:
+        """A loop was left at `step`, which gave its last batch at step `given`."""
+        self._cut_short |= self.in_round and step > given and (self._left_at is None or step < self._left_at)
+
+    def _refuse_cut_short(self) -> None:
+        """Outside of rounds the loop is the last of its training, as `if state.step == 500: break` in one. In a round
+        others follow, and a replacement or a survivor that enters here again would take one more of its batches."""
+        if self._cut_short:
+            raise MisuseRuntimeError(
+                "a loop in job.epochs was left by `break` after job.commit(): after a recovery it would go on with its "
+                "next batch. Limit it by steps=…, or break at the top of its body, by what the State holds"
+            )
 
     def check(self, step: int) -> str:
         """The first step of this entry is about to be committed, or `train` has returned without one. Raises

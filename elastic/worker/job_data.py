@@ -181,7 +181,7 @@ class JobData(JobCalls):
     def _timed(self, loaded: Iterator[Any], state: State) -> Generator[Any, None, None]:
         """`loaded`, with the time until each batch is there reported as waiting for data."""
         state.loop_begins()
-        last = None
+        last, given, progress = None, None, state.data_progress
         try:
             with contextlib.closing(loaded) as batches:  # type: ignore[type-var]  # both are generators
                 while True:
@@ -189,12 +189,15 @@ class JobData(JobCalls):
                     batch = next(batches, _END)
                     self._link.waited(time.monotonic() - began_s)
                     if batch is _END:
-                        self._batch = None
+                        self._batch = given = None
                         return
                     if type(batch) is data.Batch:
                         self._batch = last = batch
+                    given = state.step
                     yield batch
         finally:
+            if given is not None:
+                progress.left(given, state.step)
             # The last batch ends with its loop, but the script may still have to train on next(job.batches(…)).
             if last is not None:
                 self._gradient_weight.release(last, committed=state.step > last.step)

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Subs
 
 from elastic.worker.job import Job
 from elastic.worker.misuse import MisuseError
+from elastic.worker.session import GenerationEnded
 from elastic.worker.standalone import NoLink
 from elastic.worker.state.state import State
 
@@ -454,3 +455,40 @@ def test_ranks_that_see_other_data_are_refused_at_their_first_step(what: str, sa
     assert said in first
     assert at == step
     assert all(other == [first, at] for other in others)
+
+
+@pytest.mark.parametrize("then", ["ends", "another loop"])
+def test_a_loop_of_a_round_that_is_left_after_a_commit_is_refused(then: str) -> None:
+    """A survivor that entered again would take one more of its batches: other weights, and 0 steps lost."""
+    job, state = begun()
+
+    def train() -> None:
+        for _ in job.epochs(state, 2):
+            take(job, state, of(), 3)
+            if then == "another loop":
+                take(job, state, of(16))
+
+    with pytest.raises(MisuseError, match="break at the top of its body"):
+        train()
+
+
+def test_a_loop_of_a_round_may_be_left_at_the_top_or_by_its_limit_and_by_the_end_of_a_generation() -> None:
+    job, state = begun()
+    for _ in job.epochs(state, 2):
+        for _batch in of()(job, state):
+            if state.step % 4 == 3:
+                break
+            job.commit(state)
+        take(job, state, of(steps=2), 2)
+
+    def train() -> None:
+        for _ in job.epochs(state, 1):
+            for _batch in of()(job, state):
+                job.commit(state)
+                raise GenerationEnded("a rank is lost")
+
+    with pytest.raises(GenerationEnded):
+        train()
+    job.enter(rank=0, world_size=1, generation=2, keeper=None, state=state)
+    for _ in job.epochs(state, 1):
+        take(job, state, of())
