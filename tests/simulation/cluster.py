@@ -78,7 +78,7 @@ class Cluster:
             workers_per_node=setting.slots,
             standby=setting.standby,
             on_loss="shrink" if setting.shrink else "wait",
-            checkpoint=Checkpoint(dir="/nowhere/checkpoints") if setting.checkpoint_every else Checkpoint(),
+            checkpoint=Checkpoint(dir="/dev/null/checkpoints") if setting.checkpoint_every else Checkpoint(),
             on_bad_numbers="rollback" if setting.rollback else "stop",
             restarts=Restarts(budget=setting.budget, window_s=setting.window_s),
         )
