@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from elastic.contract.records import IncidentRecord, Phase, ProgressRecord
+from elastic.contract.standings import FIRST_STEP_S
 
 from .. import authority, masking
 from ..cluster import Job
@@ -207,7 +208,10 @@ def job_row(snapshot: Snapshot, job: Job, now: Now) -> Json:
         "error": msgspec.to_builtins(job.state.error) if job.state.error else None,
     }
     starting = progress is not None and progress.starting and waiting == progress.waiting_for
-    return row | {"health": _health(job, row), "why": why.of_job(snapshot, job, row, starting, now.wall_s)}
+    return row | {
+        "health": _health(job, row, _starts(job, row, progress, now)),
+        "why": why.of_job(snapshot, job, row, starting, now.wall_s),
+    }
 
 
 def job_detail(snapshot: Snapshot, job: Job, now: Now, *, secrets: bool = False) -> Json:
@@ -412,7 +416,15 @@ def _no_progress(job: Job, progress: ProgressRecord | None, now: Now) -> Json | 
     }
 
 
-def _health(job: Job, row: Mapping[str, Any]) -> str:
+def _starts(job: Job, row: Mapping[str, Any], progress: ProgressRecord | None, now: Now) -> bool:
+    """Whether nothing is waited for but what every start waits for: agents, `setup`, the first group."""
+    if progress is None or progress.stepped_in or row["waiting_for"] != progress.waiting_for:
+        return False
+    failed = job.state.error or (row["last_incident"] or {}).get("open")
+    return not failed and now.wall_s - job.state.since_wall_s < FIRST_STEP_S
+
+
+def _health(job: Job, row: Mapping[str, Any], starts: bool) -> str:
     phase = job.state.phase
     if phase is Phase.FAILED:
         return "failed"
@@ -420,7 +432,7 @@ def _health(job: Job, row: Mapping[str, Any]) -> str:
         return "healthy"
     checkpoint = row["checkpoint"]
     still = row["no_progress"]
-    waits = bool(row["waiting_for"]) and not (phase is Phase.PENDING and row["queue_position"])
+    waits = bool(row["waiting_for"]) and not starts and not (phase is Phase.PENDING and row["queue_position"])
     troubled = phase is Phase.WAITING or waits or bool(checkpoint and checkpoint["error"])
     troubled = troubled or bool(still and not still["declared"])
     return "degraded" if troubled else "healthy"

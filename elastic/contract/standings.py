@@ -6,6 +6,9 @@ import msgspec
 
 from .numbers import Int, Real, WallS
 
+FIRST_STEP_S = 30.0
+"""Before the first step of a job its step time is unknown: no progress for this long is reported."""
+
 
 class Standing(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """How far a rank that shows no progress has got, as its own agent sees it."""

@@ -7,11 +7,8 @@ from dataclasses import dataclass
 
 from ..contract.beat import WITH_OTHERS, Beat, Doing
 from ..contract.spec import Hang
-from ..contract.standings import Standing
+from ..contract.standings import FIRST_STEP_S, Standing
 from .hang_rules import STOPPED_STATE, Position, RankWait, position
-
-FIRST_STEP_S = 30.0
-"""Before the first step of a job its step time is unknown: no progress for this long is reported."""
 
 DEAF_S = 2.0
 """Without a pulse from the worker's pulse thread for this long, the process probably runs no Python."""

@@ -28,6 +28,7 @@ from elasticd.published_state import Contact, LocalAgent
 
 NOW = Now(monotonic_s=100.0, wall_s=1000.0)
 IDENTITY = Identity("main", "a", "0.1", 7, 40.0, ("127.0.0.1:2379",), False, "")
+ERROR = WorkerError(node="a", slot=0, rank=0, message="ValueError: x")
 
 
 def status(*jobs: Job, **facts: object) -> views.Json:
@@ -136,6 +137,31 @@ def test_numbers_that_json_lacks_are_null() -> None:
 )
 def test_health_of_a_job(changed: dict[str, object], health: str) -> None:
     assert status(job(**changed))["jobs"][0]["health"] == health
+
+
+@pytest.mark.parametrize(
+    ("changed", "wall_s", "health"),
+    [
+        ({}, 929.0, "healthy"),
+        ({"state": JobState(phase=Phase.PENDING, since_wall_s=900.0)}, 929.0, "healthy"),
+        ({}, 930.0, "degraded"),
+        ({"progress": progress(1, waiting_for="slot 0 of a to start", stepped_in=1)}, 929.0, "degraded"),
+        ({"incidents": (msgspec.structs.replace(job().incidents[0], open=True),)}, 929.0, "degraded"),
+        ({"state": JobState(phase=Phase.RUNNING, since_wall_s=900.0, error=ERROR)}, 929.0, "degraded"),
+    ],
+)
+def test_a_job_is_healthy_while_it_makes_its_first_start(
+    changed: dict[str, object], wall_s: float, health: str
+) -> None:
+    """`elasticctl status JOB` exits with 3 for one that is degraded: a script that looked early saw a fault."""
+    begun = {
+        "state": JobState(phase=Phase.RUNNING, since_wall_s=900.0),
+        "progress": progress(0, waiting_for="slot 0 of a to start"),
+        "incidents": (),
+    }
+    starts = job(**begun | changed)
+    seen = views.job_row(snapshot(starts), starts, Now(monotonic_s=100.0, wall_s=wall_s))
+    assert (seen["health"], seen["waiting_for"]) == (health, "slot 0 of a to start")
 
 
 def test_status_lists_problems() -> None:

@@ -10,10 +10,9 @@ import pytest
 
 from elastic.contract.beat import Beat, Doing
 from elastic.contract.spec import Hang
-from elastic.contract.standings import Standing
+from elastic.contract.standings import FIRST_STEP_S, Standing
 from elastic.recovery.hang_rules import judge
 from elastic.recovery.stillness import (
-    FIRST_STEP_S,
     StillRank,
     all_ahead,
     explain,
