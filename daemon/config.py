@@ -76,6 +76,7 @@ def load(path: Path | None, environment: Mapping[str, str], flags: Mapping[str, 
                 probe: Raw = {}
                 _put(probe, ".".join(name.split(".")[:3]), text)  # no setting is nested deeper
                 refuse_unknown(Settings, probe)
+                raise ValueError(f"{name} = {text!r}: no such field: {name.rpartition('.')[0]} is no table")
             _put(raw, name, _value(name, text))
         settings = msgspec.convert(raw, Settings)
         check(settings)

@@ -187,6 +187,7 @@ def _value(settings: object, name: str) -> object:
         ({"ELASTICD_SLOTS": "0"}, {"node": "a"}, "environment: slots = 0: "),
         ({"ELASTICD_NODE": "a"}, {"slots": "x"}, "flag: slots = 'x': "),
         ({}, {"nods": "x"}, "flag: nods = 'x': no such field"),
+        ({}, {"cluster.": ""}, "flag: cluster. = '': no such field: cluster is no table"),
         ({}, {"timeouts.lease_renew_s": "1e9"}, "flag: .*timeouts.lease_renew_s"),
         ({"ELASTICD_NODE": "a"}, {"http.listen": "a:²"}, "flag: http.listen = 'a:²'"),
     ],
