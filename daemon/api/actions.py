@@ -32,6 +32,8 @@ from ..writer import KEY_MISSING
 
 SEEN_S = 2.0
 """How long an answer waits until this daemon's view of etcd contains its own write."""
+AT_ONCE = 64
+"""Jobs that are forgotten in one transaction: etcd takes 128 conditions and 128 operations, of which each job has two."""
 TRIES = 5
 """Attempts at a change when the same record is changed concurrently."""
 
@@ -209,18 +211,31 @@ class Actions:
         self._remove(self._job(job), job, [same, ModIs(self._job(job).state, revision)], seen)
 
     def forget_each(self, jobs: Iterable[str], peer: Peer) -> list[str]:
-        """Forget those of `jobs` that are over and that `peer` may forget; returns them."""
-        forgotten = []
-        for job in jobs:
-            try:
-                self.forget(job, peer, seen=False)
-            except Refused as refused:  # of another user; forgotten or started again meanwhile
-                if refused.status not in (403, 404, 409):
-                    raise
-            else:
-                forgotten.append(job)
+        """Forget those of `jobs` that are over and that `peer` may forget; returns them. Those that are so in this
+        daemon's view go in few transactions, each of which costs a write to the disk; if any of these has changed
+        since, its transaction does nothing, and each job is looked at by itself."""
+        names, view = list(dict.fromkeys(jobs)), self._board.now.cluster.jobs
+        forgotten: list[str] = []
+        for at in range(0, len(names), AT_ONCE):
+            batch = names[at : at + AT_ONCE]
+            seen = [(self._job(name), view[name]) for name in batch if name in view]
+            seen = [(k, job) for k, job in seen if job.spec and job.over and self._authority.may_change(peer, job.spec)]
+            same = [ModIs(k.spec, job.spec_revision) for k, job in seen]
+            same += [ModIs(k.state, job.state_revision) for k, job in seen]
+            done = seen and self._txn(same, [op for k, _ in seen for op in self._removal(k)], seen=False)
+            gone = {job.name for _, job in seen} if done else set()
+            forgotten += [name for name in batch if name in gone or self._forgets(name, peer)]
         self._board.wait(lambda s: s.cluster.jobs.keys().isdisjoint(forgotten), SEEN_S)
         return forgotten
+
+    def _forgets(self, job: str, peer: Peer) -> bool:
+        try:
+            self.forget(job, peer, seen=False)
+        except Refused as refused:  # of another user; forgotten or started again meanwhile
+            if refused.status not in (403, 404, 409):
+                raise
+            return False
+        return True
 
     def cordon(self, node: str, reason: str) -> None:
         """Assign no new work to this node; running work stays."""
@@ -368,9 +383,11 @@ class Actions:
 
     def _remove(self, keys: JobKeys, name: str, compares: Sequence[Compare], seen: bool = True) -> None:
         """Unless another request has changed the job since it was looked at: it may have been started anew."""
-        _, ended = ending(self._keys, keys.spec)
-        if not self._txn(compares, [Delete(keys.root, prefix=True), ended], seen):
+        if not self._txn(compares, self._removal(keys), seen):
             raise _overtaken(name)
+
+    def _removal(self, keys: JobKeys) -> tuple[Op, Op]:
+        return Delete(keys.root, prefix=True), ending(self._keys, keys.spec)[1]
 
 
 def _all_but_spec_and_state(keys: JobKeys) -> list[Op]:

@@ -533,3 +533,20 @@ def test_many_jobs_are_forgotten_at_once_but_those_that_run_or_are_anothers(writ
     assert writes.actions.forget_each(["a", "b", "none", "c"], ADA) == ["a", "c"]
     assert KEYS.job("b").spec in writes.server.kvs
     assert KEYS.job("a").spec not in writes.server.kvs
+
+
+def test_jobs_of_the_view_are_forgotten_in_one_transaction_unless_one_was_submitted_anew(writes: WriteQueue) -> None:
+    names = [f"j{number}" for number in range(actions.AT_ONCE)]
+    for name in names:
+        writes.actions.submit(RAW | {"name": name}, ADA, ADA)
+        writes.client.put(KEYS.job(name).state, encode(JobState(phase=Phase.SUCCEEDED)))
+    writes.board.publish(Snapshot(cluster=ClusterReader(KEYS).read(writes.server.kvs, 1)))
+    writes.actions.restart("j1", ADA)
+    writes.actions.submit(RAW | {"name": "new"}, ADA, ADA)
+    writes.client.put(KEYS.job("new").state, encode(JobState(phase=Phase.FAILED)))
+    assert writes.actions.forget_each(["j0", "j1", "j0"], ADA) == ["j0"]
+    before = writes.server.revision
+    assert writes.actions.forget_each(names[2:], Peer(1001, 1001, "eve")) == []
+    assert writes.actions.forget_each([*names[2:], "new", "none"], ADA) == [*names[2:], "new"]
+    assert writes.server.revision == before + 2, "those of the view at once, and one that it does not have yet"
+    assert {key for key in writes.server.kvs if key.endswith("/spec") and "/ended/" not in key} == {KEYS.job("j1").spec}
