@@ -136,6 +136,13 @@ class ClusterKeys:
         """The key of which the record at `key` says that it was deleted for good; '': of none."""
         return self.root + key[len(self.endings) :] if key.startswith(self.endings) else ""
 
+    def beside(self, key: str) -> str:
+        """The inventory's row of the node whose record is at `key`, and the reverse; '': it is neither."""
+        for here, there in ((self.nodes, self.known), (self.known, self.nodes)):
+            if key.startswith(here):
+                return there + key[len(here) :]
+        return ""
+
     def __init__(self, cluster: str) -> None:
         self.root = f"/elastic/{check_name('cluster', cluster)}/"
         self.nodes = f"{self.root}nodes/"

@@ -164,8 +164,9 @@ class Signer(abc.ABC):
         return False
 
     def _stamp(self, key: str) -> int:
-        """Newer than every stamp of this key that was read here, and of a key that it ends, whatever the clocks of
-        other nodes say."""
+        """Newer than every stamp that was read here of this key and of a key that it ends, whatever the clocks of other
+        nodes say. A node's record and its row of the inventory each are newer than the other: of a node that is
+        installed anew, perhaps with its clock behind, the row alone says what the one before has signed."""
         now_ns = self._clock_ns()
 
         def above(stamp: int) -> int:
@@ -173,7 +174,8 @@ class Signer(abc.ABC):
 
         with self.stamps.lock:
             self._last = max(now_ns, above(self._last))
-            read = (above(self.stamps.of(name).stamp) for name in (key, self._keys.ends(key)) if name)
+            names = (key, self._keys.ends(key), self._keys.beside(key))
+            read = (above(self.stamps.of(name).stamp) for name in names if name)
             stamp = max(self._last, above(self._ahead.pop(key, 0)), *read)
             if stamp > self._last:
                 self._ahead = {k: s for k, s in self._ahead.items() if s > now_ns} | {key: stamp}

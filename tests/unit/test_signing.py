@@ -254,6 +254,25 @@ def test_what_a_fast_clock_has_signed_is_ended_by_a_daemon_with_a_slow_one(world
         assert refused(world, reader).keys() == {key}
 
 
+@pytest.mark.parametrize("forgotten", [False, True])
+def test_a_node_installed_anew_with_its_clock_behind_is_believed(world: World, forgotten: bool) -> None:
+    """Its record before is gone from etcd, and others remember it; a daemon whose clock is slow has noted its loss."""
+    node, known = KEYS.node("n"), KEYS.known_node("n")
+    other, slow = world.daemon(), ClusterSigner(KEYS.root, SECRET, lambda: 500)
+    world.txn(world.daemon(), Put(node, b"{}"))
+    assert not refused(world, other) | refused(world, slow)
+    del world.kvs[node]
+    world.txn(slow, Put(known, b"{}"))
+    if forgotten:
+        slow.verified(world.kvs.values())
+        world.txn(slow, *ending(KEYS, known))
+        del world.kvs[known]
+    anew = ClusterSigner(KEYS.root, SECRET, lambda: 10)
+    assert not refused(world, anew) | refused(world, other)
+    world.txn(anew, Put(node, b"{}"))
+    assert not refused(world, other)
+
+
 def test_a_jobs_user_chooses_no_stamps_of_other_records(world: World) -> None:
     """A day ahead by the fastest clock is too far by all others: they would refuse what that daemon writes."""
     daemon, agent = world.daemon(), world.agent()
