@@ -4,7 +4,7 @@ a daemon has read counts on, and it writes that over the other.
 
 What was deleted for good (a job that was forgotten, a cordon) is deleted again. A daemon that has started since does
 not know the newer record itself, only that there was one: the older one is then shown as refused, unless the daemon of
-another node mends it.
+another node mends it. An older record of a deletion for good, which has no effect, is then deleted.
 
 The record of a node that is switched off may be put back, too, and kept with a lease: each daemon signs its own anew
 every `SIGN_S`, and one that is not signed anew within `UNSIGNED_S` does not count.
@@ -78,8 +78,10 @@ class OlderRecords:
         place = next((i for i, node in enumerate(by_age) if node.name == self._node), len(by_age))
         for key, (name, refusal) in self._older.items():
             newest = self._view.kvs.get(key)
-            known = newest is not None or self._stamps.ended(key)
-            if known and self._since.lasts_s(name, True, now_s) >= AFTER_S + EACH_S * place:
+            ending = newest is None and key.startswith(self._keys.endings)  # no effect: another daemon may know more
+            known = newest is not None or ending or self._stamps.ended(key)
+            turn = place + ending * len(by_age)
+            if known and self._since.lasts_s(name, True, now_s) >= AFTER_S + EACH_S * turn:
                 self._writer.put_right(key, refusal.kv, newest)
         if place == 0 and now_s >= self._trim_due_s:
             self._trim_due_s = now_s + TRIM_S

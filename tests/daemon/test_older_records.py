@@ -81,6 +81,17 @@ def test_what_was_deleted_for_good_is_deleted_again_and_what_is_not_known_is_lef
     assert writer.right == [(DRAIN, 7, None)]
 
 
+def test_an_older_record_of_a_deletion_goes_after_all_who_may_know_the_newer_one_had_their_turn() -> None:
+    key = KEYS.ended(DRAIN)
+    for newest, turn in ((None, 2 + 1), (b"new", 1)):
+        older, writer, _ = made("b")
+        older.look(view([kv(key, newest)] if newest else [], older=(key,)), 0.0)
+        older.mend(nodes("a", "b"), AFTER_S + EACH_S * turn - 0.1)
+        assert not writer.right
+        older.mend(nodes("a", "b"), AFTER_S + EACH_S * turn)
+        assert writer.right == [(key, 7, newest)]
+
+
 def test_a_node_that_is_not_signed_anew_does_not_count() -> None:
     older, _, _ = made()
     key = KEYS.node("n")
