@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from elastic.etcd.client import MemberHealth
-
 from ..etcd import expiring
-from ..published_state import Snapshot
+from ..published_state import Contact, Snapshot
 
 if TYPE_CHECKING:
     from .views import Identity, Now
@@ -37,7 +34,7 @@ def problems_of(snapshot: Snapshot, identity: Identity, rows: list[Json], now: N
     if not snapshot.contact.connected:
         found.append("etcd cannot be reached: this is the last that was seen of it")
     found += [_ALARMS.get(alarm, f"etcd has raised the alarm {alarm}") for alarm in snapshot.contact.alarms]
-    found += _member_problems(snapshot.contact.members)
+    found += _member_problems(snapshot.contact)
     found += expiring.problems(snapshot.contact.certificates, now.wall_s)
     if snapshot.stays_out:
         found.append(f"this node stays out of the cluster: {snapshot.stays_out}")
@@ -75,10 +72,11 @@ def plain_text(identity: Identity) -> list[str]:
     return [f"etcd at {where} is reached in plain text (etcd.insecure): set etcd.ca_file, or trust that network"]
 
 
-def _member_problems(members: Sequence[MemberHealth]) -> list[str]:
-    good = sum(member.ok for member in members)
+def _member_problems(contact: Contact) -> list[str]:
+    members, good = contact.members, sum(member.ok for member in contact.members)
+    well = "are well" if contact.connected else "were well when last asked"
     found = [
-        f"etcd member {member.endpoint} is in trouble: {member.error}; {good} of {len(members)} are well, "
+        f"etcd member {member.endpoint} is in trouble: {member.error}; {good} of {len(members)} {well}, "
         f"{len(members) // 2 + 1} are needed"
         for member in members
         if not member.ok

@@ -11,6 +11,8 @@ from ..log import Log
 
 LOOK_S = 10.0
 """Interval between queries."""
+AGAIN_S = 2.0
+"""And while a member has failed once, and is shown as before."""
 ANSWER_S = 3.0
 """Time limit for a member's answer: TLS is slow on a busy node."""
 LOOKS = 2
@@ -28,17 +30,22 @@ class Members:
 
     def run(self) -> None:
         """Body of the thread."""
-        while not self._closed.wait(LOOK_S):
+        while not self._closed.is_set():
             self.look()
+            self._closed.wait(self.pause_s())
+
+    def pause_s(self) -> float:
+        return AGAIN_S if any(0 < missed < LOOKS for missed in self._missed.values()) else LOOK_S
 
     def close(self) -> None:
         self._closed.set()
 
     def look(self) -> None:
-        """Query all members and publish the result: one that failed to answer for the first time is shown as before."""
+        """Query all members and publish the result: one that has answered before, and failed to for the first time, is
+        shown as before."""
         found = []
         for member in self._etcd.members(ANSWER_S):
-            missed = 0 if member.ok else self._missed.get(member.endpoint, 0) + 1
+            missed = 0 if member.ok else self._missed.get(member.endpoint, LOOKS - 1) + 1
             self._missed[member.endpoint] = missed
             found.append(member if missed == 0 or missed >= LOOKS else member._replace(ok=True, error=""))
         for member in found:

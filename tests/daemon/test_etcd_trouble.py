@@ -16,7 +16,7 @@ from elasticd import reconcile
 from elasticd.api import views
 from elasticd.chores import Chores
 from elasticd.cluster import Cluster, Node
-from elasticd.etcd.members import Members
+from elasticd.etcd.members import AGAIN_S, LOOK_S, Members
 from elasticd.published_state import Contact, Snapshot
 from elasticd.settings import EtcdSettings, Settings
 
@@ -39,19 +39,30 @@ def test_a_member_counts_as_down_after_two_looks_and_is_logged_once() -> None:
     shown: list[tuple[MemberHealth, ...]] = []
     with structlog.testing.capture_logs() as lines:
         watcher = Members(
-            cast(Etcd, Asked([True, False, True, True, True, False])), shown.append, structlog.get_logger()
+            cast(Etcd, Asked([False, True, False, True, True, True, False])), shown.append, structlog.get_logger()
         )
-        for _ in range(6):
+        for _ in range(7):
             watcher.look()
-    assert [found[2].ok for found in shown] == [True, True, True, False, False, True]
+    assert [found[2].ok for found in shown] == [True, True, True, True, False, False, True]
     assert [(line["event"], line["log_level"]) for line in lines] == [
         ("etcd.member_lost", "warning"),
         ("etcd.member_back", "info"),
     ]
 
 
-def problems(*members: MemberHealth) -> list[str]:
-    snapshot = Snapshot(contact=Contact(connected=True, members=members), registered=True)
+def test_a_member_that_is_down_at_the_start_is_shown_at_once_and_one_in_doubt_is_asked_again_soon() -> None:
+    shown: list[tuple[MemberHealth, ...]] = []
+    watcher = Members(cast(Etcd, Asked([True, False, True, True])), shown.append, structlog.get_logger())
+    pauses = []
+    for _ in range(4):
+        watcher.look()
+        pauses.append(watcher.pause_s())
+    assert [found[2].ok for found in shown] == [False, True, True, False]
+    assert pauses == [LOOK_S, LOOK_S, AGAIN_S, LOOK_S]
+
+
+def problems(*members: MemberHealth, connected: bool = True) -> list[str]:
+    snapshot = Snapshot(contact=Contact(connected=connected, members=members), registered=True)
     identity = views.Identity("c", "n", "1", 1, 0.0, (), False, "")
     status = views.status(snapshot, identity, views.Now(0.0, 0.0))
     assert status["health"] == ("degraded" if status["problems"] else "healthy")
@@ -66,6 +77,8 @@ def test_members_in_trouble_are_problems_of_the_cluster() -> None:
     assert said == (
         "etcd member 10.0.0.3:2379 is in trouble: connection refused; 2 of 3 are well, 2 are needed"
     )  # fmt: skip
+    _, said = problems(member(1), member(2), member(3, "connection refused"), connected=False)
+    assert "2 of 3 were well when last asked, 2 are needed" in said
     (said,) = problems(member(1), member(2, database_mb=1900.0), member(3))
     assert "10.0.0.2:2379: its database takes 1900 MB" in said
 
