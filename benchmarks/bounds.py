@@ -103,7 +103,8 @@ def again(node: Node, what: str) -> None:
 def forgotten(node: Node, what: str, count: int) -> None:
     spent_s = took_s(lambda: node.ctl("forget", "--over", "--json", timeout_s=600))
     left = len(node.get("/v1/status?all=1")["jobs"])
-    say(f"{what}: forget --over", seconds=spent_s, a_second=(count - left) / spent_s, left=left)
+    rss = rss_mb(node.pid)
+    say(f"{what}: forget --over", seconds=spent_s, a_second=(count - left) / spent_s, left=left, daemon_rss_mb=rss)
 
 
 def slow(node: Node, count: int) -> None:

@@ -33,7 +33,7 @@ from ..writer import KEY_MISSING
 SEEN_S = 2.0
 """How long an answer waits until this daemon's view of etcd contains its own write."""
 AT_ONCE = 64
-"""Jobs that are forgotten in one transaction: etcd takes 128 conditions and 128 operations, of which each job has two."""
+"""Jobs forgotten in one transaction: etcd takes 128 conditions and 128 operations, of which each job has two."""
 TRIES = 5
 """Attempts at a change when the same record is changed concurrently."""
 

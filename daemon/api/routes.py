@@ -40,7 +40,7 @@ from .views import SCHEMA, Identity, Json
 LONGEST_WAIT_S = 60.0
 MAX_DEADLINE_S = 1e9
 """Of a drain. Timers accept no unbounded numbers."""
-MAX_FORGOTTEN = 100
+MAX_FORGOTTEN = 512
 """Jobs in one request."""
 MAX_REASON_CHARS = 1_000
 """A reason is copied into records, orders and every status of the node."""

@@ -108,7 +108,7 @@ def _forget_over(client: Client, older_s: float, as_json: bool) -> None:
         forgotten += client.post("/v1/forget", {"jobs": names[at : at + PAGE]}, timeout_s=60.0)["forgotten"]
         if len(names) > PAGE:
             click.echo(f"{min(at + PAGE, len(names))} of {len(names)}", err=True)
-    shown = ", ".join(forgotten) if len(forgotten) <= PAGE else f"{len(forgotten)} jobs"
+    shown = ", ".join(forgotten) if len(forgotten) <= NAMED else f"{len(forgotten)} jobs"
     text = f"forgotten: {shown}" if forgotten else "no job is over for that long"
     say({"schema": 1, "forgotten": forgotten}, as_json, text if forgotten or older_s else "no job is over")
 
@@ -122,6 +122,8 @@ def old_enough(status: Json, older_s: float) -> list[str]:
     ]
 
 
-PAGE = 100
-"""Jobs in one request to forget them."""
+PAGE = 512
+"""Jobs in one request to forget them: its answer waits until the daemon sees them gone."""
+NAMED = 100
+"""So many forgotten jobs are told by name."""
 COMMANDS: dict[str, click.Command] = {"wait": wait, "restart": restart, "forget": forget}

@@ -103,11 +103,11 @@ def test_forget_over_takes_finished_jobs_of_the_age_only(monkeypatch: pytest.Mon
     raced = daemon()
     raced.refuses = {"old": 409}
     assert "forgotten: new" in call(raced, "forget", "--over", monkeypatch=monkeypatch).output
-    many = Daemon(*(row(f"j{number}", "failed") for number in range(250)))
+    many = Daemon(*(row(f"j{number}", "failed") for number in range(1100)))
     said = call(many, "forget", "--over", monkeypatch=monkeypatch).output
-    assert len(many.done) == 250
-    assert [line for line in said.splitlines() if " of " in line] == ["100 of 250", "200 of 250", "250 of 250"]
-    assert "forgotten: 250 jobs" in said
+    assert len(many.done) == 1100
+    assert [line for line in said.splitlines() if " of " in line] == ["512 of 1100", "1024 of 1100", "1100 of 1100"]
+    assert "forgotten: 1100 jobs" in said
 
 
 @pytest.mark.parametrize("words", [(), ("--over", "train"), ("train", "--older-than", "1h")])
