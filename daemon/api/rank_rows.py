@@ -15,10 +15,13 @@ from ..published_state import Snapshot
 
 Json = dict[str, Any]
 
+LED_S = 5.0
+"""The leader writes its record every two seconds: one that is older has an age, too."""
+
 
 def of_job(snapshot: Snapshot, job: Job, *, still: bool, wall_s: float) -> list[Json]:
-    """By rank: from this node's agent, else from the leader's record, else from that of its own agent, which is `age_s`
-    old, else from the node's record. `still`: the job stands still."""
+    """By rank: from this node's agent, else from the leader's record, with `age_s` if it is old, else from that of the
+    rank's own agent, always with `age_s`, else from the node's record. `still`: the job stands still."""
     rows: dict[tuple[str, int], Json] = {}
     for place in job.generation.nodes if job.generation else ():
         for slot, rank in job.generation.ranks(place.node).items() if job.generation else ():
@@ -35,8 +38,12 @@ def of_job(snapshot: Snapshot, job: Job, *, still: bool, wall_s: float) -> list[
                 age_s = round(max(0.0, wall_s - record.wall_s), 1)
                 rows[name, each.slot] |= msgspec.to_builtins(each.row) | {"node": name, "age_s": age_s}
     local = said_here(snapshot, job)
-    said = [*(job.progress.ranks if job.progress else ()), *(local.ranks if local else ())]
-    found = rows | {(row.node, row.slot): msgspec.to_builtins(row) | {"pid": row.pid or None} for row in said}
+    led_s = round(wall_s - job.progress.wall_s, 1) if job.progress else 0.0
+    said = [(row, led_s if led_s > LED_S else None) for row in (job.progress.ranks if job.progress else ())]
+    said += [(row, None) for row in (local.ranks if local else ())]
+    found = rows | {
+        (row.node, row.slot): msgspec.to_builtins(row) | {"pid": row.pid or None, "age_s": age_s} for row, age_s in said
+    }
     times = goodput.of_ranks(job.ranks, own_account(snapshot, job), still=still)
     shown = [{"age_s": None} | row | {"time": times.get(key)} for key, row in found.items()]
     return sorted(shown, key=lambda row: (row["rank"] < 0, row["rank"], row["node"], row["slot"]))  # without one: last

@@ -304,26 +304,26 @@ def _steps(managed: bool | None, known: int | None) -> str:
 
 
 def _ranks(rows: Sequence[Json], managed: bool | None) -> Rows:
+    old = any(row.get("age_s") for row in rows)
     found = Rows([
         Column("rank", right=True), Column("node"), Column("slot", 3, right=True), Column("pid", 4, right=True),
         Column("phase"), Column("step", right=True), Column("worker", 3, right=True), Column("memory", 1, right=True),
-        Column("goodput", 2, right=True),
+        Column("goodput", 2, right=True), *([Column("as of", 3, right=True)] if old else []),
     ])  # fmt: skip
     for row in rows:
         memory = f"{row['rss_mb']:.0f} MB" if row["rss_mb"] is not None else "-"
-        rank = str(row["rank"]) if row["rank"] >= 0 else "-"
         found.add(
-            rank,
-            row["node"],
-            str(row["slot"]),
-            str(row["pid"] or "-"),
-            row["phase"] or "-",
-            _steps(managed, row["step"]),
-            _or(row["incarnation"]),
-            memory,
+            str(row["rank"]) if row["rank"] >= 0 else "-", row["node"], str(row["slot"]), str(row["pid"] or "-"),
+            row["phase"] or "-", _steps(managed, row["step"]), _or(row["incarnation"]), memory,
             goodput.percent(row["time"]["goodput"]) if (row.get("time") or {}).get("goodput") is not None else "-",
-        )
+            *([as_of(row)] if old else []),
+        )  # fmt: skip
     return found
+
+
+def as_of(row: Json) -> str:
+    """Of a rank's row: '8 s ago'."""
+    return ago(row["age_s"]) if row.get("age_s") else "now" if row["step"] is not None else "-"
 
 
 def _incidents(rows: Sequence[Json], of_one_job: bool = False) -> Rows:

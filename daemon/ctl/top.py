@@ -128,6 +128,8 @@ def headline(job: Json) -> str:
 
 
 def _cells(row: Json) -> Sequence[object]:
+    from .render import as_of
+
     phase = row["phase"] or "-"
     late = row["behind"] is not None and row["behind"] > 1
     return (
@@ -140,7 +142,7 @@ def _cells(row: Json) -> Sequence[object]:
         Text("-" if row["behind"] is None else str(row["behind"]), "yellow" if late else ""),
         f"{row['step_s'] * 1000:.0f} ms" if row["step_s"] else "-",
         f"{row['rss_mb']:.0f} MB" if row["rss_mb"] is not None else "-",
-        f"{row['age_s']:.0f} s ago" if row["age_s"] else "now" if row["step"] is not None else "-",
+        as_of(row),
     )
 
 

@@ -118,6 +118,14 @@ def test_status_keeps_rank_rows_of_the_leader_if_the_local_agent_is_ahead() -> N
     assert {(r["node"], r["slot"]): r["pid"] for r in ranks}["b", 0] == row(2, "b", 0).pid
 
 
+def test_rows_of_a_node_that_is_silent_have_an_age_on_the_screen(screen: io.StringIO) -> None:
+    led = [msgspec.to_builtins(row(2, "b", 0))]
+    assert "as of" not in told_of(job(), screen)
+    text = told_of(job(progress=progress(ranks=led, wall_s=NOW.wall_s - 45)), screen)
+    assert "as of" in text
+    assert "45 s ago" in text
+
+
 def test_numbers_that_json_lacks_are_null() -> None:
     seen = status(job(progress=progress(loss=float("nan"))))
     assert seen["jobs"][0]["loss"] is None
