@@ -22,7 +22,7 @@ SLOW_NAMED = 2
 
 def of_job(snapshot: Snapshot, job: Job, row: Mapping[str, Any], starting: bool, wall_s: float) -> str:
     """`row`: the rest of its summary, as `views.job_row` makes it; `starting`: as `ProgressRecord.starting`."""
-    said = _over(job, wall_s) if job.over else _alive(snapshot, job, row, starting, wall_s)
+    said = _over(snapshot.cluster, job, wall_s) if job.over else _alive(snapshot, job, row, starting, wall_s)
     contact = snapshot.contact
     if job.over or contact.connected:
         return said
@@ -56,8 +56,12 @@ def of_node(snapshot: Snapshot, name: str, row: Mapping[str, Any], me: str, wall
 # ── jobs ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _over(job: Job, wall_s: float) -> str:
+def _over(cluster: Cluster, job: Job, wall_s: float) -> str:
     ended = f"{job.state.phase} {_age(wall_s - job.state.since_wall_s)} ago"
+    places = (place.node for place in (job.generation.nodes if job.generation else ()))
+    if still := [name for name in places if name in cluster.nodes and job.name in cluster.nodes[name].record.jobs]:
+        saves = job.spec is not None and job.spec.spec.checkpoint.dir  # an agent leaves when its writes are on the disk
+        ended += f" (agents on {_names(still)} still end{'; the last checkpoint may not be complete' if saves else ''})"
     reason, progress = job.state.reason, job.progress
     stepless = progress is not None and progress.step == progress.resumed_step and not progress.stepped_in
     if job.state.phase is Phase.SUCCEEDED and progress is not None and stepless:
@@ -67,14 +71,14 @@ def _over(job: Job, wall_s: float) -> str:
 
 def _alive(snapshot: Snapshot, job: Job, row: Mapping[str, Any], waits_for_start: bool, wall_s: float) -> str:
     cluster = snapshot.cluster
+    if job.state.phase is Phase.STOPPING:  # also while its user writes what cannot be used
+        reason = f" ({job.state.reason})" if job.state.reason else ""
+        return f"stopping{reason}: the workers on {_names(job.members) or 'no node'} end"
     prefix = f"/jobs/{job.name}/"
     if bad := min((key for keys in (cluster.foreign, cluster.refused) for key in keys if prefix in key), default=""):
         return f"a record of it in etcd cannot be used: {bad}: {cluster.refused.get(bad) or cluster.foreign[bad]}"
     if job.spec is None:
         return "waiting for its agents to write its description back to etcd"
-    if job.state.phase is Phase.STOPPING:
-        reason = f" ({job.state.reason})" if job.state.reason else ""
-        return f"stopping{reason}: the workers on {_names(job.members) or 'no node'} end"
     parts = []
     starting = list(_starts(snapshot, job, wall_s))
     if lacks := lacking(snapshot, job):

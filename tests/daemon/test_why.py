@@ -16,6 +16,7 @@ from elastic.contract.agent_files import AgentStatus
 from elastic.contract.decoding import Member
 from elastic.contract.node_records import AgentRow, CordonRecord, DrainRecord, NodeRecord
 from elastic.contract.records import Failure, JobState, MemberRecord, Phase
+from elastic.contract.spec import Checkpoint
 from elastic.contract.standings import Stillness
 from elastic.contract.step_parts import StepParts
 from elasticd import reconcile
@@ -97,6 +98,24 @@ STILL = {"since_wall_s": 940.0, "because": "it is computing in step 41", "rank":
 )  # fmt: skip
 def test_why_of_a_job(why: str, facts: dict[str, object]) -> None:
     assert of_job(job(**{"incidents": ()} | facts)) == why
+
+
+def test_a_job_that_is_over_names_the_agents_that_still_end_and_may_write_its_last_checkpoint() -> None:
+    state, here = JobState(phase=Phase.SUCCEEDED, since_wall_s=997.0), node(jobs=("train",))
+    spec = job().spec
+    assert spec is not None
+    saves = msgspec.structs.replace(spec, spec=msgspec.structs.replace(spec.spec, checkpoint=Checkpoint(dir="/c")))
+    assert of_job(job(state=state), nodes=(here,)) == "succeeded 3 s ago (agents on a still end)"
+    assert of_job(job(state=state, spec=saves)) == "succeeded 3 s ago"
+    assert of_job(job(state=state, spec=saves), nodes=(here,)) == (
+        "succeeded 3 s ago (agents on a still end; the last checkpoint may not be complete)"
+    )
+
+
+def test_a_job_that_is_told_to_stop_stops_whatever_its_user_writes() -> None:
+    state = JobState(phase=Phase.STOPPING, reason="by ada")
+    forged = {"/elastic/main/jobs/train/head/state": "it is not signed"}
+    assert of_job(job(state=state), refused=forged) == "stopping (by ada): the workers on a, b end"
 
 
 def test_job_that_recovers_names_the_cause_and_what_it_waits_for() -> None:
