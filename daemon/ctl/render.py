@@ -210,13 +210,13 @@ def _cost(cost: Json, lost: str) -> str:
 
 
 def print_error(out: Console, error: Json) -> None:
-    how = error["signal"] or (f"exit code {error['exit_code']}" if error["exit_code"] is not None else "")
+    code = f"exit code {error['exit_code']}" if error["exit_code"] is not None else ""
+    how = " after ".join(part for part in (code, error["signal"]) if part)
     _say(out, Text(f"{failed_first(error)}{how and f' ({how})'}", "bold red"))
     _say(out, Text(error["traceback"].rstrip() or error["message"]))
     lines = error.get("last_lines") or []
     if not all(line.strip() in error["traceback"] for line in lines):  # most often they are the traceback's own
-        _say(out, Text("the last lines of its log:", "dim"))
-        _say(out, Text("\n".join(lines)))
+        _say(out, Text.assemble(("the last lines of its log:\n", "dim"), "\n".join(lines)))
 
 
 def failed_first(error: Json) -> str:

@@ -39,7 +39,7 @@ class Rule:
     kinds: tuple[str, ...] = ()
     """Kinds of incidents (see IncidentRecord) that it applies to; empty: any."""
     signal: str = ""
-    """The signal that ended the process."""
+    """The signal that ended the process, or a SIGTERM that its script has turned into an exit code."""
     says: str = ""
     logs: str = ""
     stacks: str = ""
@@ -337,7 +337,8 @@ RULES = (
          cure="nothing to do if an operator did it; else ask what kills processes on that node: a cgroup limit, "
               "earlyoom, a batch system (journalctl -k)"),
     Rule("sigterm", Class.NODE, "ended by SIGTERM from outside", signal="SIGTERM",
-         cure="nothing to do if an operator did it; stop a job with: elasticctl stop JOB"),
+         cure="nothing to do if an operator did it (a job is stopped by elasticctl stop JOB); else find out what sends "
+              "it on that node: a batch system, a supervisor, the script itself"),
     Rule("sigsegv", Class.USER_CODE, "segmentation fault (SIGSEGV) in native code", signal="SIGSEGV",
          cure="the log's faulthandler stack names the library; if it is always one node, suspect its memory: drain it"),
     Rule("sigbus", Class.MEMORY, "bus error (SIGBUS): mostly /dev/shm is full, or a mapped file was truncated",

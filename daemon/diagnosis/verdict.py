@@ -151,21 +151,22 @@ def _texts(record: IncidentRecord) -> _Texts:
     said = f"{cut_middle(record.detail, TEXT_CHARS)}\n{cut_middle(error.message, TEXT_CHARS) if error else ''}"
     found = _SIGNAL.search(said)
     signal = found[1] if found else (error.signal or "") if error else ""
+    killed = signal in KILLED and (error is None or error.exit_code is None)  # else its script has handled the signal
     if error is not None:
         of = f"rank {error.rank} on {error.node}" if error.rank >= 0 else f"slot {error.slot} on {error.node}"
         says += [Evidence(f"error of {of}", cut_middle(error.message, TEXT_CHARS))] if error.message else []
         lines = error.last_lines or tuple(line for line in error.traceback.splitlines() if line.strip())
         logs = [Evidence(f"log of {of}", cut_middle(line.strip(), LINE_CHARS), True) for line in lines[-LAST_LINES:]]
-        says += [line for line in reversed(logs) if signal not in KILLED and _EXCEPTION.match(line.line)][:1]
+        says += [line for line in reversed(logs) if not killed and _EXCEPTION.match(line.line)][:1]
     says.append(report)
-    if error is not None and signal not in KILLED and (frames := _FRAME.findall(error.traceback)):
+    if error is not None and not killed and (frames := _FRAME.findall(error.traceback)):
         own = [frame for frame in frames if not _LIBRARY.search(frame)]
         says.append(Evidence(f"traceback of {of}", (own or frames)[-1]))
     stacks = tuple(Evidence(f"stack of {who}", main_thread(stack)) for who, stack in record.stacks.items())
     if record.last_lines:
         log = f"log of {_ranks(record.ranks)} on {record.node}"
         logs = [Evidence(log, cut_middle(line, LINE_CHARS), True) for line in record.last_lines[-LAST_LINES:]]
-    if signal in KILLED:
+    if killed:
         says = [replace(e, line=_WITHOUT_LOG.sub(r"\1", e.line)) for e in says]
     return _Texts(tuple(says), tuple(logs), stacks, signal)
 
@@ -253,7 +254,8 @@ def _evidence(record: IncidentRecord, texts: _Texts, found: Evidence | None, etc
     """The line that decided first; then the exit, the report, the suspect's stack, and etcd's own words."""
     lines = [found] if found else []
     if error := record.error:
-        how = error.signal or (f"exit code {error.exit_code}" if error.exit_code is not None else "")
+        code = f"exit code {error.exit_code}" if error.exit_code is not None else ""
+        how = " after ".join(part for part in (code, error.signal) if part)
         lines += [Evidence(f"exit of rank {error.rank} on {error.node}", how)] if how and error.rank >= 0 else []
     lines += [replace(e, line=one_line(e.line)) for e in texts.says if e.line]
     lines += [replace(e, line=_innermost(e.line)) for e in texts.stacks[:1]]

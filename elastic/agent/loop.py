@@ -333,7 +333,7 @@ class AgentLoop:
         process = self.pool.processes[worker_id]
         self.pool.give_grace(process)
         step, files = process.page.read().step, (process.error_file, process.log_file)
-        ended = Exited(worker_id, code, None, step, *files, misuse=process.misuse)
+        ended = Exited(worker_id, code, None, step, *files, misuse=process.misuse, terminated=process.terminated)
         error, fingerprint = self._why(ended, slot)
         log.info("worker.failed", slot=slot, worker_id=worker_id, cause=ended.cause)
         self._turn(WorkerFailed(slot, worker_id, ended.cause, code, error, fingerprint, ended.step))

@@ -42,6 +42,8 @@ class Exited:
     """It was never started, for lack of something on this node: see `shortage`."""
     misuse: str = ""
     """See messages.ScriptEnded."""
+    terminated: bool = False
+    """Its script has handled a SIGTERM that its agent did not send."""
 
     @property
     def cause(self) -> str:
@@ -49,7 +51,8 @@ class Exited:
             return self.why
         if self.oom:
             return f"killed by {self.signal}: out of memory (the kernel's OOM killer)"
-        return f"killed by {self.signal}" if self.signal else f"exit code {self.code}"
+        after = " after SIGTERM" if self.terminated else ""
+        return f"killed by {self.signal}" if self.signal else f"exit code {self.code}{after}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +106,8 @@ class Process:
     """It was killed because of a message that cannot be decoded: the decoder's error."""
     misuse: str = ""
     """See messages.ScriptEnded."""
+    terminated: bool = False
+    """See Exited."""
     child: subprocess.Popen[bytes] | None = None
     """Set for a worker that was started as a new process."""
 
@@ -116,6 +121,7 @@ class Process:
             return None
         if isinstance(message, messages.ScriptEnded):
             self.script_code, self.late_s, self.misuse = message.code, exit_s, message.misuse
+            self.terminated = message.terminated and not self.killed
             self.exit_deadline_s = time.monotonic() + exit_s
         return message
 
@@ -135,4 +141,5 @@ class Process:
             oom=oom and number == signal.SIGKILL,
             stopped=self.stopped,
             misuse=self.misuse,
+            terminated=self.terminated,
         )

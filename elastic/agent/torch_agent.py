@@ -189,7 +189,7 @@ class NodeAgent(SimpleElasticAgent):
         if error is None or error.node != self.loop.agent.policy.node:
             return {}
         code = error.exit_code or 1
-        if error.signal:
+        if error.signal and error.exit_code is None:
             code = -signal_number(error.signal)
         failure = ProcessFailure(local_rank=error.slot, pid=0, exitcode=code, error_file="")
         failure.error_file_data = {"message": error.message}

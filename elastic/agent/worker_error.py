@@ -32,7 +32,7 @@ def read_error(ended: Exited, *, node: str, slot: int, rank: int, step: int | No
     """
     message, trace = _from_error_file(ended.error_file)
     raised, lines = _exception(message), last_lines(ended.log_file) if message else ()
-    if not message and (ended.misuse or ended.code not in (0, None)):
+    if not message and (ended.misuse or ended.terminated or ended.code not in (0, None)):
         trace = _tail(ended.log_file)
         last = next((line.strip() for line in reversed(trace.splitlines()) if line.strip()), "")
         message = ended.misuse or (f"{ended.cause}: {last}" if last else ended.cause)  # handled by the script, or none
@@ -45,7 +45,7 @@ def read_error(ended: Exited, *, node: str, slot: int, rank: int, step: int | No
         message=cut_middle(message, MESSAGE_CHARS),
         traceback=_shortened(trace, message),
         exit_code=ended.code,
-        signal=ended.signal,
+        signal=ended.signal or ("SIGTERM" if ended.terminated else None),
         step=step,
         last_lines=lines,
         no_state=raised == NO_STATE,

@@ -317,6 +317,8 @@ class ScriptEnded(Message, frozen=True, kw_only=True):
     code: int
     misuse: str = ""
     """What elastic has refused, if `elastic.run` ended with that."""
+    terminated: bool = False
+    """The script has handled a SIGTERM."""
 
 
 FromWorker = (

@@ -73,7 +73,7 @@ class WorkerError(msgspec.Struct, frozen=True, kw_only=True):
     message: str
     traceback: str = ""
     exit_code: Int | None = None
-    signal: str | None = None
+    signal: str | None = None  # that ended it; beside an exit code SIGTERM, which its script has handled before
     step: Int | None = None
     last_lines: tuple[str, ...] = ()
     """Of its log, where `traceback` is not taken from that."""

@@ -472,6 +472,64 @@ def test_a_stop_leaves_loader_processes_to_their_script_until_it_has_saved(bench
     assert "loader lives: True saved" in log.read_text()
 
 
+HANDLES = """
+import asyncio, multiprocessing, os, signal, sys, threading, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
+{more}
+print("up", flush=True)
+while True:
+    time.sleep(0.01)
+"""
+OF_A_CHILD = """
+def forked():
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+    child.start()
+    time.sleep(0.1)
+    child.terminate()
+    child.join()
+thread = threading.Thread(target=forked)
+thread.start()
+thread.join()
+sys.exit(3)
+"""
+OF_ASYNCIO = """
+async def served():
+    end = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, end.set)
+    print("up", flush=True)
+    await end.wait()
+asyncio.run(served())
+sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("more", "sent", "expected"),
+    [
+        ("", "from outside", (3, "exit code 3 after SIGTERM")),
+        ("", "by the agent", (3, "exit code 3")),
+        (OF_A_CHILD, "to a child", (3, "exit code 3")),
+        (OF_ASYNCIO, "from outside", (3, "exit code 3")),  # it has Python write elsewhere: nothing can be said
+    ],
+    ids=["outside", "agent", "child", "asyncio"],
+)
+def test_sigterm_that_the_script_handles_is_told_with_its_exit(
+    bench: Bench, more: str, sent: str, expected: tuple[int, str]
+) -> None:
+    bench.pool._grace_s = 60.0
+    pid = bench.worker(1, HANDLES.format(more=more))
+    log = bench.folder / "1.log"
+    bench.until(lambda: "up" in log.read_text() or bench.exit_of(1))
+    if sent == "from outside":
+        os.kill(pid, signal.SIGTERM)
+    elif sent == "by the agent":
+        bench.pool.kill(1, graceful=True)
+    bench.until(lambda: bench.exit_of(1))
+    end = bench.exit_of(1)
+    assert end is not None
+    assert (end.code, end.cause) == expected, log.read_text()
+
+
 SHARES = """
 import multiprocessing.shared_memory, time
 import torch.multiprocessing

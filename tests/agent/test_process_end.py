@@ -11,6 +11,7 @@ from support.printed import printed
 from support.scripts import EPOCH
 
 from elastic.contract.records import Phase
+from elasticd.diagnosis.verdict import judge
 
 pytestmark = [pytest.mark.etcd, pytest.mark.chaos]
 
@@ -90,6 +91,23 @@ def test_a_script_that_ends_too_early_with_code_0_has_failed_before_its_process_
         assert first.detail == "exited with code 0 before the job was done"
         assert (second.kind, second.ranks) == ("late exit", (1,))
         assert "had not ended within 4 s" in second.detail
+
+
+@pytest.mark.parametrize("ends", ["sys.exit(3)", "sys.exit(0)"])
+def test_sigterm_that_the_script_turns_into_an_exit_code_is_in_the_incident_and_the_verdict(
+    tmp_path: Path, ends: str
+) -> None:
+    handles = f"import signal, sys; signal.signal(signal.SIGTERM, lambda *_: {ends})"
+    strikes = "os.kill(os.getpid(), signal.SIGTERM); time.sleep(9)"
+    fault = f"if job.rank == 1 and state.step == 10 and job.generation == 1: {handles}; {strikes}"
+    with job(tmp_path, fault=fault) as made:
+        made.wait_phase(Phase.SUCCEEDED)
+        (incident,) = made.incidents()
+        assert (incident.kind, incident.ranks, incident.steps_lost) == ("exit", (1,), 0)
+        assert incident.detail.startswith(f"exit code {ends[-2]} after SIGTERM")
+        found = judge(incident)
+        assert (found.rule, str(found.cls)) == ("sigterm", "node")
+        assert any("after SIGTERM" in evidence.line for evidence in found.evidence)
 
 
 @pytest.mark.parametrize(

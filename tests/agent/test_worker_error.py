@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from elastic.agent.pool import Exited
 from elastic.agent.worker_error import MESSAGE_CHARS, TRACEBACK_CHARS, read_error
 
@@ -78,3 +80,12 @@ def test_a_rank_that_found_no_state_is_known_by_the_type_of_its_exception(tmp_pa
 
 def test_a_killed_worker_says_nothing() -> None:
     assert read_error(Exited(5, None, "SIGKILL", 3), node="n", slot=0, rank=0, step=3) == (None, "killed by SIGKILL")
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_sigterm_that_the_script_has_turned_into_an_exit_code_is_named(tmp_path: Path, code: int) -> None:
+    (tmp_path / "log").write_text("bye\n")
+    files = str(tmp_path / "error.json"), str(tmp_path / "log")
+    error, _ = read_error(Exited(5, code, None, 3, *files, terminated=True), node="n", slot=0, rank=0, step=3)
+    assert error is not None
+    assert (error.message, error.exit_code, error.signal) == (f"exit code {code} after SIGTERM: bye", code, "SIGTERM")

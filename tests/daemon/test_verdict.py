@@ -34,6 +34,12 @@ def died(number: str, *log: str) -> IncidentRecord:
     return incident("exit", f"killed by {number}{last}", error=error | {"traceback": "\n".join(log)})
 
 
+def handled(message: str, code: int, *log: str) -> IncidentRecord:
+    """The worker's script has turned a SIGTERM into an exit code."""
+    error = {"node": "n1", "slot": 1, "rank": 1, "message": message, "signal": "SIGTERM", "exit_code": code}
+    return incident("exit", message, error=error | {"traceback": "\n".join(log)})
+
+
 def hung(stack: str, evidence: str = "no progress for 12 s while computing", waiting: str = "") -> IncidentRecord:
     stacks = {"slot 1 (hung)": f"Thread 1 (active)\n    {stack}"}
     return incident("hang", evidence, stacks=stacks | ({"slot 0 (waits for it)": waiting} if waiting else {}))
@@ -164,7 +170,11 @@ CASES: dict[str, list[IncidentRecord]] = {
         incident("exit", "it sent a message that its agent cannot read: JSON is malformed: invalid character (byte 1)")
     ],
     "sigkill": [died("SIGKILL", "CUDA out of memory was caught once, long ago"), incident("exit", "killed by SIGKILL")],
-    "sigterm": [died("SIGTERM")],
+    "sigterm": [
+        died("SIGTERM"),
+        handled("exit code 3 after SIGTERM: bye", 3, "bye"),
+        handled("exit code 0 after SIGTERM", 0),
+    ],
     "sigsegv": [died("SIGSEGV", "Fatal Python error: Segmentation fault")],
     "sigbus": [died("SIGBUS", "step 40")],
     "unlike_sizes": [died("SIGABRT", "op.preamble.length <= op.nbytes. 352 vs 320. Received data size doesn't match")],
@@ -399,6 +409,15 @@ def test_main_thread_of_a_dump_is_found_behind_other_threads() -> None:
     frames = "".join(f"    frame{i} (train.py:{i})\n" for i in range(20))
     dump = f'Thread 1 "other"\n    x (y.py:1)\nThread 2 "MainThread"\nThread 3 (idle): "MainThread"\n{frames}\nThread 4'
     assert verdict.main_thread(dump).splitlines() == [f"    frame{i} (train.py:{i})" for i in range(12)]
+
+
+def test_an_exception_after_a_sigterm_is_the_cause_and_the_signal_is_among_the_evidence() -> None:
+    """The script may have handled the signal long before."""
+    error = {"node": "n1", "slot": 1, "rank": 1, "signal": "SIGTERM", "exit_code": 1, "message": "KeyError: 'a'"}
+    found = judge(incident("exit", "KeyError: 'a'", error=error))
+    assert found.rule == "python"
+    assert ("exit of rank 1 on n1", "exit code 1 after SIGTERM") in [(e.source, e.line) for e in found.evidence]
+    assert judge(handled("exit code 1 after SIGTERM: x", 1, "KeyError: 'a'", "x")).rule == "python"
 
 
 @pytest.mark.parametrize("number", ["SIGKILL", "SIGTERM"])

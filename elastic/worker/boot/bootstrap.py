@@ -24,7 +24,7 @@ from ...util.capped_log import output_stream
 from ...util.processes import die_with
 from .. import misuse
 from ..session import CHANNEL_ENV, PAGE_ENV, WORKER_ENV
-from . import random_state
+from . import random_state, signals
 from .main_module import run_as_main
 from .program import become_program
 from .title import title, worker_title
@@ -59,7 +59,8 @@ def _say_ended(channel: int, code: int, told: WorkerConfig) -> None:
             faulthandler.dump_traceback_later(limit_s * STACKS_AT, file=2)
     with contextlib.suppress(OSError):  # closed by the script; or the agent is gone, which ends this process
         if stat.S_ISSOCK(os.fstat(channel).st_mode):
-            os.write(channel, messages.encode(messages.ScriptEnded(code=code, misuse=misuse.ends_run)))
+            ended = messages.ScriptEnded(code=code, misuse=misuse.ends_run, terminated=signals.terminated())
+            os.write(channel, messages.encode(ended))
 
 
 def _flush() -> None:
@@ -88,6 +89,7 @@ def _take_place(order: messages.Fork, descriptors: list[int], agent_pid: int) ->
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a new interpreter
+    signals.watch()
     os.environ.clear()
     os.environ.update(order.env)
     os.environ[CHANNEL_ENV], os.environ[PAGE_ENV] = str(channel), str(page)
