@@ -45,6 +45,8 @@ class Rule:
     stacks: str = ""
     misuse: bool = False
     """For what elastic has refused in a script alone (WorkerError.misuse)."""
+    person: bool = False
+    """It stays as it is until a person acts, although the job goes on."""
 
 
 NOTHING = "nothing to do: this was requested"
@@ -359,7 +361,7 @@ RULES = (
          kinds=("checkpoint",), says=r"goes on without it, but would go back to it",
          cure="keep it if its steps are wanted: stop the job and start it again with that node; else move it away"),
     Rule("checkpoint_folder_apart", Class.STORAGE, "the job has no checkpoints: its folder is not shared",
-         kinds=("checkpoint",), says=r"is not one folder on",
+         kinds=("checkpoint",), says=r"is not one folder on", person=True,
          cure="mount the folder on all nodes, or submit again with checkpoint.shared = false: none is written now"),
     Rule("checkpoint", Class.STORAGE, "a checkpoint could not be written", kinds=("checkpoint",),
          cure="training goes on, and the one before stays: check the checkpoint folder if it occurs again"),

@@ -1,7 +1,8 @@
 """The verdict on an incident: what failed first, of which class, on what evidence, and what to do about it. Pure.
 
 Made by rules (`rules`) from the incident's record and from what the daemon sees now. A verdict never advises
-to stop a job: a person is needed only where the job has ended with a failure, or where the recovery does not end.
+to stop a job: a person is needed only where the job has ended with a failure, where the recovery does not end, or where
+no checkpoint is written until a folder is shared.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ def judge(record: IncidentRecord, seen: VerdictContext = VerdictContext()) -> Ve
     held = _held(seen) if open_ else None
     failed = seen.phase is Phase.FAILED and record.origin is Origin.NOTHING
     patience_s = LASTING_S if held and held[0].name != "etcd_unavailable" else PATIENCE_S
-    person = failed or (open_ and seen.age_s > patience_s)
+    person = failed or (open_ and seen.age_s > patience_s) or (rule.person and not seen.phase.over)
     cure = held[0].cure if held else rule.cure
     held_by = f"{held[0].what}: {held[1]}" if held else seen.waits_for if open_ else ""
     return Verdict(

@@ -21,7 +21,7 @@ another agent to close."""
 
 def put(turn: Turn, incident: Incident, record: IncidentRecord) -> PutIncident:
     bounds = {"stepped_s": incident.stepped_s, "left_wall_s": incident.left_wall_s}
-    return PutIncident(incident.key, dated(record, incident.began_s, turn.now_s, turn.wall_s, **bounds))
+    return PutIncident(incident.key, dated(record, incident.began_s, turn.now_s, incident.noticed_wall_s, **bounds))
 
 
 def supplement(turn: Turn) -> None:
@@ -91,6 +91,7 @@ def sweep(turn: Turn) -> None:
         agent.progress.settled >= agent.formed.generation.number > agent.formed.broken
         and not agent.lead.halted
         and turn.steps_advance()
+        and agent.peers.dead.isdisjoint((p.node, p.incarnation) for p in agent.formed.generation.nodes)
     )
     # What this agent has just closed may still look open.
     if not steps or turn.now_s - agent.formed.formed_at_s <= SWEEP_S or not is_leader(turn.agent):

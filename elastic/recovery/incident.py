@@ -49,6 +49,8 @@ class Incident(msgspec.Struct, frozen=True):
     generations: tuple[GenerationRecord, ...]
     """The generation that failed or is replaced as planned, and those that followed it during the recovery."""
     began_s: float
+    noticed_wall_s: float = 0.0
+    """This node's time of day at `began_s`: a clock that is set later changes no time of the record."""
     repeat: int = 0
     """As in its record: its place among the incidents of this key."""
     planned: bool = False
@@ -108,6 +110,7 @@ class Incident(msgspec.Struct, frozen=True):
             key=key,
             generations=generations,
             began_s=self.began_s,
+            noticed_wall_s=self.noticed_wall_s,
             stepped_s=self.stepped_s,
             left_wall_s=self.left_wall_s,
             reports=tuple(report for report in self.reports if report.generation >= key - 1),
@@ -206,19 +209,18 @@ def dated(
     record: IncidentRecord,
     began_s: float,
     now_s: float,
-    wall_s: float,
+    noticed_wall_s: float,
     *,
     stepped_s: float = -math.inf,
     left_wall_s: float = 0.0,
 ) -> IncidentRecord:
-    """The record with its times of day; `began_s`: the monotonic instant from which its timeline counts, `now_s` and
-    `wall_s`: the present. `stepped_s`, `left_wall_s`: as in `Incident`.
+    """The record with its times of day; `began_s`: the monotonic instant from which its timeline counts, and
+    `noticed_wall_s` its time of day; `now_s`: the present. `stepped_s`, `left_wall_s`: as in `Incident`.
 
     A beginning that another node has written stays as it is, by that node's clock, and so do the times after it. How
     long the incident had lasted when this agent noticed it follows from that only within what this node's own clocks
     allow: two nodes' clocks may differ.
     """
-    noticed_wall_s = wall_s - (now_s - began_s)
     began_wall_s = record.wall_s or noticed_wall_s
     since_left_s = noticed_wall_s - left_wall_s if left_wall_s else math.inf
     late_s = min(noticed_wall_s - began_wall_s, began_s - stepped_s, since_left_s)

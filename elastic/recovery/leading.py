@@ -39,7 +39,7 @@ under way, the compare-and-swap lets one of the two win."""
 
 def lead(turn: Turn) -> None:
     agent, view = turn.agent, turn.agent.etcd.view
-    if not (agent.etcd.joined and agent.etcd.connected) or _publishes(turn) or view.spec is None:
+    if not (agent.etcd.joined and agent.etcd.connected) or publishes(turn) or view.spec is None:
         return
     if not view.whole:
         _follow(turn)
@@ -66,7 +66,7 @@ def lead(turn: Turn) -> None:
         _publish(turn, decision)
 
 
-def _publishes(turn: Turn) -> bool:
+def publishes(turn: Turn) -> bool:
     """Whether a generation is in flight. One that the view does not show in time may never come: etcd may have lost it
     after it was written, and a view at a higher revision of the etcd that was set up anew does not show the loss. Or
     the view is late: then every further order fails, and the next one waits as long (see `PublishFailed`)."""

@@ -16,6 +16,7 @@ from .events import Event, WorkerSynced
 from .evidence import weight
 from .gone import left_out, with_gone
 from .incident import KEPT_REPEATS, Closed, Incident, Sync, causes, drawn
+from .leading import publishes
 from .model import Agent, is_leader, led_by
 from .transitions import Stage
 from .turn import Turn
@@ -137,6 +138,7 @@ def _opened(turn: Turn, before: Agent) -> Incident | None:
         key=last_committed.number + 1,
         generations=(last_committed,),
         began_s=turn.now_s,
+        noticed_wall_s=turn.wall_s,
         planned=(replaced and generation.at_step is not None) or (halted and not broke and _drains(turn)),
         why=generation.why if replaced else agent.local.suspicion if cut_short else agent.lead.reason,
         reached=_reached(turn),
@@ -171,6 +173,7 @@ def _renewed(turn: Turn, before: Agent, incident: Incident) -> Incident:
     return replace(
         incident.since(generations, stepped.number + 1),
         began_s=turn.now_s,
+        noticed_wall_s=turn.wall_s,
         began_wall_s=progress.step_wall_s,
         reached=max((progress.stepped_in, progress.step), turn.agent.progress.reached)[1],
     )
@@ -308,7 +311,9 @@ def _with_marks(turn: Turn, incident: Incident) -> Incident:
     agent, stages = turn.agent, [w.stage for w in turn.agent.local.workers.values()]
     if incident.planned and not incident.marked("boundary") and Stage.READY in stages and not causes(incident):
         # Until the boundary the old generation steps on: the cost of the change is counted from there.
-        incident = replace(incident, began_s=turn.now_s, timeline_s=(), reached=agent.progress.reached[1])
+        incident = replace(
+            incident, began_s=turn.now_s, noticed_wall_s=turn.wall_s, timeline_s=(), reached=agent.progress.reached[1]
+        )
         incident = incident.with_mark("boundary", turn.now_s)
     if not incident.marked("aborted") and all(s in FREE for s in stages):
         incident = incident.with_mark("aborted", turn.now_s)
@@ -329,6 +334,7 @@ def _outcome(turn: Turn, incident: Incident) -> str:
     assert generation is not None
     # Without a report it is a planned change, a halt, or a failure that the end of the job has cut short.
     no_failure = not incident.reports and (incident.planned or not turn.is_over())
+    no_failure = no_failure and not publishes(turn)  # one that is being replaced has not gone on
     # An agent that was away when the first one failed knows only those that followed.
     failed = incident.generations[0].number if turn.is_over() else incident.first
     followed = generation.number > failed or no_failure

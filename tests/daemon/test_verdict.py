@@ -204,7 +204,7 @@ def test_verdict_names_the_rule_of_each_case(rule: str, record: IncidentRecord) 
     assert verdict.rule == rule
     assert verdict.what
     assert verdict.cure
-    assert not verdict.person, "the job went on"
+    assert verdict.person == (rule == "checkpoint_folder_apart"), "the job went on"
 
 
 def test_every_rule_has_a_case_and_every_name_is_unique() -> None:
@@ -348,6 +348,11 @@ def test_person_is_needed_only_where_the_job_failed_or_does_not_recover() -> Non
     assert not judge(given_up, VerdictContext(phase=Phase.STOPPED)).person, "a person stopped it"
     recovered = incident(detail="KeyError: 1")
     assert not judge(recovered, VerdictContext(phase=Phase.FAILED)).person, "the job failed by a later one"
+    (apart,) = CASES["checkpoint_folder_apart"]
+    assert [judge(apart, VerdictContext(phase=phase)).person for phase in (Phase.RUNNING, Phase.STOPPED)] == [
+        True,
+        False,
+    ]
     waiting = incident(open=True)
     assert not judge(waiting, VerdictContext(age_s=299.0)).person
     assert judge(waiting, VerdictContext(age_s=301.0)).person

@@ -336,6 +336,7 @@ def _incidents_end(cluster: Cluster) -> None:
         raise Broken("incidents", f"one stays open: {cluster.judge.incidents()}")
     cluster.judge.steps_told()
     cluster.judge.deaths_told()
+    cluster.judge.told_once()
     cluster.judge.failures_told()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from elastic.contract import messages
@@ -285,6 +286,24 @@ class Judge:
             )
             if (node, incarnation) in agents and not any(named):
                 raise Broken("incidents", f"{node}/{slot} was killed in generation {generation}, not named: {causes}")
+
+    def told_once(self) -> None:
+        """What has ended once is the cause of one incident: a worker, or a node's place in a generation. No more
+        incidents name a process of a node that ended than processes have ended there."""
+        if self._cluster.etcd.cluster != self._first_etcd:
+            return  # records were lost with etcd's data
+        known: dict[tuple[int, str, str, int], tuple[int, int]] = {}
+        exits: Counter[str] = Counter()
+        for at, incident in self.incidents().items():
+            ended = [cause for cause in incident.causes if cause.kind in ("exit", "lost")]
+            exits.update({cause.node for cause in ended if cause.kind == "exit"})
+            for c in ended:
+                for rank in c.ranks or (-1,):
+                    if known.setdefault((c.generation, c.node, c.kind, rank), at) != at:
+                        raise Broken("incidents", f"{at} has {c}, which another one has, too: {self.incidents()}")
+        for node, count in exits.items():
+            if count > self._cluster.deaths[node]:
+                raise Broken("incidents", f"{count} incidents name an exit on {node}: {self.incidents()}")
 
     def failures_told(self) -> None:
         """Each generation that was formed without a plan belongs to an incident, as the one before it has failed; but
