@@ -334,7 +334,8 @@ def _outcome(turn: Turn, incident: Incident) -> str:
     assert generation is not None
     # Without a report it is a planned change, a halt, or a failure that the end of the job has cut short.
     no_failure = not incident.reports and (incident.planned or not turn.is_over())
-    no_failure = no_failure and not publishes(turn)  # one that is being replaced has not gone on
+    # It has not gone on if it is being replaced, or if no step follows yet: an outage of etcd hides who is absent.
+    no_failure = no_failure and not publishes(turn) and (turn.steps_advance() or not turn.policy.managed)
     # An agent that was away when the first one failed knows only those that followed.
     failed = incident.generations[0].number if turn.is_over() else incident.first
     followed = generation.number > failed or no_failure

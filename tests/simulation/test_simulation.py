@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import collections
 import os
+from collections.abc import Callable
 
 import pytest
-from simulation.histories import draw, family, late, leaving, play, starving
+from simulation.histories import History, draw, family, late, leaving, play, starving
 from simulation.run import explain, many
 
 from elastic.contract.records import Phase
@@ -64,6 +65,18 @@ def test_a_job_that_is_done_ends_though_etcd_has_lost_what_its_leader_published_
     """The view comes back with what another agent has written back, at no lower a revision."""
     outcome = play(draw(1504928))
     assert (outcome.failure, outcome.phase) == ("", Phase.SUCCEEDED)
+
+
+@pytest.mark.parametrize(
+    ("drawn", "seed"),
+    [
+        pytest.param(starving, 146, id="it is back, and the generation in its place is on its way"),
+        pytest.param(draw, 193, id="who comes back to etcd knows it to be dead, and made a step a moment ago"),
+        pytest.param(draw, 2510, id="etcd was away, and hides who is absent"),
+    ],
+)
+def test_the_loss_of_a_node_that_halts_the_job_is_told_once(drawn: Callable[[int], History], seed: int) -> None:
+    assert play(drawn(seed)).failure == ""
 
 
 def test_a_history_is_the_same_each_time() -> None:

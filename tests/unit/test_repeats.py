@@ -167,7 +167,7 @@ def test_a_record_that_was_left_open_ends_where_the_incident_after_it_begins() -
 
 def test_an_open_record_that_comes_back_with_a_backup_is_closed_with_the_end_that_it_had() -> None:
     second = generation(2, [place("a", 0), place("b", 0)])
-    tracked = replace_struct(BEGUN, timeline_s=(("stepping", 1.5),))
+    tracked = replace_struct(BEGUN, noticed_wall_s=1.0, timeline_s=(("stepping", 1.5),))
     over = Closed(tracked, second, recovered=True, counted=True, witnessed=True, written=True)
     known = view(*MEMBERS, spec=SPEC, formed=second)
     agent = changed(
