@@ -24,7 +24,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import psutil
@@ -417,10 +417,12 @@ class Cluster:
         password: str = "",
         disks_mb: Mapping[int, int] | None = None,
         warm: bool = True,
+        unfit: Collection[str] = (),
     ) -> None:
         self.slots, self.settings = slots, dict(settings or {})
         self.warm = warm
         """Whether agents are forked from a process that has imported torch, see support/warm.py."""
+        self._unfit = unfit  # nodes that do not become ready
         self._etcd_args, self._password, self._disks_mb = etcd_args, password, dict(disks_mb or {})
         self.key: dict[str, str] = {}
         """What the daemons' settings say of the cluster key."""
@@ -462,7 +464,7 @@ class Cluster:
                     self._stack.enter_context(small_disk(node.folder / "state", size_mb))
             for node in self.nodes:
                 node.start(wait=False)
-            for node in self.nodes:
+            for node in (node for node in self.nodes if node.name not in self._unfit):
                 eventually(lambda node=node: node.state() == "ready", 40.0, f"{node.name} is ready")  # type: ignore[misc]
         except BaseException:
             self.tell()

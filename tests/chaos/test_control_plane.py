@@ -22,7 +22,7 @@ def steps_on(job: Job, more: int = 20) -> None:
 
 def test_etcd_and_daemons_come_and_go() -> None:
     """In one run: daemons killed and started, etcd killed beyond every lease, paused, and back."""
-    steps, pace_s = 400, 0.1
+    steps, pace_s, more = 400, 0.1, 10
     with Cluster(nodes=2, slots=1) as cluster:
         (etcd,) = cluster.etcd
         job = cluster.submit(steps=steps, pace_s=pace_s)
@@ -31,19 +31,20 @@ def test_etcd_and_daemons_come_and_go() -> None:
 
         for node in cluster.nodes:
             node.kill_daemon()
-        steps_on(job)
+        steps_on(job, more)
         for node in cluster.nodes:
-            node.start()
+            node.start(wait=False)
+        eventually(lambda: all(n.state() == "ready" for n in cluster.nodes), 40.0, "both are in the cluster")
 
         etcd.kill()
         lease_s = cluster.timeouts["lease_ttl_s"]
-        steps_on(job, int(2 * lease_s / pace_s))
+        steps_on(job, int((lease_s + 1.0) / pace_s))
         cluster.start_etcd()
         eventually(lambda: all(n.state() == "ready" for n in cluster.nodes), 15.0, "the daemons are back")
-        steps_on(job)
+        steps_on(job, more)
 
         etcd.pause()
-        steps_on(job, int(2 * lease_s / pace_s))
+        steps_on(job, int(2 * lease_s / pace_s))  # the daemons notice a silent one later
         etcd.cont()
 
         assert job.workers() == workers

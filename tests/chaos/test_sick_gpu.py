@@ -53,11 +53,9 @@ def test_node_with_a_failing_gpu_is_left_without_lost_steps_and_with_the_reason(
 
 
 def test_a_node_that_fails_its_self_test_gets_no_work(card: pathlib.Path) -> None:
-    with Cluster(nodes=2, slots=1) as cluster:
+    order(card, "selftest.node1", "cuda:0: 3 of 8 words came back changed from a copy")
+    with Cluster(nodes=2, slots=1, unfit=("node1",)) as cluster:
         bad = cluster.nodes[1]
-        bad.stop_daemon()
-        order(card, "selftest.node1", "cuda:0: 3 of 8 words came back changed from a copy")
-        bad.start(wait=False)
         row = eventually(
             lambda: [r for r in cluster.api("GET", "/v1/nodes")["nodes"] if "3 of 8 words" in (r["reason"] or "")],
             20.0, "its self-test has failed",
