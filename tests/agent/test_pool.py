@@ -531,20 +531,24 @@ def test_sigterm_that_the_script_handles_is_told_with_its_exit(
 
 
 SHARES = """
-import multiprocessing.shared_memory, time
-import torch.multiprocessing
+import glob, multiprocessing.shared_memory, time
+import torch.multiprocessing, torch.utils.data
 torch.multiprocessing.set_sharing_strategy("file_system")
 shared = torch.ones(1 << 18).share_memory_()
 name = shared.untyped_storage()._share_filename_cpu_()[1].decode()
 block = multiprocessing.shared_memory.SharedMemory(create=True, size=1 << 20)
-print(name.lstrip("/"), block.name, flush=True)
+loader = iter(torch.utils.data.DataLoader(torch.ones(9000, 4), num_workers=2))
+batch = next(loader)
+loaded = [path[9:] for w in loader._workers for path in glob.glob(f"/dev/shm/torch_{w.pid}_*")]
+assert loaded
+print(name.lstrip("/"), block.name, *loaded, flush=True)
 time.sleep(600)
 """
 
 
 @pytest.mark.parametrize("how", ["killed", "closed"])
 def test_what_a_worker_has_in_shared_memory_is_unlinked_when_it_is_killed(bench: Bench, how: str) -> None:
-    """By torch's manager and by Python's resource tracker, which are its children."""
+    """By torch's managers, its own and its loader processes', and by Python's resource tracker."""
     bench.worker(1, SHARES)
     log = bench.folder / "1.log"
     bench.until(lambda: "\n" in log.read_text())
