@@ -26,7 +26,7 @@ from .kept_gradients import KeptGradients
 from .logged import JobLog
 from .loss_reader import LossReader
 from .lr_scaling import ScaledSteps
-from .misuse import MisuseRuntimeError, MisuseTypeError, MisuseValueError, kept
+from .misuse import MisuseError, MisuseRuntimeError, MisuseTypeError, MisuseValueError
 from .numerics import Fingerprint, disagreeing, refuse_different
 from .replicas import Replicas
 from .state.state import State
@@ -80,6 +80,20 @@ class CheckpointScheduler(Protocol):
         """Complete the copy under way: the state is about to change, or no step follows for long."""
 
 
+class _Given:
+    """An attribute that `enter` sets. Not by `__getattr__`: with one, each attribute of a job takes twice the time."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, job: Job | None, owner: type) -> NoReturn:
+        raise MisuseRuntimeError(
+            f"job.{self._name} in setup(): the ranks are given after it, and this process may become any of them. What "
+            "one process of each node does here, such as a download, is for `if job.local_rank == 0`; what depends "
+            "on the rank or the world size belongs in train()"
+        )
+
+
 _GIVEN = ("rank", "world_size")
 
 
@@ -94,6 +108,8 @@ class Job(JobData):
     rank: int
     """Of this generation. Where an agent starts the workers, the ranks are given after `setup`."""
     world_size: int
+    if not TYPE_CHECKING:
+        rank, world_size = _Given(), _Given()
     generation: int = 0
 
     def __init__(
@@ -136,17 +152,6 @@ class Job(JobData):
     def __repr__(self) -> str:
         rank, of = (vars(self).get(name, "?") for name in _GIVEN)
         return f"<Job {self.name}: rank {rank} of {of}, generation {self.generation}>"
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> NoReturn:
-            if name not in _GIVEN:
-                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-            raise MisuseRuntimeError(
-                f"job.{name} in setup(): the ranks are given after it, and this process may become any of them. What "
-                "one process of each node does here, such as a download, is for `if job.local_rank == 0`; what depends "
-                "on the rank or the world size belongs in train()"
-            )
 
     def enter(
         self,
@@ -242,7 +247,6 @@ class Job(JobData):
         link.entered()
         return wrapped
 
-    @kept
     def commit(self, state: State, loss: torch.Tensor | float | None = None) -> None:
         """Commit this step on this rank. Call it once per optimizer step, as the last statement.
 
@@ -254,6 +258,54 @@ class Job(JobData):
         Raises CannotEncodeError or TypeError if the state holds anything that could not be sent to a replacement, and,
         standalone, FloatingPointError for a loss that is NaN or infinite.
         """
+        try:
+            self._commit(state, loss)
+        except MisuseError as error:
+            self.refused = error
+            raise
+
+    def log(self, **values: torch.Tensor | float) -> None:
+        """Log numbers by name for the step under way, such as ``job.log(accuracy=0.93, lr=1e-3)``.
+
+        They count once the step is committed. Those of rank 0 are shown by ``elasticctl status``, exported as metrics
+        and, with the job's `tensorboard` set, written to files: each step once, also if it was lost and done again.
+        All ranks should call it with the same names: if rank 0 is lost within its last step, those of another rank
+        take their place. Nothing is exchanged, and no GPU is waited for. A later value of the same name in the same
+        step replaces the earlier one; names with other characters: ``job.log(**{"loss/train": loss})``.
+
+        Raises TypeError for what is neither a number nor a tensor of one element, ValueError for more than 64 names.
+        """
+        self.rows.add(values)
+
+    @contextlib.contextmanager
+    def quiet(self, what: str, limit_s: float = QUIET_S) -> Iterator[None]:
+        """Context for a span without steps, such as an evaluation: not taken for a hang for at most `limit_s` seconds.
+
+        The other ranks may be waiting in a collective meanwhile, so `limit_s` must be below `timeouts.group_s`;
+        ValueError is raised otherwise, or if it is not positive. A nested span has its own limit; after it the outer
+        one continues.
+        """
+        if limit_s <= 0:
+            raise MisuseValueError(f"quiet({what!r}, limit_s={limit_s}): a positive number of seconds")
+        if limit_s >= self._group_s:
+            raise MisuseValueError(
+                f"quiet({what!r}, limit_s={limit_s:g}): must be below timeouts.group_s ({self._group_s:g} s), after "
+                "which the ranks that wait for this one give up; lower the one, or raise the other in elasticd.toml"
+            )
+        outer_s, self._quiet_until_s = self._quiet_until_s, time.monotonic() + limit_s
+        self._link.quiet(limit_s)
+        try:
+            if self._keeper is not None:
+                # Otherwise a copy begun by the last commit would not be completed until the next optimizer step.
+                self._keeper.settle()
+            yield
+        finally:
+            self._quiet_until_s = outer_s
+            self._link.quiet(max(0.0, outer_s - time.monotonic()))
+
+    # ── internal ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _commit(self, state: State, loss: torch.Tensor | float | None) -> None:
         self._goes_on()
         progress = state.data_progress
         if compared := progress.due:
@@ -297,47 +349,6 @@ class Job(JobData):
         self._link.check(step)
         if waits:
             self._link.entered()
-
-    def log(self, **values: torch.Tensor | float) -> None:
-        """Log numbers by name for the step under way, such as ``job.log(accuracy=0.93, lr=1e-3)``.
-
-        They count once the step is committed. Those of rank 0 are shown by ``elasticctl status``, exported as metrics
-        and, with the job's `tensorboard` set, written to files: each step once, also if it was lost and done again.
-        All ranks should call it with the same names: if rank 0 is lost within its last step, those of another rank
-        take their place. Nothing is exchanged, and no GPU is waited for. A later value of the same name in the same
-        step replaces the earlier one; names with other characters: ``job.log(**{"loss/train": loss})``.
-
-        Raises TypeError for what is neither a number nor a tensor of one element, ValueError for more than 64 names.
-        """
-        self.rows.add(values)
-
-    @contextlib.contextmanager
-    def quiet(self, what: str, limit_s: float = QUIET_S) -> Iterator[None]:
-        """Context for a span without steps, such as an evaluation: not taken for a hang for at most `limit_s` seconds.
-
-        The other ranks may be waiting in a collective meanwhile, so `limit_s` must be below `timeouts.group_s`;
-        ValueError is raised otherwise, or if it is not positive. A nested span has its own limit; after it the outer
-        one continues.
-        """
-        if limit_s <= 0:
-            raise MisuseValueError(f"quiet({what!r}, limit_s={limit_s}): a positive number of seconds")
-        if limit_s >= self._group_s:
-            raise MisuseValueError(
-                f"quiet({what!r}, limit_s={limit_s:g}): must be below timeouts.group_s ({self._group_s:g} s), after "
-                "which the ranks that wait for this one give up; lower the one, or raise the other in elasticd.toml"
-            )
-        outer_s, self._quiet_until_s = self._quiet_until_s, time.monotonic() + limit_s
-        self._link.quiet(limit_s)
-        try:
-            if self._keeper is not None:
-                # Otherwise a copy begun by the last commit would not be completed until the next optimizer step.
-                self._keeper.settle()
-            yield
-        finally:
-            self._quiet_until_s = outer_s
-            self._link.quiet(max(0.0, outer_s - time.monotonic()))
-
-    # ── internal ────────────────────────────────────────────────────────────────────────────────────────────
 
     def guard(self) -> Callable[[], None]:
         """The function that the optimizers' pre-step hook calls: the state is about to change."""

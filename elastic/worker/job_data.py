@@ -20,7 +20,7 @@ from .data.places import at_one_place
 from .data.seeds import seed_everything
 from .data_progress import DataProgress, refuse_unlike
 from .job_calls import JobCalls
-from .misuse import MisuseRuntimeError, kept
+from .misuse import MisuseError, MisuseRuntimeError
 
 if TYPE_CHECKING:
     from .state.state import State
@@ -202,15 +202,17 @@ class JobData(JobCalls):
             if last is not None:
                 self._gradient_weight.release(last, committed=state.step > last.step)
 
-    @kept
     def _turned(self, state: State, step: int) -> None:
         """The turn of `step` is over. Ends the generation where the script has caught the error of its step."""
         self._goes_on()
         self._link.check(state.step)
-        data.refuse_uncommitted(state, step)
-        state.turned()
+        try:
+            data.refuse_uncommitted(state, step)
+            state.turned()
+        except MisuseError as error:
+            self.refused = error
+            raise
 
-    @kept
     def _compare_loops(self, progress: DataProgress) -> None:
         """After a commit of all ranks. Raises MisuseRuntimeError if their loops take other batches."""
         with self._collective("commit"):

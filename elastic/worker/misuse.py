@@ -10,14 +10,6 @@ end of a generation is none of these.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
-
-P = ParamSpec("P")
-R = TypeVar("R")
-S = TypeVar("S", bound="Keeps")
-
 WAIT_S = 1.0
 """A refusal may follow from a failed collective whose error the script has handled. The agent knows of the lost rank
 within this time."""
@@ -46,24 +38,6 @@ class MisuseIgnored(BaseException):
     def __init__(self, refused: MisuseError) -> None:
         super().__init__(f"the script has caught this error of elastic's, and goes on: {refused}")
         self.__cause__ = refused
-
-
-class Keeps(Protocol):
-    refused: MisuseError | None
-
-
-def kept(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Decorator of a method whose refusal counts even if the script handles it: it is kept in `refused`."""
-
-    @functools.wraps(method)
-    def keeping(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            return method(self, *args, **kwargs)
-        except MisuseError as error:
-            self.refused = error
-            raise
-
-    return keeping
 
 
 ends_run = ""

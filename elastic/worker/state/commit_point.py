@@ -92,7 +92,8 @@ class CommitPoint:
             self._look()
             tensors = self._tensors()
         self._watch.take(tensors)
-        self._swapped_at = versions(list(self._swapped.values()))
+        if self._swapped:
+            self._swapped_at = versions(list(self._swapped.values()))
         self._held = sum(marks.take() for marks in self._optimizers.values())
         self._saved.take()
         self._taken, self.again = True, self._taken

@@ -83,8 +83,8 @@ class Optimizers:
             stray = (each for each in torch_private.schedulers() if getattr(each, "optimizer", None) in self._known)
             held = [part.value for part in self._parts.values() if part.kind == "object"]
             self._stray = {each: each.last_epoch for each in stray if not _reaches(held, each, SCHEDULER_DEPTH)}
-        for each, epoch in self._stray.items() if self.refuses else ():
-            if each.last_epoch != epoch:
+        for each, epoch in self._stray.items() if self._stray else ():
+            if self.refuses and each.last_epoch != epoch:
                 raise MisuseRuntimeError(_stray_scheduler(type(each).__name__))
 
     def own(self, optimizer: torch.optim.Optimizer) -> None:

@@ -395,13 +395,14 @@ def _in_order(
 ) -> dict[Any, dict[str, Any]]:
     """`state` in the order in which the optimizer has made it where it comes from, so that what is computed from it as
     it comes (a hash, the bytes of `torch.save`) is the same on survivors and replacements."""
-    keys: list[str] = []
+    order, keys = {int(number): each for number, each in extra.get("order", {}).items()}, list[str]()
     for number, param in enumerate(params):
-        keys = extra.get("order", {}).get(str(number), keys)
-        if held := state.get(param):
-            state[param] = {**{key: held[key] for key in keys if key in held}, **held}
+        keys, held = order.get(number, keys), state.get(param, {})
+        for key in keys:
+            if key in held:
+                held[key] = held.pop(key)
     first = [each if isinstance(each, str) else params[each] for each in extra.get("sequence", ())]
-    return {**{key: state.get(key, {}) for key in first}, **state}
+    return {**{key: state.get(key, {}) for key in first}, **state} if first else state
 
 
 def _texts(held: Mapping[Any, Any], path: str) -> list[str]:
