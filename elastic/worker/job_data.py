@@ -133,6 +133,7 @@ class JobData(JobCalls):
         count = whole("the number of epochs", count, least=0)
         for each in state.data_progress.rounds(count, lambda: state.step, lambda: self._end_round(state)):
             seed_everything(seed, 5, each.begin, self.rank)
+            state.round_begins()
             yield each.index
 
     def streams(

@@ -492,3 +492,24 @@ def test_a_loop_of_a_round_may_be_left_at_the_top_or_by_its_limit_and_by_the_end
     job.enter(rank=0, world_size=1, generation=2, keeper=None, state=state)
     for _ in job.epochs(state, 1):
         take(job, state, of())
+
+
+@pytest.mark.parametrize("where", ["in the body", "before the rounds", "in the first turn"])
+def test_a_change_at_the_top_of_a_round_is_refused_in_the_first_one(where: str) -> None:
+    job, state = begun()
+    group = state.optimizer.param_groups[0]
+
+    def train() -> None:
+        group["lr"] *= 0.5 if where == "before the rounds" else 1.0
+        for _ in job.epochs(state, 1):
+            group["lr"] *= 0.5 if where == "in the body" else 1.0
+            for _batch in of()(job, state):
+                group["lr"] *= 0.5 if where == "in the first turn" else 1.0
+                job.commit(state)
+
+    if where == "in the body":
+        with pytest.raises(MisuseError, match=r"state\.optimizer was changed .* moves into the inner loop"):
+            train()
+        assert state.step == 0
+    else:
+        train()

@@ -45,7 +45,8 @@ class CommitPoint:
         self._promoted: set[str] = set()
         self._taken = False
         self.again = False
-        """Taken more than once since the last `drop`: a step was committed since `train` was entered."""
+        """Taken more than once since the last `drop`, a step was committed since `train` was entered; or all was as it
+        was then when the first round began: what a loop's first batch finds changed was changed where it must not."""
         self._stale = True
         self._steps = 0
         self._stepped: set[int] = set()
@@ -97,6 +98,11 @@ class CommitPoint:
         self._held = sum(marks.take() for marks in self._optimizers.values())
         self._saved.take()
         self._taken, self.again = True, self._taken
+
+    def round_begins(self) -> None:
+        """The body of a `job.epochs` is entered: what is made there up to its first batch is made again after a
+        failure."""
+        self.again = self.again or (self._taken and self.differs() is None)
 
     def before_step(self) -> None:
         """The first optimizer of a step is about to change the state: changes so far were made by a forward or by

@@ -175,18 +175,22 @@ class State(HasProgress):
             self._built = Built(table, extra, self._buffers())
 
     def loop_begins(self) -> None:
-        """A loop asks for its first batch. Raises RuntimeError as `turned`, if a step was committed in this entry."""
+        """A loop asks for its first batch. Raises RuntimeError as `turned`, see `CommitPoint.again`."""
         if self._point.again:
             self.turned()
         self._flags().loop_begins()
+
+    def round_begins(self) -> None:
+        self._point.round_begins()
 
     def turned(self) -> None:
         """The loop asks for its next batch. Raises RuntimeError if the state was changed after the commit."""
         if not self._changing and (name := self._point.differs()) is not None:
             raise MisuseRuntimeError(
-                f"state.{name} was changed between job.commit() and the next batch: a failure in between would leave "
-                "the change out. Make it before job.commit(), or after the next batch was taken; what ends an epoch "
-                "stands in `for epoch in job.epochs(…):`, see docs/loop.md"
+                f"state.{name} was changed between job.commit() and the next batch: after a failure it would be left "
+                "out, or made again. Make it before job.commit(), or after the next batch was taken: what begins an "
+                "epoch, as a learning rate, moves into the inner loop, to its first turn; what ends one stands behind "
+                "the inner loop in `for epoch in job.epochs(…):`, see docs/loop.md"
             )
 
     def rewind(self) -> str | None:
@@ -206,10 +210,8 @@ class State(HasProgress):
 
     def changing(self) -> None:
         """Declare that the state changes from here until the next commit. Optimizers of the state do so by themselves.
-
         For code that changes parameters in another way, such as a CUDA graph that includes the optimizer step. All
-        ranks call it at the same point. Like `Job.commit`, it may not return.
-        """
+        ranks call it at the same point. Like `Job.commit`, it may not return."""
         if self._guard is not None:
             self._guard()
         if not self._changing:
@@ -343,8 +345,7 @@ class State(HasProgress):
     def extra(self) -> dict[str, Any]:
         """Everything other than tensors, as JSON: hyper-parameters, schedules, plain values, the version.
 
-        Raises CannotEncodeError.
-        """
+        Raises CannotEncodeError."""
         return self._with({name: part.extra() for name, part in self._parts.items()})
 
     def _with(self, parts: dict[str, Any] | None) -> dict[str, Any]:
