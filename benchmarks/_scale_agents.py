@@ -37,12 +37,12 @@ from elastic.agent.peers import Peers  # noqa: E402
 from elastic.agent.store import Stores  # noqa: E402
 from elastic.agent.versions import versions  # noqa: E402
 from elastic.agent.watch_scope import WatchScope  # noqa: E402
-from elastic.contract import messages  # noqa: E402
 from elastic.contract.agent_files import AgentConfig, EtcdAccess  # noqa: E402
+from elastic.contract.job.spec import JobSpec  # noqa: E402
 from elastic.contract.keys import ClusterKeys  # noqa: E402
-from elastic.contract.records import GenerationRecord, SpecRecord  # noqa: E402
-from elastic.contract.spec import JobSpec  # noqa: E402
+from elastic.contract.records.job_records import GenerationRecord, SpecRecord  # noqa: E402
 from elastic.contract.timeouts import Timeouts  # noqa: E402
+from elastic.contract.worker import messages  # noqa: E402
 from elastic.etcd.client import Etcd  # noqa: E402
 from elastic.recovery import view  # noqa: E402
 from elastic.recovery.events import (  # noqa: E402

@@ -11,8 +11,9 @@ from types import MappingProxyType
 
 import msgspec
 
+from elastic.contract.job.spec import JobSpec
 from elastic.contract.keys import ClusterKeys
-from elastic.contract.records import (
+from elastic.contract.records.job_records import (
     GenerationNode,
     GenerationRecord,
     JobState,
@@ -24,7 +25,6 @@ from elastic.contract.records import (
     decode,
     encode,
 )
-from elastic.contract.spec import JobSpec
 from elastic.contract.timeouts import Timeouts
 from elastic.etcd.client import KV
 from elastic.recovery.events import Joined, Progress, Start, Tick, Viewed, WorkerReady

@@ -28,7 +28,7 @@ from elastic.checkpoint.dtypes import code_of, nbytes_of
 from elastic.checkpoint.files import Files
 from elastic.checkpoint.layout import arena_nbytes
 from elastic.checkpoint.read import load_newest
-from elastic.contract.tensor_table import Table, TensorInfo
+from elastic.contract.worker.tensor_table import Table, TensorInfo
 
 PIECE = 16 * 2**20
 USUAL_STEPS = 3

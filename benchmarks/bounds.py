@@ -26,7 +26,7 @@ from support.daemons import Node, Nodes, rss_mb
 
 from elastic.contract.agent_files import EtcdAccess
 from elastic.contract.keys import ClusterKeys
-from elastic.contract.records import JobState, Phase, encode
+from elastic.contract.records.job_records import JobState, Phase, encode
 from elastic.etcd.client import ClusterSigner, Etcd
 from elasticd.api import actions
 from elasticd.authority import Authority, Peer

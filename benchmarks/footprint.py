@@ -37,9 +37,9 @@ from support.etcd_server import EtcdServer  # noqa: E402
 from support.wait import eventually  # noqa: E402
 
 import elastic  # noqa: E402
+from elastic.contract.job.spec import JobSpec  # noqa: E402
 from elastic.contract.keys import ClusterKeys  # noqa: E402
-from elastic.contract.node_records import NodeRecord  # noqa: E402
-from elastic.contract.records import (  # noqa: E402
+from elastic.contract.records.job_records import (  # noqa: E402
     GenerationNode,
     GenerationRecord,
     JobState,
@@ -51,7 +51,7 @@ from elastic.contract.records import (  # noqa: E402
     SpecRecord,
     encode,
 )
-from elastic.contract.spec import JobSpec  # noqa: E402
+from elastic.contract.records.node_records import NodeRecord  # noqa: E402
 from elastic.etcd.client import Etcd  # noqa: E402
 
 SETTLE_S = 5.0

@@ -327,7 +327,7 @@ def snapshot(quick: bool) -> dict[str, Any]:
     """A snapshot into the arena beside a copy of as many bytes into pinned memory, in turn."""
     from elastic.checkpoint.arena import Arena
     from elastic.checkpoint.layout import arena_nbytes
-    from elastic.contract.tensor_table import TensorInfo
+    from elastic.contract.worker.tensor_table import TensorInfo
 
     nbytes = (16 if smoke.ON else 256 if quick else 2000) * 1_000_000
     tensors = [torch.randn(nbytes // 4 // 100, device="cuda") for _ in range(100)]

@@ -43,7 +43,7 @@ import torch.distributed as dist
 from _overhead_node import idle_pss_mb, snapshots_on_over_off
 
 from elastic.checkpoint.interval import IntervalRule
-from elastic.contract.beat import PAGE_BYTES
+from elastic.contract.worker.beat import PAGE_BYTES
 from elastic.worker.checkpoint_scheduler import CheckpointScheduler, RankPosition, SnapshotPart
 from elastic.worker.job import Job
 from elastic.worker.run import AgentLink

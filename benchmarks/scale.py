@@ -38,9 +38,9 @@ import psutil  # noqa: E402
 from _scale_agents import STEP_S, TIMEOUTS, Fleet  # noqa: E402
 from support.etcd_server import EtcdServer  # noqa: E402
 
+from elastic.contract.job.spec import JobSpec  # noqa: E402
 from elastic.contract.keys import ClusterKeys, JobKeys  # noqa: E402
-from elastic.contract.records import SpecRecord, encode  # noqa: E402
-from elastic.contract.spec import JobSpec  # noqa: E402
+from elastic.contract.records.job_records import SpecRecord, encode  # noqa: E402
 from elastic.etcd.client import KV, Etcd, EtcdError  # noqa: E402
 from elastic.recovery.model import CROWD  # noqa: E402
 

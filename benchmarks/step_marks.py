@@ -17,8 +17,8 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 
-from elastic.contract import beat
-from elastic.contract.beat import PAGE_BYTES, BeatPage, Doing
+from elastic.contract.worker import beat
+from elastic.contract.worker.beat import PAGE_BYTES, BeatPage, Doing
 
 MARKS = (Doing.EXCHANGING, Doing.COMPUTING, Doing.APPLYING, Doing.EXCHANGING, Doing.COMPUTING)
 """Of one step with DDP on gloo and a checkpoint scheduler, beside the commit."""

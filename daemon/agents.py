@@ -22,7 +22,7 @@ import msgspec
 
 from elastic.contract.agent_files import LEFT, MARK_ENV, AgentConfig, AgentOrders, AgentStatus
 from elastic.contract.keys import NAME, check_name
-from elastic.contract.records import PROTOCOL
+from elastic.contract.records.job_records import PROTOCOL
 from elastic.util.files import read_file, replace_file
 from elastic.util.processes import wait_until_gone
 

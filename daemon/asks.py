@@ -24,7 +24,7 @@ from typing import Any
 
 import msgspec
 
-from elastic.contract.records import PROTOCOL
+from elastic.contract.records.job_records import PROTOCOL
 from elastic.etcd.client import Etcd, EtcdError, EtcdUnavailable, View
 
 from .errors import Fault, Refused

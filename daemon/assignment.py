@@ -23,10 +23,10 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from elastic.contract.node_records import KnownNode, NodeRecord
-from elastic.contract.records import Phase
-from elastic.contract.spec import JobSpec
-from elastic.contract.spec_values import MAX_WORKERS_PER_NODE
+from elastic.contract.job.spec import JobSpec
+from elastic.contract.job.spec_values import MAX_WORKERS_PER_NODE
+from elastic.contract.records.job_records import Phase
+from elastic.contract.records.node_records import KnownNode, NodeRecord
 
 from .cluster import Cluster, Job, Node, slots_wanted
 

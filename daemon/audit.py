@@ -8,8 +8,8 @@ import uuid
 from dataclasses import dataclass, field
 
 from elastic.contract.keys import ClusterKeys
-from elastic.contract.node_records import EventRecord
-from elastic.contract.records import encode
+from elastic.contract.records.job_records import encode
+from elastic.contract.records.node_records import EventRecord
 from elastic.etcd.client import Etcd, EtcdError
 
 from .authority import Peer

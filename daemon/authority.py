@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elastic.contract.records import SpecRecord
+from elastic.contract.records.job_records import SpecRecord
 
 from .errors import Refused
 

@@ -3,7 +3,7 @@ nodes. Called by the loop in each turn in which etcd can be reached."""
 
 from __future__ import annotations
 
-from elastic.contract.node_records import NodeRecord
+from elastic.contract.records.node_records import NodeRecord
 
 from . import inventory, reconcile
 from .cluster import Cluster

@@ -8,12 +8,9 @@ from typing import Any, Protocol
 
 import msgspec
 
-from elastic.contract.decoding import Decoder, Member, R, Stored
 from elastic.contract.keys import ClusterKeys, JobKeys
-from elastic.contract.node_records import AskedRecord, CordonRecord, DrainRecord, KnownNode, NodeRecord
-from elastic.contract.phases import PhaseTrigger, after, allows
-from elastic.contract.rank_records import RanksRecord
-from elastic.contract.records import (
+from elastic.contract.records.decoding import Decoder, Member, R, Stored
+from elastic.contract.records.job_records import (
     GenerationRecord,
     IncidentRecord,
     JobState,
@@ -22,7 +19,10 @@ from elastic.contract.records import (
     ProtocolVersionMismatch,
     SpecRecord,
 )
-from elastic.contract.report_size import read_incident
+from elastic.contract.records.node_records import AskedRecord, CordonRecord, DrainRecord, KnownNode, NodeRecord
+from elastic.contract.records.phases import PhaseTrigger, after, allows
+from elastic.contract.records.rank_records import RanksRecord
+from elastic.contract.records.report_size import read_incident
 from elastic.etcd.client import Refusal
 
 KEPT_INCIDENTS = 250

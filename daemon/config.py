@@ -19,9 +19,9 @@ from typing import Any
 
 import msgspec
 
-from elastic.contract.field_words import explained
+from elastic.contract.job.field_words import explained
+from elastic.contract.job.spec import InvalidSpec, refuse_unknown
 from elastic.contract.keys import check_name
-from elastic.contract.spec import InvalidSpec, refuse_unknown
 
 from . import masking
 from .errors import InvalidConfig

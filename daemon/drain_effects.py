@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from elastic.contract.node_records import DrainRecord
+from elastic.contract.records.node_records import DrainRecord
 
 from .assignment import plan
 from .cluster import Cluster, Job

@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from dataclasses import dataclass
 
-from elastic.contract.node_records import NodeRecord
+from elastic.contract.records.node_records import NodeRecord
 from elastic.etcd.client import Lease, View
 
 from .agents import Gone

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
-from elastic.contract.node_records import KnownNode, NodeRecord
+from elastic.contract.records.node_records import KnownNode, NodeRecord
 
 from .cluster import Cluster
 from .reconcile import is_oldest

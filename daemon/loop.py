@@ -14,10 +14,10 @@ from pathlib import Path
 
 import elastic
 from elastic.contract.agent_files import AgentConfig, AgentOrders, EtcdAccess
+from elastic.contract.job.spec import Limits
 from elastic.contract.keys import ClusterKeys
-from elastic.contract.node_records import AgentRow, KnownNode, NodeRecord, WorkerRow
-from elastic.contract.records import Phase
-from elastic.contract.spec import Limits
+from elastic.contract.records.job_records import Phase
+from elastic.contract.records.node_records import AgentRow, KnownNode, NodeRecord, WorkerRow
 from elastic.etcd.client import ClusterSigner, Lease, View
 from elastic.etcd.stamps import Stamps
 

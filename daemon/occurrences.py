@@ -13,7 +13,7 @@ from typing import Any
 
 from elastic.contract.keys import LAST_WALL_S
 from elastic.contract.origin import Origin
-from elastic.contract.records import IncidentRecord, Phase
+from elastic.contract.records.job_records import IncidentRecord, Phase
 
 from . import reconcile
 from .api import views

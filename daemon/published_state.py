@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from elastic.contract.agent_files import AgentStatus
-from elastic.contract.node_records import AskedRecord
+from elastic.contract.records.node_records import AskedRecord
 from elastic.etcd.client import MemberHealth
 
 from .assignment import Assignment

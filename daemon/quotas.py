@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from elastic.contract.records import encode
-from elastic.contract.spec import JobSpec
+from elastic.contract.job.spec import JobSpec
+from elastic.contract.records.job_records import encode
 
 from .authority import Account
 from .cluster import Job

@@ -9,9 +9,9 @@ from collections.abc import Container, Iterable, Mapping
 import msgspec
 
 from elastic.contract.agent_files import AgentStatus
-from elastic.contract.node_records import AgentRow, WorkerRow
-from elastic.contract.phases import PhaseTrigger, after
-from elastic.contract.records import JobState, Phase
+from elastic.contract.records.job_records import JobState, Phase
+from elastic.contract.records.node_records import AgentRow, WorkerRow
+from elastic.contract.records.phases import PhaseTrigger, after
 
 from . import addresses
 from .cluster import Cluster, Job

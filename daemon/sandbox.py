@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from elastic.contract.spec import JobSpec
+from elastic.contract.job.spec import JobSpec
 
 from .authority import Account
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from elastic.contract.records import RankRow
+from elastic.contract.records.job_records import RankRow
 
 from .api.views import Json
 from .published_state import LocalAgent

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from elastic.contract.keys import ClusterKeys
-from elastic.contract.node_records import KnownNode, NodeRecord
-from elastic.contract.records import JobState, ProtocolVersionMismatch, decode, encode
+from elastic.contract.records.job_records import JobState, ProtocolVersionMismatch, decode, encode
+from elastic.contract.records.node_records import KnownNode, NodeRecord
 from elastic.etcd.client import (
     KV,
     Absent,

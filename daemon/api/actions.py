@@ -14,21 +14,28 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from elastic.contract.job.spec import InvalidSpec, parse_job
 from elastic.contract.keys import ClusterKeys, JobKeys, check_name
-from elastic.contract.node_records import AskedRecord, CordonRecord, DrainRecord
-from elastic.contract.phases import PhaseTrigger, after, allows
-from elastic.contract.records import JobState, Phase, ProtocolVersionMismatch, Record, SpecRecord, decode, encode
-from elastic.contract.spec import InvalidSpec, parse_job
+from elastic.contract.records.job_records import (
+    JobState,
+    Phase,
+    ProtocolVersionMismatch,
+    Record,
+    SpecRecord,
+    decode,
+    encode,
+)
+from elastic.contract.records.node_records import AskedRecord, CordonRecord, DrainRecord
+from elastic.contract.records.phases import PhaseTrigger, after, allows
 from elastic.etcd.client import Absent, Compare, Delete, Etcd, EtcdError, EtcdForged, EtcdUnavailable, ModIs, Op, Put
 from elastic.etcd.signing import ending
-
-from ..authority import Account, Authority, Peer
-from ..cluster import Cluster, Job
-from ..errors import Refused
-from ..published_state import PublishedState, Snapshot
-from ..quotas import Quotas, check_spec
-from ..settings import PerUserSettings
-from ..writer import KEY_MISSING
+from elasticd.authority import Account, Authority, Peer
+from elasticd.cluster import Cluster, Job
+from elasticd.errors import Refused
+from elasticd.published_state import PublishedState, Snapshot
+from elasticd.quotas import Quotas, check_spec
+from elasticd.settings import PerUserSettings
+from elasticd.writer import KEY_MISSING
 
 SEEN_S = 2.0
 """How long an answer waits until this daemon's view of etcd contains its own write."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 
 from elastic.contract.agent_files import History
-from elastic.contract.records import GenerationRecord, SpecRecord
+from elastic.contract.records.job_records import GenerationRecord, SpecRecord
+from elasticd.folders import Folder, read_file
 
-from ..folders import Folder, read_file
 from .views import Json
 
 MOST_BYTES = 1024 * 1024

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from elastic.contract.agent_files import GRADIENTS_BYTES, GradientSamples
-from elastic.contract.records import ProgressRecord
+from elastic.contract.records.job_records import ProgressRecord
+from elasticd.asks import ask_each
+from elasticd.diagnosis import gradients
+from elasticd.errors import Refused
+from elasticd.folders import Folder, read_file
 
-from ..asks import ask_each
-from ..diagnosis import gradients
-from ..errors import Refused
-from ..folders import Folder, read_file
 from . import query_values
 from .actions import no_job
 from .job_routes import asking, other_nodes

@@ -11,17 +11,17 @@ import msgspec
 import elastic
 from elastic.contract.keys import ClusterKeys
 from elastic.etcd.client import Etcd, EtcdError
+from elasticd import addresses, doctor, reach
+from elasticd.asks import CLOCKS, Asker, User, ask_each
+from elasticd.cluster import Cluster
+from elasticd.config import port_range
+from elasticd.diagnosis import why
+from elasticd.doctor import ERROR, WARNING, Finding
+from elasticd.etcd import expiring
+from elasticd.log import Log
+from elasticd.published_state import Snapshot
+from elasticd.settings import Settings
 
-from .. import addresses, doctor, reach
-from ..asks import CLOCKS, Asker, User, ask_each
-from ..cluster import Cluster
-from ..config import port_range
-from ..diagnosis import why
-from ..doctor import ERROR, WARNING, Finding
-from ..etcd import expiring
-from ..log import Log
-from ..published_state import Snapshot
-from ..settings import Settings
 from .job_routes import asking
 from .views import SCHEMA, Json
 

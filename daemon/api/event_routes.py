@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 from elastic.contract.keys import check_name
-from elastic.contract.node_records import EventRecord
+from elastic.contract.records.node_records import EventRecord
+from elasticd.cluster import Cluster
+from elasticd.diagnosis import timeline
+from elasticd.errors import Refused
+from elasticd.published_state import PublishedState, Snapshot
 
-from ..cluster import Cluster
-from ..diagnosis import timeline
-from ..errors import Refused
-from ..published_state import PublishedState, Snapshot
 from .actions import known_nodes, no_job, no_node
 
 Json = dict[str, Any]

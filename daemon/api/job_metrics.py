@@ -7,11 +7,11 @@ from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
-from elastic.contract.ledger import STALL_S, STEP_S, Bucket, Ledger, Spread
-from elastic.contract.records import Phase
+from elastic.contract.records.job_records import Phase
+from elastic.contract.records.ledger import STALL_S, STEP_S, Bucket, Ledger, Spread
+from elasticd.cluster import Job
+from elasticd.published_state import Snapshot
 
-from ..cluster import Job
-from ..published_state import Snapshot
 from . import views
 from .observations import JobHistory
 

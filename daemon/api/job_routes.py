@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from .. import stacks
-from ..asks import User, ask_each
-from ..errors import Refused
-from ..published_state import Snapshot
+from elasticd import stacks
+from elasticd.asks import User, ask_each
+from elasticd.errors import Refused
+from elasticd.published_state import Snapshot
+
 from . import query_values
 from .actions import no_job
 from .views import SCHEMA, Json

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from elastic.contract.records import Phase
+from elastic.contract.records.job_records import Phase
+from elasticd.asks import ask_each
+from elasticd.authority import owns
+from elasticd.cluster import Job
+from elasticd.errors import Refused
+from elasticd.logs import PAST_BYTES, Line, Tail
+from elasticd.published_state import Snapshot
 
-from ..asks import ask_each
-from ..authority import owns
-from ..cluster import Job
-from ..errors import Refused
-from ..logs import PAST_BYTES, Line, Tail
-from ..published_state import Snapshot
 from . import query_values, views
 from .actions import no_job
 from .instant import now

@@ -19,8 +19,9 @@ from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
-from ..etcd.expiring import Certificate
-from ..published_state import Snapshot
+from elasticd.etcd.expiring import Certificate
+from elasticd.published_state import Snapshot
+
 from . import views
 from .histogram import Histograms
 from .job_metrics import job_families

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from .. import drain_effects
-from ..published_state import Snapshot
+from elasticd import drain_effects
+from elasticd.published_state import Snapshot
+
 from . import query_values, views
 from .actions import known_nodes, no_node
 from .views import SCHEMA, Json

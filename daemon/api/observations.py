@@ -6,10 +6,10 @@ import threading
 from collections import Counter
 from dataclasses import dataclass, field
 
-from elastic.contract.records import IncidentRecord
+from elastic.contract.records.job_records import IncidentRecord
+from elasticd.cluster import Job
+from elasticd.published_state import Snapshot
 
-from ..cluster import Job
-from ..published_state import Snapshot
 from .histogram import Histograms
 
 REQUEST_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)

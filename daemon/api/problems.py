@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..etcd import expiring
-from ..published_state import Contact, Snapshot
+from elasticd.etcd import expiring
+from elasticd.published_state import Contact, Snapshot
 
 if TYPE_CHECKING:
     from .views import Identity, Now

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Mapping
 
-from ..errors import Refused
+from elasticd.errors import Refused
 
 COUNT = re.compile("[0-9]{1,9}")
 

@@ -7,11 +7,10 @@ from typing import Any
 import msgspec
 
 from elastic.contract.agent_files import AgentStatus
-from elastic.contract.rank_records import RanksRecord
-
-from ..cluster import Job
-from ..diagnosis import goodput
-from ..published_state import Snapshot
+from elastic.contract.records.rank_records import RanksRecord
+from elasticd.cluster import Job
+from elasticd.diagnosis import goodput
+from elasticd.published_state import Snapshot
 
 Json = dict[str, Any]
 

@@ -7,9 +7,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ..asks import MAX_BYTES, User
-from ..authority import Peer
-from ..errors import Refused
+from elasticd.asks import MAX_BYTES, User
+from elasticd.authority import Peer
+from elasticd.errors import Refused
+
 from . import routes
 from .routes import Service
 from .views import Json

@@ -9,17 +9,17 @@ from typing import Any, Protocol
 from urllib.parse import unquote
 
 from elastic.contract.keys import check_name
+from elasticd import log_privacy, masking
+from elasticd.accounts import named
+from elasticd.asks import Asker, ask_each
+from elasticd.audit import Audit
+from elasticd.authority import Authority, Peer
+from elasticd.cleaner import Cleaner
+from elasticd.errors import Refused
+from elasticd.folders import Folder
+from elasticd.log import Log
+from elasticd.published_state import PublishedState, Snapshot
 
-from .. import log_privacy, masking
-from ..accounts import named
-from ..asks import Asker, ask_each
-from ..audit import Audit
-from ..authority import Authority, Peer
-from ..cleaner import Cleaner
-from ..errors import Refused
-from ..folders import Folder
-from ..log import Log
-from ..published_state import PublishedState, Snapshot
 from . import (
     course,
     debug_routes,

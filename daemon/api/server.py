@@ -18,11 +18,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ..accounts import account
-from ..authority import UNKNOWN, Peer
-from ..errors import CannotStart, Refused
-from ..log import Log
-from ..published_state import PublishedState
+from elasticd.accounts import account
+from elasticd.authority import UNKNOWN, Peer
+from elasticd.errors import CannotStart, Refused
+from elasticd.log import Log
+from elasticd.published_state import PublishedState
+
 from . import routes, views
 from .httpd import MAX_ARRIVING, ClientConnection, HttpRequest, Places, Server, host_of, listen_on
 from .instant import now

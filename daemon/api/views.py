@@ -9,13 +9,13 @@ from typing import Any
 
 import msgspec
 
-from elastic.contract.records import IncidentRecord, Phase, ProgressRecord
-from elastic.contract.standings import FIRST_STEP_S
+from elastic.contract.records.job_records import IncidentRecord, Phase, ProgressRecord
+from elastic.contract.records.standings import FIRST_STEP_S
+from elasticd import authority, masking
+from elasticd.cluster import Job
+from elasticd.diagnosis import goodput, step_time, verdict, why
+from elasticd.published_state import Snapshot
 
-from .. import authority, masking
-from ..cluster import Job
-from ..diagnosis import goodput, step_time, verdict, why
-from ..published_state import Snapshot
 from . import rank_rows
 from .problems import problems_of
 

@@ -18,7 +18,8 @@ from pathlib import Path
 
 import click
 
-from .. import masking, safe_text
+from elasticd import masking, safe_text
+
 from . import complete
 from .client import Client, Failed, Unreachable, name
 from .exit_codes import NO_DAEMON

@@ -12,8 +12,9 @@ import sys
 
 import click
 
-from .. import safe_text
-from ..api.views import SCHEMA
+from elasticd import safe_text
+from elasticd.api.views import SCHEMA
+
 from .client import Client, Failed, Json, Unreachable, name
 
 

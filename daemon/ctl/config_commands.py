@@ -9,7 +9,8 @@ from pathlib import Path
 
 import click
 
-from .. import safe_text
+from elasticd import safe_text
+
 from .client import Client, Failed
 from .exit_codes import ERROR, OK
 from .output import Json, as_json, print_json
@@ -44,8 +45,8 @@ def show(client: Client, explain: bool, as_json: bool) -> None:
 @click.argument("file", required=False, type=click.Path(path_type=Path))
 def check(file: Path | None) -> None:
     """Check FILE as elasticd would at its start, without starting it. Default: $ELASTICD_CONFIG, else the service's."""
-    from ..config import SettingSource, load
-    from ..errors import DaemonError
+    from elasticd.config import SettingSource, load
+    from elasticd.errors import DaemonError
 
     given = os.environ.get("ELASTICD_CONFIG")
     path = file or (Path(given) if given else next((Path(p) for p in PLACES if os.path.exists(p)), None))

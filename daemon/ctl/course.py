@@ -12,7 +12,8 @@ from pathlib import Path
 
 import click
 
-from .. import safe_text
+from elasticd import safe_text
+
 from .client import Client, Failed, name
 from .complete import JOB
 from .output import Json, as_json, print_json
@@ -80,7 +81,7 @@ def sparkline(values: Sequence[float], width: int, levels: str = BLOCKS) -> str:
 @click.pass_obj
 def report(client: Client, job: str, path: str) -> None:
     """Write a report of JOB as one HTML page: time line, loss, rate, incidents, where the time went."""
-    from ..page import report as report_page
+    from elasticd.page import report as report_page
 
     status = client.get("/v1/status")
     detail = client.get(f"/v1/jobs/{name(job)}")

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import click
 
-from .. import safe_text
+from elasticd import safe_text
+
 from .client import Client, Failed, name
 from .complete import JOB
 from .output import Json, as_json, print_json

@@ -6,7 +6,8 @@ import sys
 
 import click
 
-from .. import safe_text
+from elasticd import safe_text
+
 from .client import Client, name
 from .complete import JOB
 from .exit_codes import DEGRADED, ERROR, OK

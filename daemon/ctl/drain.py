@@ -7,7 +7,8 @@ import time
 
 import click
 
-from .. import safe_text
+from elasticd import safe_text
+
 from .client import Client, name
 from .complete import NODE
 from .exit_codes import ERROR, OK

@@ -7,7 +7,8 @@ import time
 
 import click
 
-from ..safe_text import line
+from elasticd.safe_text import line
+
 from . import complete as ctl_complete
 from .client import Client
 from .output import Json, as_json, as_of, length, print_json

@@ -15,7 +15,8 @@ from typing import NoReturn, TextIO
 
 import click
 
-from .. import safe_text
+from elasticd import safe_text
+
 from .client import Client, Failed, Json, Unreachable, name
 from .exit_codes import INTERRUPTED, OF_PHASE, TERMINATED
 

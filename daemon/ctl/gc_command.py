@@ -6,7 +6,8 @@ import sys
 
 import click
 
-from .. import safe_text
+from elasticd import safe_text
+
 from .client import Client
 from .exit_codes import ERROR, OK
 from .output import Json, as_json, print_json

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import click
 
-from ..ownership import OPEN_PYTHON, closed_to
+from elasticd.ownership import OPEN_PYTHON, closed_to
+
 from .client import Failed
 
 FILES = Path(__file__).parents[1] / "unit_files"

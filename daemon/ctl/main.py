@@ -18,8 +18,8 @@ from typing import Any, NoReturn
 import click
 
 import elastic
+from elasticd import safe_text
 
-from .. import safe_text
 from . import complete as ctl_complete
 from . import late as ctl_late
 from .client import Client, Failed, Unreachable, name

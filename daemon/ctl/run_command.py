@@ -9,7 +9,8 @@ from pathlib import Path
 
 import click
 
-from .. import safe_text
+from elasticd import safe_text
+
 from . import follow, job_file, torchrun
 from .client import Client, Failed, Unreachable
 from .output import AS_USER, OVER, Json, as_json, say

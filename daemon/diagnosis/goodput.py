@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from elastic.contract.rank_records import RanksRecord, RankTimes
-    from elastic.contract.records import ProgressRecord
+    from elastic.contract.records.job_records import ProgressRecord
+    from elastic.contract.records.rank_records import RanksRecord, RankTimes
 
 Json = dict[str, Any]
 
@@ -36,7 +36,7 @@ WORDS = {
 
 def row(progress: ProgressRecord | None) -> Json | None:
     """None: no agent has kept a ledger yet, or the script is plain: of what it does nothing is known."""
-    from elastic.contract.ledger import Bucket, shares
+    from elastic.contract.records.ledger import Bucket, shares
 
     ledger = progress.ledger if progress else None
     if ledger is None or not ledger.total_ms or tells_nothing(progress):
@@ -80,7 +80,7 @@ def summed(records: Mapping[str, RanksRecord], local: RanksRecord | None, *, eac
     """The accounts of all ranks of all nodes that the job has had, added up: in whole milliseconds, so what the buckets
     sum to is the time of all accounts, exactly. None: there is no account yet. `each`: with a row for each rank.
     `still`: the job stands still."""
-    from elastic.contract.ledger import Bucket
+    from elastic.contract.records.ledger import Bucket
 
     known = _newest(records, local)
     rows = [(node, times) for node, record in known.items() for times in record.ranks]
@@ -109,7 +109,7 @@ def _newest(records: Mapping[str, RanksRecord], local: RanksRecord | None) -> Ma
 
 
 def _of_rank(times: RankTimes, still: bool) -> Json:
-    from elastic.contract.ledger import Bucket
+    from elastic.contract.records.ledger import Bucket
 
     total_ms = times.until_ms - times.since_ms
     stepping_ms = times.ranks_ms.get(Bucket.STEPPING, 0) + (0 if still else times.open_ms)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from elastic.contract.rank_records import RanksRecord, Sample
+from elastic.contract.records.rank_records import RanksRecord, Sample
 
 Json = dict[str, Any]
 

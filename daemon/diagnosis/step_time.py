@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from .goodput import percent
 
 if TYPE_CHECKING:  # elasticctl imports this for `text`, and must not wait for msgspec
-    from elastic.contract.rank_records import RanksRecord
-    from elastic.contract.records import ProgressRecord, RankRow
+    from elastic.contract.records.job_records import ProgressRecord, RankRow
+    from elastic.contract.records.rank_records import RanksRecord
     from elastic.contract.step_parts import SlowRank, StepParts
 
 Json = dict[str, Any]

@@ -14,12 +14,12 @@ from typing import Any
 import msgspec
 
 from elastic.contract.keys import KEPT_EVENTS, ClusterKeys
-from elastic.contract.node_records import EventRecord
-from elastic.contract.records import IncidentRecord, Phase, ProtocolVersionMismatch, decode, encode
+from elastic.contract.records.job_records import IncidentRecord, Phase, ProtocolVersionMismatch, decode, encode
+from elastic.contract.records.node_records import EventRecord
 from elastic.etcd.client import MemberHealth, Put
+from elasticd import reconcile
+from elasticd.cluster import Cluster, Job, Node
 
-from .. import reconcile
-from ..cluster import Cluster, Job, Node
 from . import gradients, step_time, verdict
 
 TEXT_CHARS = 500

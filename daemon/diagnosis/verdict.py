@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from elastic.contract.origin import Origin
-from elastic.contract.records import Cause, IncidentRecord, Phase
+from elastic.contract.records.job_records import Cause, IncidentRecord, Phase
 from elastic.contract.texts import cut_middle, one_line
 
 from .rules import RULES, Class, Rule

@@ -6,12 +6,12 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from elastic.contract.node_records import AgentRow
-from elastic.contract.records import Phase
+from elastic.contract.records.job_records import Phase
+from elastic.contract.records.node_records import AgentRow
+from elasticd.cluster import Cluster, Job, Node
+from elasticd.published_state import Snapshot
+from elasticd.reconcile import SET_ASIDE_S, agent_rows
 
-from ..cluster import Cluster, Job, Node
-from ..published_state import Snapshot
-from ..reconcile import SET_ASIDE_S, agent_rows
 from . import step_time
 
 Json = dict[str, Any]

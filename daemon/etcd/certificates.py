@@ -22,9 +22,8 @@ from typing import Any
 
 from elastic.etcd.admin import USER
 from elastic.util.files import read_file, replace_file
-
-from ..errors import CannotStart
-from ..ownership import lent, private
+from elasticd.errors import CannotStart
+from elasticd.ownership import lent, private
 
 CA_DAYS = 3650
 VALID_DAYS = 365

@@ -17,9 +17,8 @@ from elastic.etcd import admin
 from elastic.etcd.login import NAME
 from elastic.etcd.types import EtcdDenied, EtcdError, EtcdUnavailable
 from elastic.util.files import read_file, replace_file
-
-from .. import launch
-from ..log import Log
+from elasticd import launch
+from elasticd.log import Log
 
 PREFIX = "/elastic/"
 ROOT_NAME = "root-login"

@@ -29,16 +29,16 @@ from pathlib import Path
 
 from elastic.util.files import last_line
 from elastic.util.processes import wait_until_gone
+from elasticd import host, launch, sandbox, shutdown
+from elasticd.accounts import named
+from elasticd.authority import Account
+from elasticd.config import MAX_SOCKET_PATH, host_port
+from elasticd.errors import CannotStart
+from elasticd.log import Log
+from elasticd.ownership import lent, private
+from elasticd.settings import Settings
+from elasticd.threads import Threads
 
-from .. import host, launch, sandbox, shutdown
-from ..accounts import named
-from ..authority import Account
-from ..config import MAX_SOCKET_PATH, host_port
-from ..errors import CannotStart
-from ..log import Log
-from ..ownership import lent, private
-from ..settings import Settings
-from ..threads import Threads
 from . import certificates
 from .closing import Closing
 from .versions import VersionSupport, judge

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elastic.etcd.expiry import clock, expires_wall_s
-
-from ..doctor import ERROR, WARNING, Finding
-from ..settings import Settings
+from elasticd.doctor import ERROR, WARNING, Finding
+from elasticd.settings import Settings
 
 DAY_S = 86400.0
 WARN_DAYS = 30.0

@@ -6,9 +6,9 @@ import os
 import stat
 from pathlib import Path
 
-from ..config import host_port, is_loopback
-from ..errors import InvalidConfig
-from ..settings import EtcdSettings
+from elasticd.config import host_port, is_loopback
+from elasticd.errors import InvalidConfig
+from elasticd.settings import EtcdSettings
 
 CURE = (
     "give etcd.user and etcd.password_file, or etcd.ca_file with etcd.cert_file and etcd.key_file; or set "

@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..config import MAKE_TOKEN, is_loopback
-from ..errors import InvalidConfig, Refused
-from ..etcd.trust import check_secret
-from ..settings import PageSettings
+from elasticd.config import MAKE_TOKEN, is_loopback
+from elasticd.errors import InvalidConfig, Refused
+from elasticd.etcd.trust import check_secret
+from elasticd.settings import PageSettings
 
 if TYPE_CHECKING:
-    from ..log import Log  # imports structlog, which `lean` must import first
+    from elasticd.log import Log  # imports structlog, which `lean` must import first
 
 FEWEST_CHARS = 16
 """Of a token: it is the only defence against guessing."""

@@ -12,8 +12,9 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ..diagnosis import goodput, step_time
-from ..safe_text import shown
+from elasticd.diagnosis import goodput, step_time
+from elasticd.safe_text import shown
+
 from . import svg
 
 Json = dict[str, Any]

@@ -8,17 +8,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from urllib.parse import unquote
 
-from .. import log_privacy
-from ..api import course, event_routes, routes, views
-from ..api.actions import no_job
-from ..api.httpd import MAX_ARRIVING, ClientConnection, HttpRequest, Places, Server, host_of, listen_on
-from ..api.instant import now
-from ..diagnosis import timeline
-from ..errors import Refused
-from ..folders import Folder
-from ..log import Log
-from ..published_state import PublishedState, Snapshot
-from ..settings import PageSettings
+from elasticd import log_privacy
+from elasticd.api import course, event_routes, routes, views
+from elasticd.api.actions import no_job
+from elasticd.api.httpd import MAX_ARRIVING, ClientConnection, HttpRequest, Places, Server, host_of, listen_on
+from elasticd.api.instant import now
+from elasticd.diagnosis import timeline
+from elasticd.errors import Refused
+from elasticd.folders import Folder
+from elasticd.log import Log
+from elasticd.published_state import PublishedState, Snapshot
+from elasticd.settings import PageSettings
+
 from . import access, live
 
 EVERY_S = 1.0

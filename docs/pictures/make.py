@@ -22,9 +22,8 @@ from rich.console import Console  # noqa: E402
 from rich.text import Text  # noqa: E402
 from support.pictures import SPEC, job, row, snapshot  # noqa: E402
 
-from elastic.contract.ledger import Bucket, Ledger  # noqa: E402
 from elastic.contract.origin import Origin  # noqa: E402
-from elastic.contract.records import (  # noqa: E402
+from elastic.contract.records.job_records import (  # noqa: E402
     Cause,
     GenerationNode,
     GenerationRecord,
@@ -35,6 +34,7 @@ from elastic.contract.records import (  # noqa: E402
     SpecRecord,
     WorkerError,
 )
+from elastic.contract.records.ledger import Bucket, Ledger  # noqa: E402
 from elasticd.api import views  # noqa: E402
 from elasticd.cluster import Job  # noqa: E402
 from elasticd.ctl import top  # noqa: E402

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import structlog
 
-from ..util.processes import has_ended
+from elastic.util.processes import has_ended
 
 PR_SET_CHILD_SUBREAPER = 36
 PF_EXITING = 0x4

@@ -16,7 +16,8 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
-from ..util.processes import kernel_file, kill_if, stat_fields, unlinks_shared_memory
+from elastic.util.processes import kernel_file, kill_if, stat_fields, unlinks_shared_memory
+
 from .children import signal_group
 
 MARK = b"ELASTIC_WORKER_PID="

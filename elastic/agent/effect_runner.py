@@ -7,14 +7,15 @@ from collections.abc import Callable, Mapping
 import msgspec
 import structlog
 
-from ..contract import messages
-from ..contract.agent_files import AgentConfig
-from ..contract.records import IncidentRecord
-from ..contract.spec import JobSpec
-from ..recovery.effects import AddCauses, Effect, ForkPlain, ForkWorker, Kill, Leave, PutIncident, SaveNow, Send
-from ..recovery.leaving import TOO_LATE
-from ..recovery.model import Agent
-from ..recovery.transitions import Stage
+from elastic.contract.agent_files import AgentConfig
+from elastic.contract.job.spec import JobSpec
+from elastic.contract.records.job_records import IncidentRecord
+from elastic.contract.worker import messages
+from elastic.recovery.effects import AddCauses, Effect, ForkPlain, ForkWorker, Kill, Leave, PutIncident, SaveNow, Send
+from elastic.recovery.leaving import TOO_LATE
+from elastic.recovery.model import Agent
+from elastic.recovery.transitions import Stage
+
 from . import worker_env
 from .etcd_writer import EtcdWriter
 from .pool import Pool

@@ -11,11 +11,9 @@ from typing import Protocol
 import msgspec
 import structlog
 
-from ..checkpoint.errors import CheckpointError
-from ..contract.keys import JobKeys
-from ..contract.phases import PhaseTrigger, after
-from ..contract.rank_records import RanksRecord
-from ..contract.records import (
+from elastic.checkpoint.errors import CheckpointError
+from elastic.contract.keys import JobKeys
+from elastic.contract.records.job_records import (
     BrokenRecord,
     Changes,
     GenerationNode,
@@ -29,8 +27,10 @@ from ..contract.records import (
     SpecRecord,
     decode,
 )
-from ..etcd.client import Absent, Compare, Delete, Etcd, EtcdError, EtcdUnavailable, ModIs, Op, Put
-from ..recovery.effects import (
+from elastic.contract.records.phases import PhaseTrigger, after
+from elastic.contract.records.rank_records import RanksRecord
+from elastic.etcd.client import Absent, Compare, Delete, Etcd, EtcdError, EtcdUnavailable, ModIs, Op, Put
+from elastic.recovery.effects import (
     AddCauses,
     Effect,
     Publish,
@@ -41,12 +41,13 @@ from ..recovery.effects import (
     Rejoin,
     Restore,
 )
-from ..recovery.events import Event, Joined, LeaseLost, PublishFailed
-from ..recovery.evidence import merged
-from ..recovery.generation_delta import changes
-from ..recovery.incident import KEPT_REPEATS, supplemented
-from ..recovery.model import Policy
-from ..recovery.view import JobView
+from elastic.recovery.events import Event, Joined, LeaseLost, PublishFailed
+from elastic.recovery.evidence import merged
+from elastic.recovery.generation_delta import changes
+from elastic.recovery.incident import KEPT_REPEATS, supplemented
+from elastic.recovery.model import Policy
+from elastic.recovery.view import JobView
+
 from . import generation_numbers
 from .member_writes import MemberKey, OpensStores, next_record
 from .record_writes import encode, no_other_submission, put_report

@@ -26,13 +26,14 @@ from typing import NoReturn
 
 import msgspec
 
-from ..contract import messages
-from ..contract.agent_files import MARK_ENV, AgentConfig
-from ..contract.keys import ClusterKeys
-from ..contract.messages import Preload
-from ..contract.records import ProtocolVersionMismatch, SpecRecord, decode
-from ..util.capped_log import open_log
-from ..util.processes import die_with, has_ended
+from elastic.contract.agent_files import MARK_ENV, AgentConfig
+from elastic.contract.keys import ClusterKeys
+from elastic.contract.records.job_records import ProtocolVersionMismatch, SpecRecord, decode
+from elastic.contract.worker import messages
+from elastic.contract.worker.messages import Preload
+from elastic.util.capped_log import open_log
+from elastic.util.processes import die_with, has_ended
+
 from . import worker_env
 
 TORCH = ("torch.distributed.elastic.agent.server.api", "torch.distributed.elastic.rendezvous")
@@ -179,7 +180,11 @@ def _spec(config: AgentConfig) -> SpecRecord | None:
 
 
 def _tell_spec(config: AgentConfig, writer: int, agent_pid: int) -> NoReturn:
-    from ..etcd.client import Etcd, EtcdError, JobSigner  # here alone: a worker finds all that was imported before
+    from elastic.etcd.client import (  # here alone: a worker finds all that was imported before
+        Etcd,
+        EtcdError,
+        JobSigner,
+    )
 
     raw = b""
     try:

@@ -8,8 +8,8 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 
-from ..contract import messages
-from ..contract.messages import Fork
+from elastic.contract.worker import messages
+from elastic.contract.worker.messages import Fork
 
 
 def start_fresh(python: str, order: Fork, descriptors: Sequence[int]) -> subprocess.Popen[bytes]:

@@ -9,12 +9,13 @@ from concurrent.futures import Future, wait
 
 import structlog
 
-from ..checkpoint.errors import CheckpointError
-from ..checkpoint.find import newest_generation, peek
-from ..checkpoint.folder_id import folder_id
-from ..checkpoint.remote import list_remote
-from ..contract.records import MemberRecord
-from ..contract.spec import JobSpec
+from elastic.checkpoint.errors import CheckpointError
+from elastic.checkpoint.find import newest_generation, peek
+from elastic.checkpoint.folder_id import folder_id
+from elastic.checkpoint.remote import list_remote
+from elastic.contract.job.spec import JobSpec
+from elastic.contract.records.job_records import MemberRecord
+
 from .write_queue import FAILURES
 
 log = structlog.get_logger()

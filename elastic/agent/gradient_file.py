@@ -10,11 +10,11 @@ from pathlib import Path
 
 import msgspec
 
-from ..contract import messages
-from ..contract.agent_files import GRADIENTS_BYTES, GradientSamples, RankSample
-from ..contract.messages import GradientRow
-from ..contract.rank_records import Sample
-from ..util.files import replace_file
+from elastic.contract.agent_files import GRADIENTS_BYTES, GradientSamples, RankSample
+from elastic.contract.records.rank_records import Sample
+from elastic.contract.worker import messages
+from elastic.contract.worker.messages import GradientRow
+from elastic.util.files import replace_file
 
 NAMED = 4
 """Parameters without a gradient in the record in etcd; all are in the file."""

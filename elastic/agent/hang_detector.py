@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import msgspec
 import structlog
 
-from ..contract.beat import WITH_OTHERS, Beat, Doing
-from ..contract.spec import Hang
-from ..contract.standings import Standing
-from ..recovery.collective_frames import is_blocked_in_collective, place_in_train
-from ..recovery.events import Event, GroupStuck, Progress, RanksStill, StillBusy, WorkerUnhealthy
-from ..recovery.hang_rules import (
+from elastic.contract.job.spec import Hang
+from elastic.contract.records.standings import Standing
+from elastic.contract.worker.beat import WITH_OTHERS, Beat, Doing
+from elastic.recovery.collective_frames import is_blocked_in_collective, place_in_train
+from elastic.recovery.events import Event, GroupStuck, Progress, RanksStill, StillBusy, WorkerUnhealthy
+from elastic.recovery.hang_rules import (
     FARTHEST,
     IN_EXCHANGE,
     STOPPED_STATE,
@@ -31,10 +31,11 @@ from ..recovery.hang_rules import (
     position,
     waits_too_long,
 )
-from ..recovery.model import Agent, Worker
-from ..recovery.stillness import StillRank, all_ahead, standing, worth_telling
-from ..recovery.transitions import Stage
-from ..util.processes import is_ending
+from elastic.recovery.model import Agent, Worker
+from elastic.recovery.stillness import StillRank, all_ahead, standing, worth_telling
+from elastic.recovery.transitions import Stage
+from elastic.util.processes import is_ending
+
 from .pool import Pool, Process
 from .stacks import UNSEEN, is_in_part, process_state, stack
 from .standstill import Others, local

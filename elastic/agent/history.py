@@ -8,10 +8,10 @@ from pathlib import Path
 
 import msgspec
 
-from ..contract.agent_files import History, Point
-from ..contract.records import PROTOCOL, ProgressRecord
-from ..recovery.model import Agent
-from ..util.files import replace_file
+from elastic.contract.agent_files import History, Point
+from elastic.contract.records.job_records import PROTOCOL, ProgressRecord
+from elastic.recovery.model import Agent
+from elastic.util.files import replace_file
 
 KEPT_POINTS = 1000
 EVERY_S = 2.0

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import msgspec
 
-from ..contract.records import IncidentRecord, Phase, WorkerError
-from ..contract.texts import one_line
-from ..recovery.model import Agent, FormedState
-from ..recovery.transitions import Stage
+from elastic.contract.records.job_records import IncidentRecord, Phase, WorkerError
+from elastic.contract.texts import one_line
+from elastic.recovery.model import Agent, FormedState
+from elastic.recovery.transitions import Stage
+
 from .process import Exited
 from .worker_error import last_lines
 

@@ -8,12 +8,13 @@ from collections.abc import Mapping
 
 import msgspec
 
-from ..contract.beat import Beat, Doing
-from ..contract.ledger import Bucket, Ledger, Seen, advance
-from ..contract.rank_records import RanksRecord
-from ..recovery.events import Event, WorkerFormed
-from ..recovery.ledger_view import seen
-from ..recovery.model import Agent
+from elastic.contract.records.ledger import Bucket, Ledger, Seen, advance
+from elastic.contract.records.rank_records import RanksRecord
+from elastic.contract.worker.beat import Beat, Doing
+from elastic.recovery.events import Event, WorkerFormed
+from elastic.recovery.ledger_view import seen
+from elastic.recovery.model import Agent
+
 from . import descendants
 from .rank_ledgers import RankLedgers
 

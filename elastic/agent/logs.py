@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import structlog
 
-from ..util.log_trim import BLOCK_BYTES, trim
+from elastic.util.log_trim import BLOCK_BYTES, trim
 
 log = structlog.get_logger()
 

@@ -17,10 +17,9 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from ..contract import messages
-from ..contract.agent_files import AgentConfig, AgentStatus
-from ..contract.keys import JobKeys
-from ..contract.records import (
+from elastic.contract.agent_files import AgentConfig, AgentStatus
+from elastic.contract.keys import JobKeys
+from elastic.contract.records.job_records import (
     GenerationRecord,
     IncidentRecord,
     Phase,
@@ -29,9 +28,10 @@ from ..contract.records import (
     SpecRecord,
     WorkerError,
 )
-from ..etcd.client import View
-from ..recovery.effects import Leave
-from ..recovery.events import (
+from elastic.contract.worker import messages
+from elastic.etcd.client import View
+from elastic.recovery.effects import Leave
+from elastic.recovery.events import (
     CheckpointSaved,
     Drain,
     Event,
@@ -49,11 +49,12 @@ from ..recovery.events import (
     WorkerReady,
     WorkerStarted,
 )
-from ..recovery.exits import ends_too_early
-from ..recovery.model import Agent, is_leader
-from ..recovery.recovery import step
-from ..recovery.transitions import Stage
-from ..recovery.watch_scope import watches_members
+from elastic.recovery.exits import ends_too_early
+from elastic.recovery.model import Agent, is_leader
+from elastic.recovery.recovery import step
+from elastic.recovery.transitions import Stage
+from elastic.recovery.watch_scope import watches_members
+
 from . import status
 from .effect_runner import EffectRunner
 from .etcd_writer import EtcdWriter

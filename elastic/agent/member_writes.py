@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Protocol
 
-from ..contract.records import Changes, GenerationRecord
-from ..etcd.client import Compare, Etcd, EtcdError, Lease, ModIs, Present
-from ..recovery.membership import Change
-from ..util import store_secret
+from elastic.contract.records.job_records import Changes, GenerationRecord
+from elastic.etcd.client import Compare, Etcd, EtcdError, Lease, ModIs, Present
+from elastic.recovery.membership import Change
+from elastic.util import store_secret
 
 
 class OpensStores(Protocol):

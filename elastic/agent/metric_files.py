@@ -24,7 +24,8 @@ from typing import Any
 import msgspec
 import structlog
 
-from ..contract.messages import LoggedRow
+from elastic.contract.worker.messages import LoggedRow
+
 from . import event_file
 
 KEPT_ROWS = 2000

@@ -16,12 +16,13 @@ from typing import IO, TextIO, cast
 import msgspec
 import structlog
 
-from ..contract.agent_files import AgentConfig
-from ..contract.keys import ClusterKeys, JobKeys
-from ..contract.records import ProtocolVersionMismatch, SpecRecord, decode
-from ..etcd.client import Etcd, EtcdError, JobSigner, scrub_environment
-from ..recovery.model import Agent, Policy, changed
-from ..util.capped_log import LogFile
+from elastic.contract.agent_files import AgentConfig
+from elastic.contract.keys import ClusterKeys, JobKeys
+from elastic.contract.records.job_records import ProtocolVersionMismatch, SpecRecord, decode
+from elastic.etcd.client import Etcd, EtcdError, JobSigner, scrub_environment
+from elastic.recovery.model import Agent, Policy, changed
+from elastic.util.capped_log import LogFile
+
 from . import gpu_gate, worker_env
 from .etcd_writer import EtcdWriter
 from .first_zygote import FirstZygote, log_file

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..util.processes import kernel_file
+from elastic.util.processes import kernel_file
 
 VMSTAT = "/proc/vmstat"
 LOOK_S = 1.0

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from ..contract.agent_files import AgentOrders
+from elastic.contract.agent_files import AgentOrders
 
 log = structlog.get_logger()
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 
-from ..recovery.membership import watch_list
-from ..recovery.model import Agent
+from elastic.recovery.membership import watch_list
+from elastic.recovery.model import Agent
+
 from .peers import Peers
 
 LINES_PER_S = 100

@@ -17,13 +17,14 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import structlog
 
-from ..contract import messages
-from ..contract.beat import PAGE_BYTES, Beat, BeatPage
-from ..contract.messages import Forked, Message
-from ..contract.worker_config import ERROR_FILE
-from ..recovery.hang_rules import STOPPED_STATE
-from ..util.capped_log import open_log
-from ..util.descriptors import send
+from elastic.contract.worker import messages
+from elastic.contract.worker.beat import PAGE_BYTES, Beat, BeatPage
+from elastic.contract.worker.messages import Forked, Message
+from elastic.contract.worker.worker_config import ERROR_FILE
+from elastic.recovery.hang_rules import STOPPED_STATE
+from elastic.util.capped_log import open_log
+from elastic.util.descriptors import send
+
 from . import descendants
 from .children import become_subreaper, ended, exit_status, signal_process
 from .descendants import Descendants

@@ -8,10 +8,11 @@ import subprocess
 import time
 from dataclasses import dataclass
 
-from ..contract import messages
-from ..contract.beat import BeatPage
-from ..contract.messages import FromWorker
-from ..util.processes import signal_name
+from elastic.contract.worker import messages
+from elastic.contract.worker.beat import BeatPage
+from elastic.contract.worker.messages import FromWorker
+from elastic.util.processes import signal_name
+
 from .zygote import ZygoteUnfit
 
 

@@ -12,13 +12,14 @@ from pathlib import Path
 
 import msgspec
 
-from ..contract.beat import Beat, Doing
-from ..contract.ledger import Bucket, Ledger, Seen, advance
-from ..contract.rank_records import RanksRecord, RankTimes, Sample, every_s
-from ..contract.records import RankRow
-from ..recovery.events import Event, WorkerFormed
-from ..recovery.ledger_view import seen, seen_slot
-from ..recovery.model import Agent
+from elastic.contract.records.job_records import RankRow
+from elastic.contract.records.ledger import Bucket, Ledger, Seen, advance
+from elastic.contract.records.rank_records import RanksRecord, RankTimes, Sample, every_s
+from elastic.contract.worker.beat import Beat, Doing
+from elastic.recovery.events import Event, WorkerFormed
+from elastic.recovery.ledger_view import seen, seen_slot
+from elastic.recovery.model import Agent
+
 from .status import of_predecessors
 
 NEWS = 0.8

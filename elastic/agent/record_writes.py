@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 import msgspec
 import structlog
 
-from ..contract.records import BrokenRecord, IncidentRecord, Record, SpecRecord, decode
-from ..contract.records import encode as _strictly
-from ..contract.report_size import fitted
-from ..etcd.client import Compare, Etcd, ModIs, Op, Put, TxnResult
-from ..etcd.types import EtcdForged
+from elastic.contract.records.job_records import BrokenRecord, IncidentRecord, Record, SpecRecord, decode
+from elastic.contract.records.job_records import encode as _strictly
+from elastic.contract.records.report_size import fitted
+from elastic.etcd.client import Compare, Etcd, ModIs, Op, Put, TxnResult
+from elastic.etcd.types import EtcdForged
 
 R = TypeVar("R", bound=Record)
 

@@ -12,14 +12,15 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from ..checkpoint import orders
-from ..checkpoint.arena import Arena
-from ..checkpoint.client import Busy, WriterProcess
-from ..checkpoint.errors import ArenaError
-from ..checkpoint.failures import FailuresInRow
-from ..checkpoint.shard_plan import newest_whole
-from ..contract import messages
-from ..contract.spec import Checkpoint
+from elastic.checkpoint import orders
+from elastic.checkpoint.arena import Arena
+from elastic.checkpoint.client import Busy, WriterProcess
+from elastic.checkpoint.errors import ArenaError
+from elastic.checkpoint.failures import FailuresInRow
+from elastic.checkpoint.shard_plan import newest_whole
+from elastic.contract.job.spec import Checkpoint
+from elastic.contract.worker import messages
+
 from .memory import available_nbytes, plenty
 
 COMMIT_WAIT_S = 60.0

@@ -8,8 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ..recovery.collective_frames import is_blocked_in_collective
-from ..util.processes import stat_fields
+from elastic.recovery.collective_frames import is_blocked_in_collective
+from elastic.util.processes import stat_fields
+
 from .shortage import is_shortage
 
 QUICK_S, NATIVE_S = 1.0, 2.0

@@ -7,13 +7,13 @@ from datetime import UTC, datetime
 
 from msgspec.structs import replace
 
-from ..contract.decoding import Member
-from ..contract.records import ProgressRecord
-from ..contract.spec import Hang
-from ..contract.standings import Standing, Stillness
-from ..recovery.model import Agent
-from ..recovery.stillness import StandstillCause, StillRank, explain, still_s
-from ..recovery.transitions import Stage
+from elastic.contract.job.spec import Hang
+from elastic.contract.records.decoding import Member
+from elastic.contract.records.job_records import ProgressRecord
+from elastic.contract.records.standings import Standing, Stillness
+from elastic.recovery.model import Agent
+from elastic.recovery.stillness import StandstillCause, StillRank, explain, still_s
+from elastic.recovery.transitions import Stage
 
 
 class Others:

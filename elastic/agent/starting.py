@@ -10,9 +10,10 @@ from pathlib import Path
 
 import structlog
 
-from ..contract.agent_files import AgentConfig, AgentStatus
-from ..contract.keys import JobKeys
-from ..etcd.client import KV, Etcd, EtcdError
+from elastic.contract.agent_files import AgentConfig, AgentStatus
+from elastic.contract.keys import JobKeys
+from elastic.etcd.client import KV, Etcd, EtcdError
+
 from .status import StatusFile
 
 log = structlog.get_logger()

@@ -11,12 +11,13 @@ from pathlib import Path
 
 import msgspec
 
-from ..contract.agent_files import LEFT, AgentStatus
-from ..contract.records import ProgressRecord, RankRow
-from ..recovery.model import Agent
-from ..recovery.transitions import Stage
-from ..util.files import replace_file
-from ..util.processes import memory_nbytes
+from elastic.contract.agent_files import LEFT, AgentStatus
+from elastic.contract.records.job_records import ProgressRecord, RankRow
+from elastic.recovery.model import Agent
+from elastic.recovery.transitions import Stage
+from elastic.util.files import replace_file
+from elastic.util.processes import memory_nbytes
+
 from .pool import Pool
 from .saver import SaveStatus
 

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from ..contract.beat import Beat, Doing
-from ..contract.records import RankRow
-from ..contract.step_parts import WINDOWS, SlowRank, StepParts, slow_ranks
+from elastic.contract.records.job_records import RankRow
+from elastic.contract.step_parts import WINDOWS, SlowRank, StepParts, slow_ranks
+from elastic.contract.worker.beat import Beat, Doing
 
 STEPS = 3
 """A window has this many steps of each rank at least, so that where it begins within a step matters little."""

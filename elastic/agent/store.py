@@ -12,10 +12,11 @@ from datetime import timedelta
 import structlog
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from ..contract.records import GenerationRecord
-from ..util.processes import memory_nbytes
-from ..util.resolver import without_dns
-from ..util.sealed_store import SealedStore
+from elastic.contract.records.job_records import GenerationRecord
+from elastic.util.processes import memory_nbytes
+from elastic.util.resolver import without_dns
+from elastic.util.sealed_store import SealedStore
+
 from .listening import ANY, Ports, listen
 
 log = structlog.get_logger()

@@ -29,11 +29,12 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
-from ..contract.records import GenerationRecord, IncidentRecord, Phase
-from ..recovery.events import StoreClosed
-from ..recovery.model import Agent
-from ..recovery.transitions import Stage
-from ..util.processes import signal_number
+from elastic.contract.records.job_records import GenerationRecord, IncidentRecord, Phase
+from elastic.recovery.events import StoreClosed
+from elastic.recovery.model import Agent
+from elastic.recovery.transitions import Stage
+from elastic.util.processes import signal_number
+
 from .loop import AgentLoop
 from .store import Stores
 

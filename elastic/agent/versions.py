@@ -6,7 +6,7 @@ import importlib.metadata
 import platform
 import re
 
-from .. import __version__
+from elastic import __version__
 
 VERSION = __version__
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import msgspec
 import structlog
 
-from ..contract.keys import JobKeys
-from ..contract.records import ProgressRecord, ProtocolVersionMismatch, decode
-from ..etcd.client import View
-from ..recovery.model import Agent
-from ..recovery.view import JobReader, JobView
+from elastic.contract.keys import JobKeys
+from elastic.contract.records.job_records import ProgressRecord, ProtocolVersionMismatch, decode
+from elastic.etcd.client import View
+from elastic.recovery.model import Agent
+from elastic.recovery.view import JobReader, JobView
+
 from .view_throttle import ViewThrottle
 
 log = structlog.get_logger()

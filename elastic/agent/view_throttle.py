@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..etcd.client import View
+from elastic.etcd.client import View
 
 CROWD = 64
 """With up to this many keys every view is processed."""

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import structlog
 
-from ..contract.keys import JobKeys
-from ..etcd.client import Etcd, EtcdError, EtcdUnavailable, View, Watch
+from elastic.contract.keys import JobKeys
+from elastic.etcd.client import Etcd, EtcdError, EtcdUnavailable, View, Watch
 
 WHOLE_S, HEAD_S = 5.0, 15.0
 """How often a watch confirms that etcd answers and is the same as before. Less often for the head: in a large job a

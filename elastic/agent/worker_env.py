@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..contract import messages
-from ..contract.agent_files import KEPT_CODE, MARK_ENV, SYSTEMD_VARIABLES, AgentConfig, mark
-from ..contract.env_file import parse
-from ..contract.records import GenerationRecord
-from ..contract.spec import Checkpoint, JobSpec
-from ..contract.worker_config import ERROR_FILE, JOB, RankVariables, WorkerConfig
-from ..util import kept_code
+from elastic.contract.agent_files import KEPT_CODE, MARK_ENV, SYSTEMD_VARIABLES, AgentConfig, mark
+from elastic.contract.job.env_file import parse
+from elastic.contract.job.spec import Checkpoint, JobSpec
+from elastic.contract.records.job_records import GenerationRecord
+from elastic.contract.worker import messages
+from elastic.contract.worker.worker_config import ERROR_FILE, JOB, RankVariables, WorkerConfig
+from elastic.util import kept_code
 
 NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 ACCELERATE_ON_CPU = "ACCELERATE_USE_CPU"

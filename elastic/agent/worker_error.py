@@ -7,10 +7,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-from ..contract.records import WorkerError
-from ..contract.texts import cut_middle
-from ..recovery.restart_budget import FATAL
-from ..util.files import read_file
+from elastic.contract.records.job_records import WorkerError
+from elastic.contract.texts import cut_middle
+from elastic.recovery.restart_budget import FATAL
+from elastic.util.files import read_file
+
 from .pool import Exited
 
 MESSAGE_CHARS = 500

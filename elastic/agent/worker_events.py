@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..contract import messages
-from ..recovery.events import (
+from elastic.contract.worker import messages
+from elastic.recovery.events import (
     Event,
     WorkerBadNumbers,
     WorkerDone,

@@ -9,12 +9,13 @@ from typing import Any
 
 import structlog
 
-from ..contract import messages
-from ..contract.agent_files import AgentConfig
-from ..contract.origin import Origin
-from ..contract.rank_records import Sample
-from ..contract.records import SpecRecord
-from ..recovery.model import Agent, is_leader
+from elastic.contract.agent_files import AgentConfig
+from elastic.contract.origin import Origin
+from elastic.contract.records.job_records import SpecRecord
+from elastic.contract.records.rank_records import Sample
+from elastic.contract.worker import messages
+from elastic.recovery.model import Agent, is_leader
+
 from .gradient_file import GradientFile, by_layer
 from .metric_files import MetricWriter, published
 from .saver import Saver

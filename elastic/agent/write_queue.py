@@ -12,10 +12,10 @@ from collections.abc import Callable
 import msgspec
 import structlog
 
-from ..checkpoint.errors import CheckpointError
-from ..contract.records import ProtocolVersionMismatch
-from ..etcd.client import EtcdError
-from ..etcd.types import EtcdRefused
+from elastic.checkpoint.errors import CheckpointError
+from elastic.contract.records.job_records import ProtocolVersionMismatch
+from elastic.etcd.client import EtcdError
+from elastic.etcd.types import EtcdRefused
 
 RETRY_S = 0.2
 

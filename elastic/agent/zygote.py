@@ -17,10 +17,11 @@ from dataclasses import dataclass
 
 import structlog
 
-from ..contract import messages
-from ..contract.messages import Fork, Forked, ForkRefused, Preload, ZygoteReady
-from ..util.capped_log import open_log
-from ..util.descriptors import send
+from elastic.contract.worker import messages
+from elastic.contract.worker.messages import Fork, Forked, ForkRefused, Preload, ZygoteReady
+from elastic.util.capped_log import open_log
+from elastic.util.descriptors import send
+
 from .first_zygote import ZYGOTE, FirstZygote, ForkedChild
 from .shortage import is_shortage
 

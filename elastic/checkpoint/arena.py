@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ..contract.tensor_table import ALONE, Beside, Table, TensorInfo
+from elastic.contract.worker.tensor_table import ALONE, Beside, Table, TensorInfo
+
 from .errors import ArenaError, IncompleteSnapshot
 from .layout import PAGE_BYTES, Layout, offsets_beside, pad, plan
 from .progress import Progress, unreported

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from ..contract.tensor_table import TensorInfo
+from elastic.contract.worker.tensor_table import TensorInfo
+
 from .dtypes import dtype_of
 from .errors import SaveFailed
 from .files import REAL

@@ -18,7 +18,7 @@ import stat
 from collections import deque
 from collections.abc import Iterator
 
-from ..util.files import read_descriptor
+from elastic.util.files import read_descriptor
 
 _NO_RESERVE = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF, errno.ENODEV}
 

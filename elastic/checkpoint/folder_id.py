@@ -8,7 +8,7 @@ import threading
 import time
 from pathlib import Path
 
-from ..util.files import read_file
+from elastic.util.files import read_file
 
 NAME = ".elastic-folder"
 WRITE_S = 2.0

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from ..contract.tensor_table import Table, TensorInfo
+from elastic.contract.worker.tensor_table import Table, TensorInfo
+
 from .manifest import ITEM_BYTES
 
 PAGE_BYTES = 4096

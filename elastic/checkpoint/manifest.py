@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from ..contract.tensor_table import Table
+from elastic.contract.worker.tensor_table import Table
 
 FORMAT = 2
 """Version of the on-disk format. A reader that finds another one skips the checkpoint and reports that."""

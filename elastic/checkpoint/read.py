@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..contract.tensor_table import TensorInfo
+from elastic.contract.worker.tensor_table import TensorInfo
+
 from . import manifest as m
 from .dtypes import dtype_of
 from .errors import CheckpointError, Damaged, NoGoodCheckpoint

@@ -12,7 +12,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..contract.tensor_table import Table
+from elastic.contract.worker.tensor_table import Table
+
 from . import orders
 from .arena import Arena
 from .buffers import Buffers

@@ -11,7 +11,7 @@ import heapq
 from collections import defaultdict
 from collections.abc import Collection, Iterable
 
-from ..contract.tensor_table import Table
+from elastic.contract.worker.tensor_table import Table
 
 Snapshot = tuple[int, int, int, int]
 """(generation, step, part, parts) of one complete arena."""

@@ -21,7 +21,8 @@ from collections.abc import Callable, Mapping
 import msgspec
 import xxhash
 
-from ..contract.tensor_table import Table
+from elastic.contract.worker.tensor_table import Table
+
 from . import manifest as m
 from .arena import Arena
 from .errors import SaveFailed, ShardsMissing

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from ..util.processes import die_with
+from elastic.util.processes import die_with
+
 from . import orders
 from .arena import Arena
 from .errors import CheckpointError, SaveFailed, ShardsMissing

@@ -21,9 +21,10 @@ from __future__ import annotations
 
 import msgspec
 
-from .messages import GradientRow
-from .rank_records import RanksRecord
-from .records import PROTOCOL, ProgressRecord, RankRow
+from elastic.contract.records.job_records import PROTOCOL, ProgressRecord, RankRow
+from elastic.contract.records.rank_records import RanksRecord
+from elastic.contract.worker.messages import GradientRow
+
 from .timeouts import Timeouts
 
 LEFT = "left.json"

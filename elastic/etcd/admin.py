@@ -6,7 +6,8 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Any, Self
 
-from ..contract.agent_files import EtcdAccess
+from elastic.contract.agent_files import EtcdAccess
+
 from . import protobuf
 from .login import NOT_ENABLED
 from .types import EtcdDenied, EtcdError

@@ -21,7 +21,8 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from ..contract.agent_files import EtcdAccess
+from elastic.contract.agent_files import EtcdAccess
+
 from . import pages, protobuf
 from .keepers import Lease, Newest, Watch
 from .renewal import Renewal

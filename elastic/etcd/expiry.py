@@ -7,7 +7,7 @@ import calendar
 import time
 from pathlib import Path
 
-from ..contract.agent_files import EtcdAccess
+from elastic.contract.agent_files import EtcdAccess
 
 _BEGIN, _END = b"-----BEGIN CERTIFICATE-----", b"-----END CERTIFICATE-----"
 _VERSION, _UTC_TIME = 0xA0, 0x17

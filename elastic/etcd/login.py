@@ -10,7 +10,7 @@ import os
 
 import msgspec
 
-from ..contract.agent_files import EtcdAccess
+from elastic.contract.agent_files import EtcdAccess
 
 NAME = "login"
 NOT_ENABLED = "authentication is not enabled"

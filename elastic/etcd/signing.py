@@ -32,8 +32,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from ..contract.agent_files import JobKey
-from ..contract.keys import ClusterKeys, SigningAuthority
+from elastic.contract.agent_files import JobKey
+from elastic.contract.keys import ClusterKeys, SigningAuthority
+
 from .stamps import Stamps
 from .types import KV, Delete, EtcdError, EtcdForged, Op, Put, Refusal
 

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from ..contract.keys import ClusterKeys
+from elastic.contract.keys import ClusterKeys
 
 MOST_GONE = 20_000
 """Keys that are gone of which the stamp is remembered; and jobs."""

@@ -12,7 +12,8 @@ from typing import Any
 
 import grpc
 
-from ..contract.agent_files import EtcdAccess
+from elastic.contract.agent_files import EtcdAccess
+
 from . import etcd3_import
 from .expiry import expired
 from .keepers import Compacted, WatchBatch

@@ -18,12 +18,12 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 
-from ..worker.boot.inherited_sockets import leave_parents_sockets
-from ..worker.data.reading import take_many
-from ..worker.data.samplers import drawn, refuse_shares
-from ..worker.data.seeds import seed_everything
-from ..worker.data.sharding import BatchPlan, SampleOrder, rank_range
-from ..worker.misuse import MisuseValueError
+from elastic.worker.boot.inherited_sockets import leave_parents_sockets
+from elastic.worker.data.reading import take_many
+from elastic.worker.data.samplers import drawn, refuse_shares
+from elastic.worker.data.seeds import seed_everything
+from elastic.worker.data.sharding import BatchPlan, SampleOrder, rank_range
+from elastic.worker.misuse import MisuseValueError
 
 Key = tuple[int, int]
 """(step from the start of training, number of the micro-batch)"""

@@ -8,7 +8,8 @@ import torch
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy
 
-from ..worker.job import Job
+from elastic.worker.job import Job
+
 from ._lightning_env import ElasticEnvironment
 
 

@@ -22,13 +22,14 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.seed import isolate_rng
 
-from ..contract.timeouts import QUIET_S
-from ..worker.data.samplers import drawn
-from ..worker.data.seeds import seed_everything
-from ..worker.job import Job
-from ..worker.misuse import MisuseValueError
-from ..worker.run import run
-from ..worker.state.state import State
+from elastic.contract.timeouts import QUIET_S
+from elastic.worker.data.samplers import drawn
+from elastic.worker.data.seeds import seed_everything
+from elastic.worker.job import Job
+from elastic.worker.misuse import MisuseValueError
+from elastic.worker.run import run
+from elastic.worker.state.state import State
+
 from ._epoch_rest import skipped
 from ._lightning_env import ElasticEnvironment
 from ._prepare_lock import one_at_a_time

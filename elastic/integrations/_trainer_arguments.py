@@ -8,7 +8,8 @@ from typing import Any
 import torch
 import transformers
 
-from ..worker.misuse import MisuseTypeError, MisuseValueError
+from elastic.worker.misuse import MisuseTypeError, MisuseValueError
+
 from . import _place
 
 

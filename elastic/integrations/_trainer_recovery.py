@@ -17,8 +17,9 @@ import torch.distributed as dist
 from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import ExportableState
 
-from ..worker.data.seeds import seed_everything
-from ..worker.job import Job
+from elastic.worker.data.seeds import seed_everything
+from elastic.worker.job import Job
+
 from . import _data
 from ._schedule import Schedule
 

@@ -27,10 +27,10 @@ import torch
 import torch.distributed as dist
 
 import elastic
+from elastic.worker.data.seeds import seed_everything
+from elastic.worker.job import Job
+from elastic.worker.misuse import MisuseRuntimeError, MisuseValueError
 
-from ..worker.data.seeds import seed_everything
-from ..worker.job import Job
-from ..worker.misuse import MisuseRuntimeError, MisuseValueError
 from ._versions import require
 
 require("accelerate", "1.15", "2")

@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 
 import elastic
+from elastic.worker.job import Job
+from elastic.worker.misuse import MisuseRuntimeError, MisuseTypeError, MisuseValueError
 
-from ..worker.job import Job
-from ..worker.misuse import MisuseRuntimeError, MisuseTypeError, MisuseValueError
 from ._versions import require
 
 require("transformers", "5.20", "6")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from ..contract.records import BrokenRecord, GenerationRecord, MemberRecord, WorkerError
-from ..contract.texts import one_line
+from elastic.contract.records.job_records import BrokenRecord, GenerationRecord, MemberRecord, WorkerError
+from elastic.contract.texts import one_line
+
 from .effects import PutBroken, PutMember, Restore
 from .evidence import bad_numbers, merged
 from .model import Worker

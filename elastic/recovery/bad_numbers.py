@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from ..contract.phases import PhaseTrigger, after
-from ..contract.records import BrokenRecord, Loss, Phase, WorkerError
+from elastic.contract.records.job_records import BrokenRecord, Loss, Phase, WorkerError
+from elastic.contract.records.phases import PhaseTrigger, after
+
 from .announce import add_evidence, broken_record, report_failure
 from .effects import PutBroken, PutState
 from .events import WorkerBadNumbers

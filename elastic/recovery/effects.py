@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..contract.messages import ToWorker
-from ..contract.records import BrokenRecord, GenerationRecord, IncidentRecord, JobState, MemberRecord, SpecRecord
+from elastic.contract.records.job_records import (
+    BrokenRecord,
+    GenerationRecord,
+    IncidentRecord,
+    JobState,
+    MemberRecord,
+    SpecRecord,
+)
+from elastic.contract.worker.messages import ToWorker
+
 from .membership import Change
 
 

@@ -7,7 +7,8 @@ import math
 
 from msgspec.structs import replace
 
-from ..contract.records import IncidentRecord
+from elastic.contract.records.job_records import IncidentRecord
+
 from .effects import AddCauses, PutIncident
 from .evidence import weight
 from .incident import KEPT_CAUSES, UNPROVEN, Incident, begun_anew, causes, dated, named

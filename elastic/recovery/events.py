@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ..contract.origin import Origin
-from ..contract.records import WorkerError
-from ..contract.standings import Standing
+from elastic.contract.origin import Origin
+from elastic.contract.records.job_records import WorkerError
+from elastic.contract.records.standings import Standing
+
 from .view import JobView
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
-from ..contract.records import BrokenRecord, Loss
+from elastic.contract.records.job_records import BrokenRecord, Loss
+
 from .restart_budget import COMM
 
 KEPT_LOSSES = 64

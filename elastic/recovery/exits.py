@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from ..contract.phases import PhaseTrigger, after, allows
-from ..contract.records import Phase
-from ..contract.texts import one_line
+from elastic.contract.records.job_records import Phase
+from elastic.contract.records.phases import PhaseTrigger, after, allows
+from elastic.contract.texts import one_line
+
 from .announce import add_evidence, broken_record, report_failure
 from .effects import PutBroken, PutState
 from .events import WorkerExited, WorkerFailed

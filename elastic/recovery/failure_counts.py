@@ -10,7 +10,8 @@ from collections.abc import Iterable
 
 from msgspec.structs import replace
 
-from ..contract.records import Failure
+from elastic.contract.records.job_records import Failure
+
 from .effects import PutState
 from .restart_budget import charge
 from .turn import Turn

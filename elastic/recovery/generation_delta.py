@@ -12,7 +12,15 @@ from collections.abc import Sequence
 import msgspec
 import xxhash
 
-from ..contract.records import PROTOCOL, Changes, GenerationHead, GenerationNode, GenerationRecord, Splice, decode
+from elastic.contract.records.job_records import (
+    PROTOCOL,
+    Changes,
+    GenerationHead,
+    GenerationNode,
+    GenerationRecord,
+    Splice,
+    decode,
+)
 
 
 class _Unread(GenerationHead, frozen=True, kw_only=True):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from ..contract.records import Cause, GenerationNode, GenerationRecord
+from elastic.contract.records.job_records import Cause, GenerationNode, GenerationRecord
+
 from .incident import Incident
 from .membership import cut_off, unreached
 from .turn import Turn

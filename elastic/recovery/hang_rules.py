@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from ..contract.beat import WITH_OTHERS, Beat, Doing
-from ..contract.spec import Hang
+from elastic.contract.job.spec import Hang
+from elastic.contract.worker.beat import WITH_OTHERS, Beat, Doing
 
 STOPPED_STATE = "T"
 """The process state that proves that a worker cannot run: stopped by a signal. Not 't': a debugger, or a tool that

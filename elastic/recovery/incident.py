@@ -8,8 +8,16 @@ from typing import Any
 
 import msgspec
 
-from ..contract.origin import Origin
-from ..contract.records import BrokenRecord, Cause, GenerationNode, GenerationRecord, IncidentRecord, Loss
+from elastic.contract.origin import Origin
+from elastic.contract.records.job_records import (
+    BrokenRecord,
+    Cause,
+    GenerationNode,
+    GenerationRecord,
+    IncidentRecord,
+    Loss,
+)
+
 from .evidence import kind_of, merged, spread, weight
 
 KEPT_CAUSES = 400

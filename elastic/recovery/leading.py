@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from ..contract.phases import PhaseTrigger, after
-from ..contract.records import BrokenRecord, Phase
-from ..contract.texts import one_line
+from elastic.contract.records.job_records import BrokenRecord, Phase
+from elastic.contract.records.phases import PhaseTrigger, after
+from elastic.contract.texts import one_line
+
 from .effects import Publish, PutState, SaveNow
 from .evidence import bad_numbers
 from .membership import (

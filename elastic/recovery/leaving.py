@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from ..contract import messages
-from ..contract.records import Phase
+from elastic.contract.records.job_records import Phase
+from elastic.contract.worker import messages
+
 from .announce import report_failure, settle_member
 from .effects import Kill, Leave, SaveNow, Send
 from .model import Worker, has_process

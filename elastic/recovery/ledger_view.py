@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from ..contract.ledger import Bucket, Seen
-from ..contract.records import GenerationRecord, Phase
+from elastic.contract.records.job_records import GenerationRecord, Phase
+from elastic.contract.records.ledger import Bucket, Seen
+
 from .model import Agent
 from .transitions import Stage
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from ..contract.decoding import Member
-from ..contract.records import BrokenRecord, GenerationNode, GenerationRecord
+from elastic.contract.records.decoding import Member
+from elastic.contract.records.job_records import BrokenRecord, GenerationNode, GenerationRecord
+
 from . import reachability
 from .state_holders import (
     absent_before,

@@ -9,10 +9,18 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from ..contract.records import BrokenRecord, Failure, GenerationRecord, JobState, MemberRecord, SpecRecord
-from ..contract.spec import JobSpec
-from ..contract.standings import Standing
-from ..contract.timeouts import Timeouts
+from elastic.contract.job.spec import JobSpec
+from elastic.contract.records.job_records import (
+    BrokenRecord,
+    Failure,
+    GenerationRecord,
+    JobState,
+    MemberRecord,
+    SpecRecord,
+)
+from elastic.contract.records.standings import Standing
+from elastic.contract.timeouts import Timeouts
+
 from .effects import PutIncident
 from .incident import Closed, Incident
 from .membership import LEADER_CANDIDATES, NodeLimits, leader

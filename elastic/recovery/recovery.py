@@ -11,7 +11,8 @@ results as events. A worker is told something once, when its stage changes.
 
 from __future__ import annotations
 
-from ..contract.records import Phase
+from elastic.contract.records.job_records import Phase
+
 from .announce import adopt, check_idle, check_suspicion, settle_member
 from .bad_numbers import correct_reason
 from .effects import Effect, Leave, PutState

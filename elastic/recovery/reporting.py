@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from ..contract.origin import Origin
-from ..contract.records import IncidentRecord, Phase
+from elastic.contract.origin import Origin
+from elastic.contract.records.job_records import IncidentRecord, Phase
+
 from .effects import AddCauses
 from .ended_incidents import conclude, put, supplement, supplement_ended, sweep
 from .events import Event, WorkerSynced

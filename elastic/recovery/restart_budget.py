@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from ..contract.phases import PhaseTrigger, after, allows
-from ..contract.records import BrokenRecord, Failure, JobState, MemberRecord
-from ..contract.spec import Restarts
+from elastic.contract.job.spec import Restarts
+from elastic.contract.records.job_records import BrokenRecord, Failure, JobState, MemberRecord
+from elastic.contract.records.phases import PhaseTrigger, after, allows
 
 BAD_NODE_FAILURES = 3
 """A node with this many failures in the window, and more than all other nodes together, is excluded."""

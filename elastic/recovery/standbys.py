@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from ..contract import messages
+from elastic.contract.worker import messages
+
 from .effects import ForkWorker, Kill, Send
 from .model import Worker
 from .transitions import Stage, Trigger, after

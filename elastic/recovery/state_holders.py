@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..contract.decoding import Member
-from ..contract.records import BrokenRecord, GenerationNode, GenerationRecord
+from elastic.contract.records.decoding import Member
+from elastic.contract.records.job_records import BrokenRecord, GenerationNode, GenerationRecord
+
 from .view import Dead, JobView
 
 

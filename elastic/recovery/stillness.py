@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from ..contract.beat import WITH_OTHERS, Beat, Doing
-from ..contract.spec import Hang
-from ..contract.standings import FIRST_STEP_S, Standing
+from elastic.contract.job.spec import Hang
+from elastic.contract.records.standings import FIRST_STEP_S, Standing
+from elastic.contract.worker.beat import WITH_OTHERS, Beat, Doing
+
 from .hang_rules import STOPPED_STATE, Position, RankWait, position
 
 DEAF_S = 2.0

@@ -11,7 +11,7 @@ import enum
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from ..contract.phases import UnknownTransition
+from elastic.contract.records.phases import UnknownTransition
 
 
 class Stage(enum.StrEnum):

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 
 from msgspec.structs import replace
 
-from ..contract.records import Phase
+from elastic.contract.records.job_records import Phase
+
 from .effects import Effect, Kill
 from .membership import NodeLimits
 from .model import Agent, Policy, Worker, changed

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ..contract.decoding import Decoder, Member, R, Stored
-from ..contract.keys import NUMBER_DIGITS, JobKeys
-from ..contract.records import (
+from elastic.contract.keys import NUMBER_DIGITS, JobKeys
+from elastic.contract.records.decoding import Decoder, Member, R, Stored
+from elastic.contract.records.job_records import (
     BrokenRecord,
     GenerationRecord,
     IncidentRecord,
@@ -19,6 +19,7 @@ from ..contract.records import (
     SpecRecord,
     decode,
 )
+
 from . import reachability
 from .generation_delta import GenerationReader
 

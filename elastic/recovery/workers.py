@@ -7,8 +7,9 @@ from collections.abc import Mapping
 
 from msgspec.structs import replace
 
-from ..contract import messages
-from ..contract.records import GenerationRecord
+from elastic.contract.records.job_records import GenerationRecord
+from elastic.contract.worker import messages
+
 from .effects import ForkPlain, ForkWorker, Send
 from .model import Worker
 from .transitions import IN_GROUP, Stage, Trigger

@@ -15,8 +15,9 @@ from typing import TypeVar
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousParameters
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token
 
-from ..contract.keys import ClusterKeys
-from ..etcd.client import Etcd, EtcdError, ModIs, Put
+from elastic.contract.keys import ClusterKeys
+from elastic.etcd.client import Etcd, EtcdError, ModIs, Put
+
 from .settings import settings
 
 T = TypeVar("T")

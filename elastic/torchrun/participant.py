@@ -16,11 +16,10 @@ import uuid
 
 import msgspec
 
-from ..agent.member_writes import MemberKey, next_record
-from ..agent.store import Stores
-from ..contract.keys import ClusterKeys
-from ..contract.phases import PhaseTrigger, after
-from ..contract.records import (
+from elastic.agent.member_writes import MemberKey, next_record
+from elastic.agent.store import Stores
+from elastic.contract.keys import ClusterKeys
+from elastic.contract.records.job_records import (
     BrokenRecord,
     GenerationRecord,
     MemberRecord,
@@ -28,10 +27,12 @@ from ..contract.records import (
     decode,
     encode,
 )
-from ..etcd.client import Absent, Compare, Delete, Etcd, EtcdError, Lease, ModIs, Op, Put, View
-from ..recovery import membership
-from ..recovery.membership import Change, NodeLimits
-from ..recovery.view import JobView
+from elastic.contract.records.phases import PhaseTrigger, after
+from elastic.etcd.client import Absent, Compare, Delete, Etcd, EtcdError, Lease, ModIs, Op, Put, View
+from elastic.recovery import membership
+from elastic.recovery.membership import Change, NodeLimits
+from elastic.recovery.view import JobView
+
 from .settings import TorchrunSettings
 
 # As torch logs, without structlog: this runs inside torchrun, whose output is the user's.

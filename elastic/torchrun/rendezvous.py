@@ -22,9 +22,10 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
-from ..contract.records import GenerationRecord, JobState, ProtocolVersionMismatch, decode
-from ..etcd.client import Etcd, EtcdDenied, EtcdError
-from ..util.sealed_store import SealedStore
+from elastic.contract.records.job_records import GenerationRecord, JobState, ProtocolVersionMismatch, decode
+from elastic.etcd.client import Etcd, EtcdDenied, EtcdError
+from elastic.util.sealed_store import SealedStore
+
 from .participant import RendezvousParticipant
 from .settings import BACKEND, TorchrunSettings
 

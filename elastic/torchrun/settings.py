@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ..contract.agent_files import EtcdAccess
-from ..contract.keys import NAME, check_name
+from elastic.contract.agent_files import EtcdAccess
+from elastic.contract.keys import NAME, check_name
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous.api import RendezvousParameters

@@ -16,14 +16,15 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..checkpoint.arena import Arena
-from ..checkpoint.buffers import Buffers
-from ..checkpoint.errors import ArenaError
-from ..checkpoint.layout import arena_nbytes
-from ..checkpoint.memcpy import WORTH_A_THREAD_BYTES
-from ..contract import messages
-from ..contract.beat import Doing
-from ..contract.tensor_table import ALONE, Beside, Table
+from elastic.checkpoint.arena import Arena
+from elastic.checkpoint.buffers import Buffers
+from elastic.checkpoint.errors import ArenaError
+from elastic.checkpoint.layout import arena_nbytes
+from elastic.checkpoint.memcpy import WORTH_A_THREAD_BYTES
+from elastic.contract.worker import messages
+from elastic.contract.worker.beat import Doing
+from elastic.contract.worker.tensor_table import ALONE, Beside, Table
+
 from .checkpoint_scheduler import SnapshotPart
 from .session import Session
 

@@ -25,11 +25,12 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from ..checkpoint import interval as checkpoint_interval
-from ..checkpoint.layout import file_order
-from ..checkpoint.plain import tensors_named
-from ..checkpoint.shard_plan import beside_shards, split
-from ..contract.tensor_table import ALONE, Beside, Table
+from elastic.checkpoint import interval as checkpoint_interval
+from elastic.checkpoint.layout import file_order
+from elastic.checkpoint.plain import tensors_named
+from elastic.checkpoint.shard_plan import beside_shards, split
+from elastic.contract.worker.tensor_table import ALONE, Beside, Table
+
 from . import gc_pause
 from .session import GenerationEnded
 from .snapshot_cost import SnapshotCost

@@ -13,7 +13,7 @@ from typing import Protocol, cast
 
 import torch
 
-from ..contract.beat import Doing
+from elastic.contract.worker.beat import Doing
 
 MOST_STEPS = 8
 """Steps under way on the device; of a host that is further ahead the oldest are not measured."""

@@ -17,7 +17,8 @@ import torch
 import xxhash
 from torch import nn
 
-from ..contract.messages import GradientRow, GradientSample
+from elastic.contract.worker.messages import GradientRow, GradientSample
+
 from . import torch_private
 
 ROWS = 300

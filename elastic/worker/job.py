@@ -13,8 +13,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..contract.messages import GradientSample, LoggedRow
-from ..contract.timeouts import QUIET_S
+from elastic.contract.timeouts import QUIET_S
+from elastic.contract.worker.messages import GradientSample, LoggedRow
+
 from .comm import comm_hooks, ddp, ddp_models
 from .comm.p2p import control_device
 from .comm.powersgd import PowerSGD

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ..contract.timeouts import QUIET_S
+from elastic.contract.timeouts import QUIET_S
+
 from . import evaluation, shared_values
 from .comm.errors import is_communication_error
 from .comm.p2p import control_device

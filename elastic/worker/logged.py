@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from ..contract.messages import LoggedRow
+from elastic.contract.worker.messages import LoggedRow
+
 from .misuse import MisuseTypeError, MisuseValueError
 
 KEPT_ROWS = 1000

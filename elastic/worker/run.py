@@ -14,10 +14,11 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from ..checkpoint.interval import IntervalRule
-from ..contract import messages
-from ..contract.beat import Doing
-from ..contract.worker_config import SLOT, RankVariables, WorkerConfig, variable
+from elastic.checkpoint.interval import IntervalRule
+from elastic.contract.worker import messages
+from elastic.contract.worker.beat import Doing
+from elastic.contract.worker.worker_config import SLOT, RankVariables, WorkerConfig, variable
+
 from . import misuse
 from .agent_snapshots import AgentSnapshots
 from .building import build

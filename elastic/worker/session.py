@@ -19,10 +19,10 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from ..contract import messages
-from ..contract.beat import PAGE_BYTES, PULSE_S, BeatPage, Doing
-from ..contract.messages import AbortGroup, Finish, Form, Message, SaveSoon, StopAtStep
-from ..util.descriptors import receive
+from elastic.contract.worker import messages
+from elastic.contract.worker.beat import PAGE_BYTES, PULSE_S, BeatPage, Doing
+from elastic.contract.worker.messages import AbortGroup, Finish, Form, Message, SaveSoon, StopAtStep
+from elastic.util.descriptors import receive
 
 CHANNEL_ENV = "ELASTIC_CHANNEL_FD"
 PAGE_ENV = "ELASTIC_BEAT_FD"

@@ -15,8 +15,9 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from ..checkpoint.dtypes import code_of, dtype_of, nbytes_of
-from ..contract.tensor_table import Table, TensorInfo
+from elastic.checkpoint.dtypes import code_of, dtype_of, nbytes_of
+from elastic.contract.worker.tensor_table import Table, TensorInfo
+
 from .comm import p2p
 from .misuse import MisuseTypeError, MisuseValueError
 from .state import broadcast

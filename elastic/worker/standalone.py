@@ -9,10 +9,11 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from ..checkpoint.interval import IntervalRule
-from ..checkpoint.saver import LocalSaver, next_generation
-from ..contract.messages import GradientSample, LoggedRow
-from ..contract.origin import Origin
+from elastic.checkpoint.interval import IntervalRule
+from elastic.checkpoint.saver import LocalSaver, next_generation
+from elastic.contract.origin import Origin
+from elastic.contract.worker.messages import GradientSample, LoggedRow
+
 from .building import build
 from .checkpoint_scheduler import CheckpointScheduler, RankPosition, SnapshotPart
 from .comm.kept_group import group_is_over, kept_group

@@ -14,7 +14,7 @@ from support.wait import eventually
 
 from elastic.checkpoint import find
 from elastic.contract.agent_files import AgentOrders
-from elastic.contract.records import Phase
+from elastic.contract.records.job_records import Phase
 
 pytestmark = [pytest.mark.etcd, pytest.mark.chaos]
 

@@ -10,7 +10,7 @@ from support.agents import Job
 from support.wait import eventually
 
 from elastic.checkpoint import find
-from elastic.contract.records import Phase
+from elastic.contract.records.job_records import Phase
 
 pytestmark = [pytest.mark.etcd, pytest.mark.chaos]
 

@@ -8,7 +8,7 @@ import pytest
 from support.agents import Job
 from support.wait import eventually
 
-from elastic.contract.records import JobState, Phase
+from elastic.contract.records.job_records import JobState, Phase
 from elastic.contract.timeouts import Timeouts
 
 pytestmark = [pytest.mark.etcd, pytest.mark.chaos]

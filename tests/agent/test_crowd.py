@@ -9,9 +9,9 @@ import pytest
 from support.etcd_server import EtcdServer
 from support.source import ROOT
 
+from elastic.contract.job.spec import JobSpec
 from elastic.contract.keys import ClusterKeys
-from elastic.contract.records import GenerationRecord, SpecRecord, decode, encode
-from elastic.contract.spec import JobSpec
+from elastic.contract.records.job_records import GenerationRecord, SpecRecord, decode, encode
 from elastic.etcd.client import Etcd
 
 pytestmark = pytest.mark.etcd

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from elastic.agent.pool import Exited
 from elastic.agent.worker_error import MESSAGE_CHARS, TRACEBACK_CHARS, read_error
-from elastic.contract.records import BrokenRecord, WorkerError, decode, encode
+from elastic.contract.records.job_records import BrokenRecord, WorkerError, decode, encode
 
 TEXT = st.text(st.characters(), max_size=20) | st.just("\ud800")
 JSON = st.recursive(

@@ -23,10 +23,10 @@ from elastic.agent.write_queue import Write, WriteQueue
 from elastic.checkpoint.errors import CheckpointError
 from elastic.checkpoint.names import tmp_name
 from elastic.checkpoint.remote import RemoteError
-from elastic.contract.decoding import Member
+from elastic.contract.job.spec import Checkpoint, JobSpec
 from elastic.contract.keys import ClusterKeys
-from elastic.contract.rank_records import RanksRecord
-from elastic.contract.records import (
+from elastic.contract.records.decoding import Member
+from elastic.contract.records.job_records import (
     BrokenRecord,
     Cause,
     GenerationRecord,
@@ -40,7 +40,7 @@ from elastic.contract.records import (
     decode,
     encode,
 )
-from elastic.contract.spec import Checkpoint, JobSpec
+from elastic.contract.records.rank_records import RanksRecord
 from elastic.etcd.client import EtcdUnavailable
 from elastic.recovery.effects import Publish, PutState
 from elastic.recovery.events import Event, PublishFailed

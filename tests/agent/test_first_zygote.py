@@ -22,8 +22,8 @@ from elastic.agent import first_zygote, worker_env
 from elastic.agent.first_zygote import FirstZygote
 from elastic.agent.zygote import Zygote
 from elastic.contract.agent_files import MARK_ENV
-from elastic.contract.messages import Preload
-from elastic.contract.records import Phase
+from elastic.contract.records.job_records import Phase
+from elastic.contract.worker.messages import Preload
 
 pytestmark = [pytest.mark.etcd, pytest.mark.chaos]
 

@@ -18,10 +18,18 @@ from support.jobs import policy
 from elastic.agent.loop import AgentLoop
 from elastic.agent.pool import Pool
 from elastic.contract.agent_files import AgentConfig, EtcdAccess
+from elastic.contract.job.spec import JobSpec
 from elastic.contract.keys import ClusterKeys
-from elastic.contract.messages import Preload
-from elastic.contract.records import GenerationNode, GenerationRecord, JobState, MemberRecord, Phase, SpecRecord, encode
-from elastic.contract.spec import JobSpec
+from elastic.contract.records.job_records import (
+    GenerationNode,
+    GenerationRecord,
+    JobState,
+    MemberRecord,
+    Phase,
+    SpecRecord,
+    encode,
+)
+from elastic.contract.worker.messages import Preload
 from elastic.etcd.client import KV, View
 from elastic.etcd.types import Refusal
 from elastic.recovery.model import Agent, changed

@@ -37,8 +37,8 @@ from elastic.agent import gpu_gate, gpu_selftest, worker_env
 from elastic.agent.gpu_gate import Gate
 from elastic.agent.pool import Pool
 from elastic.contract.agent_files import AgentConfig, EtcdAccess
-from elastic.contract.messages import Preload
-from elastic.contract.spec import JobSpec
+from elastic.contract.job.spec import JobSpec
+from elastic.contract.worker.messages import Preload
 from elastic.worker.boot import fork_safety, zygote
 from elasticd import host
 from elasticd.gpus import TESTING, Health, _same, self_test

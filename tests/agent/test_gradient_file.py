@@ -9,7 +9,7 @@ import pytest
 
 from elastic.agent.gradient_file import MOST_ROWS, GradientFile, collapsed
 from elastic.contract.agent_files import GRADIENTS_BYTES
-from elastic.contract.messages import GradientRow, GradientSample
+from elastic.contract.worker.messages import GradientRow, GradientSample
 from elasticd.api import debug_routes
 from elasticd.folders import Folder
 

@@ -25,11 +25,11 @@ from elastic.agent import hang_detector, stacks
 from elastic.agent.hang_detector import HangDetector
 from elastic.agent.pool import Process
 from elastic.agent.stacks import NO_NATIVE, UNREAD
-from elastic.contract.beat import PAGE_BYTES, BeatPage, Doing
-from elastic.contract.decoding import Member
-from elastic.contract.records import GenerationNode, GenerationRecord, MemberRecord
-from elastic.contract.spec import Hang
-from elastic.contract.standings import Standing
+from elastic.contract.job.spec import Hang
+from elastic.contract.records.decoding import Member
+from elastic.contract.records.job_records import GenerationNode, GenerationRecord, MemberRecord
+from elastic.contract.records.standings import Standing
+from elastic.contract.worker.beat import PAGE_BYTES, BeatPage, Doing
 from elastic.recovery.events import Event, GroupStuck, RanksStill, WorkerUnhealthy
 from elastic.recovery.hang_rules import Unhealthy
 from elastic.recovery.model import Worker

@@ -11,7 +11,7 @@ from support.agents import Job
 from support.incidents import check_incident
 from support.wait import eventually, stretched
 
-from elastic.contract.records import Phase, encode
+from elastic.contract.records.job_records import Phase, encode
 
 pytestmark = [pytest.mark.etcd, pytest.mark.chaos]
 

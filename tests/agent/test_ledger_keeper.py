@@ -11,9 +11,9 @@ import pytest
 from support.jobs import generation, member, place, policy, view
 
 from elastic.agent.ledger import LedgerKeeper
-from elastic.contract.beat import PAGE_BYTES, Beat, BeatPage, Doing
-from elastic.contract.ledger import Bucket, Ledger
-from elastic.contract.records import Phase, ProgressRecord
+from elastic.contract.records.job_records import Phase, ProgressRecord
+from elastic.contract.records.ledger import Bucket, Ledger
+from elastic.contract.worker.beat import PAGE_BYTES, Beat, BeatPage, Doing
 from elastic.recovery.events import Tick, WorkerFormed
 from elastic.recovery.ledger_view import seen
 from elastic.recovery.model import Agent, Worker, changed

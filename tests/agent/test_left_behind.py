@@ -15,8 +15,8 @@ from elastic.agent import rank_ledgers, starting
 from elastic.agent.status import left_behind
 from elastic.contract.agent_files import LEFT, AgentConfig, AgentStatus, EtcdAccess
 from elastic.contract.keys import ClusterKeys
-from elastic.contract.rank_records import RanksRecord
-from elastic.contract.records import ProgressRecord
+from elastic.contract.records.job_records import ProgressRecord
+from elastic.contract.records.rank_records import RanksRecord
 from elastic.etcd.client import KV, Etcd, EtcdUnavailable
 from elasticd.agents import Agents
 from elasticd.errors import CannotStart

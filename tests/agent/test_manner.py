@@ -11,7 +11,7 @@ from support.agents import Job
 from support.printed import printed
 from support.scripts import EPOCH
 
-from elastic.contract.records import Phase
+from elastic.contract.records.job_records import Phase
 
 pytestmark = [pytest.mark.etcd, pytest.mark.chaos]
 

@@ -16,9 +16,9 @@ from support.wait import eventually
 
 from elastic.agent import event_file, metric_files
 from elastic.agent.metric_files import MetricFiles, MetricWriter, published
-from elastic.contract import messages
-from elastic.contract.messages import LoggedRow
-from elastic.contract.records import ProgressRecord, decode, encode
+from elastic.contract.records.job_records import ProgressRecord, decode, encode
+from elastic.contract.worker import messages
+from elastic.contract.worker.messages import LoggedRow
 
 
 def row(step: int, **values: float) -> LoggedRow:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.agents import Job
 
-from elastic.contract.records import Phase
+from elastic.contract.records.job_records import Phase
 
 pytestmark = [pytest.mark.etcd, pytest.mark.chaos]
 

@@ -8,7 +8,7 @@ import pytest
 from support.fake_etcd import FakeClient, FakeServer
 
 from elastic.contract.agent_files import EtcdAccess
-from elastic.contract.records import GenerationNode, GenerationRecord, decode, encode
+from elastic.contract.records.job_records import GenerationNode, GenerationRecord, decode, encode
 from elastic.etcd.client import EtcdUnavailable
 from elastic.torchrun.participant import RendezvousParticipant
 from elastic.torchrun.settings import Conf, TorchrunSettings

@@ -28,7 +28,7 @@ from elastic.agent.descendants import Descendants
 from elastic.agent.pool import Exited, Pool, PoolEvent, WorkerMessage, ZygoteUp
 from elastic.agent.worker_error import read_error
 from elastic.agent.zygote import ZygoteUnfit
-from elastic.contract.messages import Forked, ForkRefused, GroupClosed, Preload, SaveSoon, ScriptEnded, encode
+from elastic.contract.worker.messages import Forked, ForkRefused, GroupClosed, Preload, SaveSoon, ScriptEnded, encode
 from elastic.worker.session import CHANNEL_ENV
 
 

@@ -10,7 +10,7 @@ from support.agents import Job
 from support.printed import printed
 from support.scripts import EPOCH
 
-from elastic.contract.records import Phase
+from elastic.contract.records.job_records import Phase
 from elasticd.diagnosis.verdict import judge
 
 pytestmark = [pytest.mark.etcd, pytest.mark.chaos]

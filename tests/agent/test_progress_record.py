@@ -10,9 +10,9 @@ from support.jobs import generation, member, place, policy, view
 
 from elastic.agent.saver import SaveStatus
 from elastic.agent.status import Gauge, progress, rank_rows
-from elastic.contract.beat import PAGE_BYTES, BeatPage
 from elastic.contract.keys import ClusterKeys
-from elastic.contract.records import ProgressRecord, encode
+from elastic.contract.records.job_records import ProgressRecord, encode
+from elastic.contract.worker.beat import PAGE_BYTES, BeatPage
 from elastic.recovery.model import Agent, Worker, changed
 from elastic.recovery.transitions import Stage
 from elastic.recovery.view import JobView

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from support.jobs import generation, member, place, policy, view
 
 from elastic.agent.rank_ledgers import RankLedgers, left_behind
-from elastic.contract.beat import PAGE_BYTES, Beat, BeatPage, Doing
-from elastic.contract.ledger import Bucket
-from elastic.contract.rank_records import RanksRecord, every_s
-from elastic.contract.records import Phase, RankRow
+from elastic.contract.records.job_records import Phase, RankRow
+from elastic.contract.records.ledger import Bucket
+from elastic.contract.records.rank_records import RanksRecord, every_s
 from elastic.contract.step_parts import StepParts
+from elastic.contract.worker.beat import PAGE_BYTES, Beat, BeatPage, Doing
 from elastic.recovery.events import Tick, WorkerFormed
 from elastic.recovery.model import Agent, Worker, changed
 from elastic.recovery.transitions import Stage

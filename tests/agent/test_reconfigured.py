@@ -9,7 +9,7 @@ from support.agents import Job
 from support.forming import needs_reconfigure
 from support.wait import eventually
 
-from elastic.contract.records import Phase
+from elastic.contract.records.job_records import Phase
 from elastic.worker import torch_private
 
 pytestmark = [pytest.mark.etcd, pytest.mark.chaos]

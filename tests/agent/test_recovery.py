@@ -9,7 +9,7 @@ import pytest
 from support.agents import Job
 from support.wait import eventually
 
-from elastic.contract.records import Phase
+from elastic.contract.records.job_records import Phase
 from elastic.contract.timeouts import Timeouts
 
 pytestmark = [pytest.mark.etcd, pytest.mark.chaos]

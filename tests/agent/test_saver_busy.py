@@ -9,8 +9,8 @@ import pytest
 from elastic.agent.saver import MAX_KEPT, Saver
 from elastic.checkpoint import orders
 from elastic.checkpoint.client import Busy
-from elastic.contract import messages
-from elastic.contract.spec import Checkpoint
+from elastic.contract.job.spec import Checkpoint
+from elastic.contract.worker import messages
 
 
 class Writer:

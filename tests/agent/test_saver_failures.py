@@ -17,8 +17,8 @@ from elastic.checkpoint import orders
 from elastic.checkpoint.arena import Arena
 from elastic.checkpoint.errors import ArenaError
 from elastic.checkpoint.failures import ESCALATE_AFTER
-from elastic.contract import messages
-from elastic.contract.spec import Checkpoint
+from elastic.contract.job.spec import Checkpoint
+from elastic.contract.worker import messages
 from elastic.recovery.model import Agent, FormedState, changed
 
 

@@ -10,10 +10,10 @@ from msgspec.structs import replace
 from support.jobs import generation, member, place, policy, view
 
 from elastic.agent.standstill import Others, with_stillness
-from elastic.contract.decoding import Member
-from elastic.contract.records import BrokenRecord, JobState, MemberRecord, Phase, ProgressRecord
-from elastic.contract.spec import Hang
-from elastic.contract.standings import Standing, Stillness
+from elastic.contract.job.spec import Hang
+from elastic.contract.records.decoding import Member
+from elastic.contract.records.job_records import BrokenRecord, JobState, MemberRecord, Phase, ProgressRecord
+from elastic.contract.records.standings import Standing, Stillness
 from elastic.recovery.model import Agent, Worker, changed
 from elastic.recovery.stillness import StillRank
 from elastic.recovery.transitions import Stage

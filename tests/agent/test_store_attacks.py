@@ -14,7 +14,7 @@ from support.wait import eventually
 from torch._C._distributed_c10d import TCPStore
 
 from elastic.agent.store import LIMIT_NBYTES
-from elastic.contract.records import GenerationRecord
+from elastic.contract.records.job_records import GenerationRecord
 from elastic.contract.timeouts import Timeouts
 
 pytestmark = [pytest.mark.etcd, pytest.mark.chaos]

@@ -8,7 +8,7 @@ import pytest
 from support.agents import Job
 from support.wait import eventually
 
-from elastic.contract.records import Phase
+from elastic.contract.records.job_records import Phase
 
 pytestmark = pytest.mark.etcd
 

@@ -22,7 +22,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from elastic.contract.keys import ClusterKeys
-from elastic.contract.records import GenerationRecord, decode
+from elastic.contract.records.job_records import GenerationRecord, decode
 from elastic.etcd.client import Etcd, EtcdUnavailable, TxnResult, View
 from elastic.torchrun.handler import create_handler
 from elastic.torchrun.rendezvous import EtcdRendezvousHandler

@@ -10,7 +10,7 @@ from support.jobs import generation, place, policy
 from elastic.agent.pool import Pool
 from elastic.agent.saver import SaveStatus
 from elastic.agent.status import SLOW_S, Gauge, progress
-from elastic.contract.records import ProgressRecord
+from elastic.contract.records.job_records import ProgressRecord
 from elastic.recovery.model import Agent, Worker, changed
 from elastic.recovery.transitions import Stage
 

@@ -20,8 +20,8 @@ from elastic.agent.children import PR_SET_CHILD_SUBREAPER
 from elastic.agent.pool import Exited, Pool, PoolEvent, ZygoteUp
 from elastic.agent.zygote import ZygoteUnfit
 from elastic.contract.agent_files import AgentConfig, EtcdAccess
-from elastic.contract.messages import Preload
-from elastic.contract.spec import JobSpec
+from elastic.contract.job.spec import JobSpec
+from elastic.contract.worker.messages import Preload
 
 pytestmark = pytest.mark.slow
 

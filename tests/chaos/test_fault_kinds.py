@@ -23,7 +23,7 @@ import elastic  # noqa: F401 - likewise
 from elastic.agent import stacks
 from elastic.agent.process import Exited
 from elastic.agent.worker_error import last_lines, read_error
-from elastic.contract.records import IncidentRecord
+from elastic.contract.records.job_records import IncidentRecord
 from elastic.contract.texts import one_line
 from elastic.worker.boot import bootstrap
 from elasticd.diagnosis.verdict import Verdict, VerdictContext

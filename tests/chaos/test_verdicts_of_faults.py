@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from chaos.random_faults import ANYWHERE, CLASSES, ON_A_NETWORK, ONE_INCIDENT, PERHAPS
 
-from elastic.contract.records import IncidentRecord
+from elastic.contract.records.job_records import IncidentRecord
 from elasticd.diagnosis.verdict import judge
 
 STOPPED = ["process is stopped (state T) and silent for 2.1 s", "no progress for 4.0 s while computing at step 9; …"]

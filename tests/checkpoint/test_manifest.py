@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from elastic.checkpoint import manifest as m
 from elastic.checkpoint.shard_plan import assign_shards, newest_whole
 from elastic.checkpoint.write import digest
-from elastic.contract.tensor_table import TensorInfo
+from elastic.contract.worker.tensor_table import TensorInfo
 
 
 def shard(number: int = 0, shards: int = 1, name: str = "w") -> m.Shard:

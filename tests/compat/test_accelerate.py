@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import elastic
-from elastic.contract.records import Phase
+from elastic.contract.records.job_records import Phase
 from elastic.integrations.accelerate import Accelerator
 
 SCRIPT = pathlib.Path(__file__).parent / "scripts" / "accelerate_loop.py"

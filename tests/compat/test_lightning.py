@@ -9,7 +9,7 @@ import pytest
 from support.agents import Job
 from support.wait import eventually
 
-from elastic.contract.records import Phase
+from elastic.contract.records.job_records import Phase
 
 SCRIPT = pathlib.Path(__file__).parent / "scripts" / "lightning_trainer.py"
 

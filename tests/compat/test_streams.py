@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from support.agents import Job
 
-from elastic.contract.records import Phase
+from elastic.contract.records.job_records import Phase
 
 SCRIPT = pathlib.Path(__file__).parent / "scripts" / "streams.py"
 FILES, EACH = 8, 16

@@ -13,7 +13,7 @@ import transformers
 from support.agents import Job
 from support.wait import eventually
 
-from elastic.contract.records import Phase
+from elastic.contract.records.job_records import Phase
 from elastic.integrations._schedule import Schedule
 from elastic.integrations._trainer_recovery import Recovery
 from elastic.integrations.transformers import ElasticMixin, Trainer, TrainingArguments

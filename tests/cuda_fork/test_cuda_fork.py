@@ -26,9 +26,9 @@ from elastic.agent.children import PR_SET_CHILD_SUBREAPER
 from elastic.agent.pool import Exited, Pool, PoolEvent, ZygoteUp
 from elastic.agent.zygote import ZygoteUnfit
 from elastic.contract.agent_files import AgentConfig, EtcdAccess
-from elastic.contract.messages import Preload
-from elastic.contract.records import Phase
-from elastic.contract.spec import JobSpec
+from elastic.contract.job.spec import JobSpec
+from elastic.contract.records.job_records import Phase
+from elastic.contract.worker.messages import Preload
 
 PYTHON = os.environ.get("ELASTIC_CUDA_PYTHON", "")
 ROOT = pathlib.Path(__file__).parents[2]

@@ -10,8 +10,8 @@ import structlog
 from support.fake_etcd import FakeClient, FakeServer
 
 from elastic.contract.keys import ClusterKeys
-from elastic.contract.node_records import AskedRecord, NodeRecord
-from elastic.contract.records import Failure, JobState, MemberRecord, Phase, SpecRecord, decode, encode
+from elastic.contract.records.job_records import Failure, JobState, MemberRecord, Phase, SpecRecord, decode, encode
+from elastic.contract.records.node_records import AskedRecord, NodeRecord
 from elastic.etcd.client import Etcd, EtcdUnavailable, TxnResult
 from elasticd.api import actions
 from elasticd.api.actions import Actions

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from support.pictures import job, progress, row, snapshot
 
-from elastic.contract.records import JobState, Phase, WorkerError
+from elastic.contract.records.job_records import JobState, Phase, WorkerError
 from elasticd import safe_text
 from elasticd.api import views
 from elasticd.api.views import Identity, Now

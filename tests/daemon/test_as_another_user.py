@@ -15,10 +15,18 @@ from support import pictures
 from support.door import Door
 from support.wait import eventually
 
+from elastic.contract.job.spec import JobSpec
 from elastic.contract.keys import ClusterKeys
-from elastic.contract.node_records import EventRecord
-from elastic.contract.records import IncidentRecord, JobState, Phase, SpecRecord, WorkerError, decode, encode
-from elastic.contract.spec import JobSpec
+from elastic.contract.records.job_records import (
+    IncidentRecord,
+    JobState,
+    Phase,
+    SpecRecord,
+    WorkerError,
+    decode,
+    encode,
+)
+from elastic.contract.records.node_records import EventRecord
 from elasticd.api import actions
 from elasticd.authority import UNKNOWN
 from elasticd.ctl import main as ctl

@@ -8,10 +8,17 @@ from dataclasses import dataclass, field, replace
 import msgspec
 import pytest
 
-from elastic.contract.decoding import Member
-from elastic.contract.node_records import CordonRecord, DrainRecord, NodeRecord
-from elastic.contract.records import GenerationNode, GenerationRecord, JobState, MemberRecord, Phase, SpecRecord
-from elastic.contract.spec import JobSpec
+from elastic.contract.job.spec import JobSpec
+from elastic.contract.records.decoding import Member
+from elastic.contract.records.job_records import (
+    GenerationNode,
+    GenerationRecord,
+    JobState,
+    MemberRecord,
+    Phase,
+    SpecRecord,
+)
+from elastic.contract.records.node_records import CordonRecord, DrainRecord, NodeRecord
 from elasticd.assignment import Assignment, plan
 from elasticd.cluster import Cluster, Job, Node, slots_wanted
 from elasticd.reconcile import Silent

@@ -10,8 +10,8 @@ from structlog.testing import capture_logs
 from support.fake_etcd import FakeClient, FakeServer
 
 from elastic.contract.keys import ClusterKeys
-from elastic.contract.node_records import EventRecord
-from elastic.contract.records import decode
+from elastic.contract.records.job_records import decode
+from elastic.contract.records.node_records import EventRecord
 from elastic.etcd.client import Etcd
 from elasticd import audit
 from elasticd.audit import Audit

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.contract.records import SpecRecord
-from elastic.contract.spec import JobSpec
+from elastic.contract.job.spec import JobSpec
+from elastic.contract.records.job_records import SpecRecord
 from elasticd.accounts import Accounts, Looked
 from elasticd.api import routes
 from elasticd.authority import UNKNOWN, Account, Authority, Peer

@@ -21,8 +21,8 @@ from support.wait import eventually
 
 from elastic.contract.agent_files import AgentStatus
 from elastic.contract.keys import ClusterKeys
-from elastic.contract.node_records import EventRecord
-from elastic.contract.records import decode
+from elastic.contract.records.job_records import decode
+from elastic.contract.records.node_records import EventRecord
 from elasticd import launch
 from elasticd.agents import Agents, Running
 from elasticd.api import node_routes

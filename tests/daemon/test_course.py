@@ -16,8 +16,8 @@ from support.pages import EVIL, Seen
 from support.pictures import job, progress, snapshot
 
 from elastic.contract.agent_files import History, Point
-from elastic.contract.ledger import Bucket, Ledger
-from elastic.contract.records import IncidentRecord, JobState, Phase, WorkerError
+from elastic.contract.records.job_records import IncidentRecord, JobState, Phase, WorkerError
+from elastic.contract.records.ledger import Bucket, Ledger
 from elasticd.api import course as answers
 from elasticd.api import routes, views
 from elasticd.ctl import course

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from support.pictures import job, progress, row, snapshot
 
-from elastic.contract.rank_records import RanksRecord, RankTimes
+from elastic.contract.records.rank_records import RanksRecord, RankTimes
 from elasticd.api import views
 from elasticd.api.views import Now
 from elasticd.ctl import top as ctl_top

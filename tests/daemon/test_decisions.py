@@ -10,10 +10,10 @@ import msgspec
 import pytest
 
 from elastic.contract.agent_files import AgentStatus
-from elastic.contract.decoding import Member
+from elastic.contract.job.spec import JobSpec, Restarts
 from elastic.contract.keys import ClusterKeys
-from elastic.contract.node_records import CordonRecord, DrainRecord, NodeRecord
-from elastic.contract.records import (
+from elastic.contract.records.decoding import Member
+from elastic.contract.records.job_records import (
     BrokenRecord,
     Failure,
     IncidentRecord,
@@ -23,7 +23,7 @@ from elastic.contract.records import (
     SpecRecord,
     encode,
 )
-from elastic.contract.spec import JobSpec, Restarts
+from elastic.contract.records.node_records import CordonRecord, DrainRecord, NodeRecord
 from elastic.recovery.restart_budget import BAD_NODE_FAILURES, charge
 from elasticd import logs, reconcile
 from elasticd.cluster import Cluster, ClusterReader, Job, Node

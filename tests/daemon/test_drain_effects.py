@@ -8,9 +8,9 @@ import msgspec
 import pytest
 from support.pictures import SPEC, job, snapshot
 
-from elastic.contract.node_records import DrainRecord, NodeRecord
-from elastic.contract.records import JobState, Phase, SpecRecord
-from elastic.contract.spec import Checkpoint
+from elastic.contract.job.spec import Checkpoint
+from elastic.contract.records.job_records import JobState, Phase, SpecRecord
+from elastic.contract.records.node_records import DrainRecord, NodeRecord
 from elasticd.cluster import Cluster, Job, Node
 from elasticd.drain_effects import effects
 

@@ -17,10 +17,10 @@ from support.door import Door
 from support.pictures import job, snapshot
 
 from elastic.contract.agent_files import AgentConfig, AgentOrders, EtcdAccess
+from elastic.contract.job.spec import JobSpec
 from elastic.contract.keys import ClusterKeys
-from elastic.contract.node_records import DrainRecord
-from elastic.contract.records import JobState, Phase, SpecRecord, encode
-from elastic.contract.spec import JobSpec
+from elastic.contract.records.job_records import JobState, Phase, SpecRecord, encode
+from elastic.contract.records.node_records import DrainRecord
 from elasticd import reconcile
 from elasticd.agents import Running
 from elasticd.api import views

@@ -22,7 +22,7 @@ from support.daemons import Node, Nodes, rss_mb
 from support.etcd_server import EtcdServer
 from support.wait import eventually, holds, stretched
 
-from elastic.contract.records import PROTOCOL
+from elastic.contract.records.job_records import PROTOCOL
 from elastic.etcd.client import Etcd
 from elasticd.settings import HttpSettings
 

@@ -10,10 +10,10 @@ import msgspec
 import pytest
 
 from elastic.agent import worker_env
-from elastic.contract import messages
 from elastic.contract.agent_files import AgentConfig, EtcdAccess
-from elastic.contract.spec import Checkpoint, JobSpec
-from elastic.contract.worker_config import WorkerConfig
+from elastic.contract.job.spec import Checkpoint, JobSpec
+from elastic.contract.worker import messages
+from elastic.contract.worker.worker_config import WorkerConfig
 from elasticd import launch
 
 

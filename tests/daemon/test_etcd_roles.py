@@ -15,9 +15,9 @@ from support.source import ROOT
 from support.wait import eventually, holds
 
 from elastic.contract.agent_files import EtcdAccess
+from elastic.contract.job.spec import JobSpec
 from elastic.contract.keys import ClusterKeys
-from elastic.contract.records import JobState, SpecRecord, encode
-from elastic.contract.spec import JobSpec
+from elastic.contract.records.job_records import JobState, SpecRecord, encode
 from elastic.etcd.client import Etcd, EtcdDenied, EtcdError
 from elasticd.asks import answers_to, asks_of
 

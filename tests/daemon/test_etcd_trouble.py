@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import structlog
 
-from elastic.contract.node_records import NodeRecord
+from elastic.contract.records.node_records import NodeRecord
 from elastic.etcd.client import Etcd, MemberHealth, View
 from elasticd import loop as loops
 from elasticd import reconcile

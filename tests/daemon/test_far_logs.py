@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from elastic.contract.records import Phase
+from elastic.contract.records.job_records import Phase
 from elasticd.api import log_routes
 from elasticd.api.remote_answers import Captured
 from elasticd.asks import MAX_BYTES, User

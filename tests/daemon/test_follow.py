@@ -9,7 +9,7 @@ import pytest
 from support.pictures import job, progress, snapshot
 
 from elastic.contract.origin import Origin
-from elastic.contract.records import JobState, Phase
+from elastic.contract.records.job_records import JobState, Phase
 from elasticd.api import views
 from elasticd.api.log_routes import PROGRESS_S, ProgressReports, _told
 from elasticd.api.views import Now

@@ -7,10 +7,10 @@ import json
 import pytest
 from support.pictures import job, progress, snapshot
 
-from elastic.contract.ledger import Bucket, Ledger
-from elastic.contract.rank_records import RanksRecord, RankTimes
-from elastic.contract.records import JobState, Phase
-from elastic.contract.standings import Stillness
+from elastic.contract.records.job_records import JobState, Phase
+from elastic.contract.records.ledger import Bucket, Ledger
+from elastic.contract.records.rank_records import RanksRecord, RankTimes
+from elastic.contract.records.standings import Stillness
 from elasticd.api import job_metrics, views
 from elasticd.api.views import Now
 from elasticd.diagnosis import goodput

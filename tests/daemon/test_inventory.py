@@ -15,8 +15,8 @@ from support.fake_etcd import FakeClient
 from support.pictures import job, snapshot
 
 from elastic.contract.keys import ClusterKeys
-from elastic.contract.node_records import CordonRecord, DrainRecord, KnownNode, NodeRecord
-from elastic.contract.records import decode, encode
+from elastic.contract.records.job_records import decode, encode
+from elastic.contract.records.node_records import CordonRecord, DrainRecord, KnownNode, NodeRecord
 from elasticd.api import metrics, views
 from elasticd.api.doctor_routes import absent
 from elasticd.api.views import Identity, Now

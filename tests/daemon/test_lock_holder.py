@@ -15,7 +15,7 @@ from support.procs import Procs, alive
 from support.wait import eventually
 
 from elastic.contract.agent_files import MARK_ENV, AgentStatus, mark
-from elastic.contract.records import ProgressRecord, RankRow
+from elastic.contract.records.job_records import ProgressRecord, RankRow
 from elasticd import launch, shutdown
 from elasticd.main import main
 

@@ -15,7 +15,7 @@ from support.pictures import job, snapshot
 
 from elastic.agent import worker_env
 from elastic.contract.agent_files import AgentConfig, EtcdAccess
-from elastic.contract.records import IncidentRecord, JobState, Phase, WorkerError
+from elastic.contract.records.job_records import IncidentRecord, JobState, Phase, WorkerError
 from elasticd import log_privacy
 from elasticd.api import log_routes, views
 from elasticd.api.remote_answers import Captured

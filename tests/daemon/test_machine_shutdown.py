@@ -9,7 +9,7 @@ import pytest
 import structlog
 from support.pictures import job, snapshot
 
-from elastic.contract.node_records import DrainRecord
+from elastic.contract.records.node_records import DrainRecord
 from elasticd import machine_shutdown
 from elasticd.errors import Refused
 from elasticd.machine_shutdown import REASON, leave, ours

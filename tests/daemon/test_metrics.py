@@ -14,10 +14,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from support.pictures import SPEC, job, progress, row, snapshot
 
-from elastic.contract.ledger import STEP_S, Ledger, Spread
-from elastic.contract.node_records import NodeRecord
-from elastic.contract.rank_records import RanksRecord, RankTimes
-from elastic.contract.records import IncidentRecord, JobState, Phase, SpecRecord
+from elastic.contract.records.job_records import IncidentRecord, JobState, Phase, SpecRecord
+from elastic.contract.records.ledger import STEP_S, Ledger, Spread
+from elastic.contract.records.node_records import NodeRecord
+from elastic.contract.records.rank_records import RanksRecord, RankTimes
 from elastic.contract.step_parts import StepParts
 from elastic.etcd.client import MemberHealth
 from elasticd.api import metrics, routes, views

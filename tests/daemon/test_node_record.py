@@ -13,10 +13,10 @@ from support.accounts import own_user
 from support.fake_etcd import FakeClient, FakeServer
 
 from elastic.contract.agent_files import AgentConfig, AgentStatus, EtcdAccess
+from elastic.contract.job.spec import JobSpec
 from elastic.contract.keys import ClusterKeys
-from elastic.contract.node_records import NodeRecord
-from elastic.contract.records import JobState, Phase, SpecRecord, decode, encode
-from elastic.contract.spec import JobSpec
+from elastic.contract.records.job_records import JobState, Phase, SpecRecord, decode, encode
+from elastic.contract.records.node_records import NodeRecord
 from elastic.etcd.client import Etcd
 from elasticd import host
 from elasticd.agents import Agents, Running

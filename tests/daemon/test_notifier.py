@@ -19,7 +19,7 @@ from support import pictures
 from support.daemons import Nodes
 from support.wait import eventually
 
-from elastic.contract.records import JobState, Phase
+from elastic.contract.records.job_records import JobState, Phase
 from elasticd import config, masking, notifier, ownership
 from elasticd.errors import CannotStart, InvalidConfig
 from elasticd.notifier import Command, Notifier, NotSent, Webhook

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from support import pictures
 
 from elastic.contract.origin import Origin
-from elastic.contract.records import Failure, IncidentRecord, JobState, Phase
+from elastic.contract.records.job_records import Failure, IncidentRecord, JobState, Phase
 from elasticd.cluster import Job, Node
 from elasticd.occurrences import (
     FAILED_SETTLE_S,

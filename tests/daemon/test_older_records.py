@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import cast
 
 from elastic.contract.keys import ClusterKeys
-from elastic.contract.node_records import NodeRecord
+from elastic.contract.records.node_records import NodeRecord
 from elastic.etcd.client import KV, Refusal, View
 from elastic.etcd.stamps import Stamps
 from elasticd import older_records

@@ -26,8 +26,8 @@ from support.pages import EVIL, Seen
 from support.pictures import SPEC, job, progress, row, snapshot
 from support.wait import eventually
 
-from elastic.contract.node_records import EventRecord
-from elastic.contract.records import IncidentRecord, JobState, Phase, SpecRecord, WorkerError, encode
+from elastic.contract.records.job_records import IncidentRecord, JobState, Phase, SpecRecord, WorkerError, encode
+from elastic.contract.records.node_records import EventRecord
 from elasticd import config
 from elasticd.api import views
 from elasticd.errors import InvalidConfig, Refused

@@ -16,8 +16,8 @@ from support.pages import EVIL
 from support.pictures import job, progress, snapshot
 from support.wait import eventually
 
-from elastic.contract.node_records import EventRecord
-from elastic.contract.records import IncidentRecord, JobState, Phase, encode
+from elastic.contract.records.job_records import IncidentRecord, JobState, Phase, encode
+from elastic.contract.records.node_records import EventRecord
 from elasticd.api import views
 from elasticd.folders import Folder
 from elasticd.page import server

@@ -9,8 +9,8 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from elastic.contract.node_records import KnownNode
-from elastic.contract.records import GenerationNode, GenerationRecord, Phase
+from elastic.contract.records.job_records import GenerationNode, GenerationRecord, Phase
+from elastic.contract.records.node_records import KnownNode
 from elasticd import assignment
 from elasticd.assignment import RESERVED_AFTER_S, plan
 from elasticd.cluster import Cluster, Job, Node

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from elastic.contract.records import SpecRecord
-from elastic.contract.spec import JobSpec, parse_job
+from elastic.contract.job.spec import JobSpec, parse_job
+from elastic.contract.records.job_records import SpecRecord
 from elasticd.authority import Account
 from elasticd.cluster import Job
 from elasticd.errors import Refused

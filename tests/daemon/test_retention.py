@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.contract import agent_files
-from elastic.contract.decoding import Member
-from elastic.contract.records import JobState, MemberRecord, Phase, SpecRecord
-from elastic.contract.spec import JobSpec
+from elastic.contract.job.spec import JobSpec
+from elastic.contract.records.decoding import Member
+from elastic.contract.records.job_records import JobState, MemberRecord, Phase, SpecRecord
 from elasticd.cluster import Job
 from elasticd.retention import AGENT_FILES, DAY_S, YOUNG_S, JobFolder, RegularFile, Removal, forgettable, removals
 from elasticd.settings import RetentionSettings

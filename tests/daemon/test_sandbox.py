@@ -16,7 +16,7 @@ import pytest
 import structlog
 
 from elastic.contract.agent_files import AgentConfig, EtcdAccess
-from elastic.contract.spec import InvalidSpec, parse_job
+from elastic.contract.job.spec import InvalidSpec, parse_job
 from elastic.util.files import read_file, replace_file
 from elasticd import job_folders, launch, ownership, sandbox
 from elasticd.agents import Agents

@@ -15,10 +15,10 @@ from support.etcd_server import EtcdServer
 from support.wait import eventually, holds
 
 from elastic.contract.agent_files import EtcdAccess, JobKey
+from elastic.contract.job.spec import JobSpec
 from elastic.contract.keys import ClusterKeys
-from elastic.contract.node_records import DrainRecord
-from elastic.contract.records import JobState, Phase, SpecRecord, encode
-from elastic.contract.spec import JobSpec
+from elastic.contract.records.job_records import JobState, Phase, SpecRecord, encode
+from elastic.contract.records.node_records import DrainRecord
 from elastic.etcd.client import ClusterSigner, Etcd, JobSigner, Put, View
 
 pytestmark = pytest.mark.etcd

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 from support.pictures import job, progress, row, snapshot
 
-from elastic.contract.records import ProgressRecord, RankRow
+from elastic.contract.records.job_records import ProgressRecord, RankRow
 from elastic.contract.step_parts import StepParts
 from elasticd.api import job_metrics, views
 from elasticd.diagnosis import step_time

@@ -11,8 +11,8 @@ import pytest
 from support.pictures import job
 
 from elastic.contract.keys import KEPT_EVENTS, ClusterKeys
-from elastic.contract.node_records import DrainRecord, EventRecord, NodeRecord
-from elastic.contract.records import JobState, Phase, encode
+from elastic.contract.records.job_records import JobState, Phase, encode
+from elastic.contract.records.node_records import DrainRecord, EventRecord, NodeRecord
 from elastic.etcd.client import MemberHealth, Put
 from elasticd.api import event_routes
 from elasticd.cluster import Cluster, Job, Node

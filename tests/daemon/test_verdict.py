@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.contract.records import Cause, IncidentRecord, Phase, WorkerError
+from elastic.contract.records.job_records import Cause, IncidentRecord, Phase, WorkerError
 from elastic.contract.texts import one_line
 from elasticd.diagnosis import verdict
 from elasticd.diagnosis.rules import RULES

@@ -13,9 +13,9 @@ import pytest
 from support.pictures import job, progress, row, snapshot
 
 from elastic.contract.agent_files import AgentStatus
-from elastic.contract.node_records import WorkerRow
-from elastic.contract.records import JobState, Phase, SpecRecord, WorkerError
-from elastic.contract.spec import JobSpec
+from elastic.contract.job.spec import JobSpec
+from elastic.contract.records.job_records import JobState, Phase, SpecRecord, WorkerError
+from elastic.contract.records.node_records import WorkerRow
 from elasticd import reconcile
 from elasticd.api import metrics, views
 from elasticd.api.views import Identity, Now

@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 from support.pictures import job, snapshot
 
-from elastic.contract.records import JobState, Phase
+from elastic.contract.records.job_records import JobState, Phase
 from elasticd.api.log_routes import WAITS_S, Waits, _told, news
 from elasticd.assignment import Assignment
 from elasticd.published_state import Snapshot

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from support.pictures import job, progress, row, snapshot
 
 from elastic.contract.agent_files import AgentStatus
-from elastic.contract.decoding import Member
-from elastic.contract.node_records import AgentRow, CordonRecord, DrainRecord, NodeRecord
-from elastic.contract.records import Failure, JobState, MemberRecord, Phase
-from elastic.contract.spec import Checkpoint
-from elastic.contract.standings import Stillness
+from elastic.contract.job.spec import Checkpoint
+from elastic.contract.records.decoding import Member
+from elastic.contract.records.job_records import Failure, JobState, MemberRecord, Phase
+from elastic.contract.records.node_records import AgentRow, CordonRecord, DrainRecord, NodeRecord
+from elastic.contract.records.standings import Stillness
 from elastic.contract.step_parts import StepParts
 from elasticd import reconcile
 from elasticd.api import views

@@ -27,7 +27,7 @@ if missing := [name for name in NEEDED if not wheels.there(name)]:
 from support.agents import Job  # noqa: E402
 from support.wait import eventually  # noqa: E402
 
-from elastic.contract.records import Phase  # noqa: E402
+from elastic.contract.records.job_records import Phase  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.etcd, pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -27,7 +27,7 @@ def timed(act: Any) -> float:
 def snapshot(rank: int, world_size: int, port: int) -> Any:
     from elastic.checkpoint.arena import Arena
     from elastic.checkpoint.layout import arena_nbytes
-    from elastic.contract.tensor_table import TensorInfo
+    from elastic.contract.worker.tensor_table import TensorInfo
 
     tensors = [torch.randn(MB * 1_000_000 // 4 // 20, device="cuda") for _ in range(20)]
     table = tuple(TensorInfo(f"t{i}", "F32", tuple(t.shape), t.nbytes) for i, t in enumerate(tensors))
@@ -67,7 +67,7 @@ def changed_behind(rank: int, world_size: int, port: int) -> Any:
     """What is filled is what the stream had when `fill` was called, though kernels were still queued before it."""
     from elastic.checkpoint.arena import Arena
     from elastic.checkpoint.layout import arena_nbytes
-    from elastic.contract.tensor_table import TensorInfo
+    from elastic.contract.worker.tensor_table import TensorInfo
 
     values, buffer = torch.zeros(1 << 24, device="cuda"), torch.zeros(1 << 20, device="cuda")
     table = tuple(TensorInfo(n, "F32", tuple(t.shape), t.nbytes) for n, t in (("w", values), ("b", buffer)))

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from support.source import ROOT, tree, where
 
-from elastic.contract.spec import Restarts
+from elastic.contract.job.spec import Restarts
 
 
 def test_failures_that_the_fault_benchmark_allows_are_allowed() -> None:

@@ -26,9 +26,9 @@ PASSED_ON = {
 """module:function -> why it may catch everything, although it always raises it again or another in its place."""
 
 SLEEPS = {
-    "elasticd.guard:_end_children": "children that end come without an event where they are spared; with a deadline",
+    "elasticd.guard:_end_children": "no event tells of children that are spared; with a deadline",
     "elasticd.ctl.debug:_asked": "a command that asks again until a step is made; with a deadline",
-    "elastic.checkpoint.write:commit": "files of other hosts on a shared folder: there is no event; with a deadline",
+    "elastic.checkpoint.write:commit": "a shared folder gives no event of other hosts' files; with a deadline",
 }
 """module:function -> why it may sleep. Everything else waits for an event, with a deadline."""
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import msgspec
 from support.fake_etcd import FakeServer
 
-from elastic.contract import records
+from elastic.contract.job.spec import Checkpoint, JobSpec, Restarts
 from elastic.contract.keys import ClusterKeys
-from elastic.contract.records import GenerationRecord, JobState, Phase, SpecRecord, decode, encode
-from elastic.contract.spec import Checkpoint, JobSpec, Restarts
+from elastic.contract.records import job_records as records
+from elastic.contract.records.job_records import GenerationRecord, JobState, Phase, SpecRecord, decode, encode
 from elastic.etcd.client import Put
 from elastic.recovery.effects import Effect
 from elastic.recovery.events import Drain, Event, PeerDead, Undrain

@@ -8,12 +8,12 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Mapping
 
-from elastic.contract.phases import PHASES
+from elastic.contract.records.phases import PHASES
 from elastic.recovery.transitions import TABLE, Stage, Trigger
 
 HEAD = """# States
 
-Drawn from the tables of transitions in `elastic/recovery/transitions.py` and `elastic/contract/phases.py`: these are
+Drawn from the tables of transitions in `elastic/recovery/transitions.py` and `elastic/contract/records/phases.py`: these are
 all there are, and another pair of stage and trigger raises. `make test` fails when this file is out of date;
 `python -m simulation.diagram` (with `PYTHONPATH=tests`) draws it again.
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
-from elastic.contract.records import Phase
+from elastic.contract.records.job_records import Phase
 
 from .cluster import Cluster, Setting
 from .judge import Broken

@@ -6,8 +6,8 @@ import itertools
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from elastic.contract import messages
-from elastic.contract.records import GenerationRecord, IncidentRecord, JobState, Phase, decode
+from elastic.contract.records.job_records import GenerationRecord, IncidentRecord, JobState, Phase, decode
+from elastic.contract.worker import messages
 from elastic.recovery.effects import Effect, Kill, Publish, Send
 from elastic.recovery.events import Event, PeerDead
 from elastic.recovery.model import Agent

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from elastic.contract import messages
-from elastic.contract.records import BrokenRecord, GenerationRecord, IncidentRecord, MemberRecord
+from elastic.contract.records.job_records import BrokenRecord, GenerationRecord, IncidentRecord, MemberRecord
+from elastic.contract.worker import messages
 from elastic.recovery import effects as does
 from elastic.recovery import events
 

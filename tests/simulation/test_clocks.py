@@ -9,7 +9,7 @@ import structlog
 from simulation.cluster import Cluster, Setting
 from simulation.run import silent
 
-from elastic.contract.records import IncidentRecord
+from elastic.contract.records.job_records import IncidentRecord
 
 STRUCK_S, SET_S = 5.0, 15.0
 HOUR_S = 3600.0

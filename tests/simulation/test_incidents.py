@@ -16,7 +16,7 @@ from simulation.run import many, silent
 from support.incidents import check_incident
 
 from elastic.contract.origin import Origin
-from elastic.contract.records import IncidentRecord, Phase, decode, encode
+from elastic.contract.records.job_records import IncidentRecord, Phase, decode, encode
 from elastic.etcd.client import Put
 from elastic.recovery.announce import SAVE_S
 from elastic.recovery.events import (

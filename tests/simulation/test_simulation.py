@@ -10,7 +10,7 @@ import pytest
 from simulation.histories import History, draw, family, late, leaving, play, starving
 from simulation.run import explain, many
 
-from elastic.contract.records import Phase
+from elastic.contract.records.job_records import Phase
 
 HISTORIES = 10_000
 FEW = 400

@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from elastic.contract import messages
 from elastic.contract.origin import Origin
-from elastic.contract.records import WorkerError
+from elastic.contract.records.job_records import WorkerError
+from elastic.contract.worker import messages
 from elastic.recovery.events import (
     CheckpointSaved,
     Event,

@@ -21,7 +21,7 @@ from pathlib import Path
 from support.agents import Job
 from support.wait import eventually
 
-from elastic.contract.records import IncidentRecord
+from elastic.contract.records.job_records import IncidentRecord
 
 SCRIPT = Path(__file__).parent.parent / "support" / "train_large.py"
 NO_END = 100_000_000

@@ -21,9 +21,9 @@ from support.wait import eventually
 from support.warm import forge
 
 from elastic.contract.agent_files import AgentConfig
+from elastic.contract.job.spec import parse_job
 from elastic.contract.keys import ClusterKeys
-from elastic.contract.records import GenerationRecord, IncidentRecord, JobState, SpecRecord, decode, encode
-from elastic.contract.spec import parse_job
+from elastic.contract.records.job_records import GenerationRecord, IncidentRecord, JobState, SpecRecord, decode, encode
 from elastic.contract.timeouts import Timeouts
 from elastic.etcd.client import Etcd, EtcdError
 

@@ -16,8 +16,9 @@ from typing import Any, Self
 import msgspec
 
 from elastic.contract.agent_files import AgentConfig, AgentStatus
+from elastic.contract.job.spec import parse_job
 from elastic.contract.keys import ClusterKeys
-from elastic.contract.records import (
+from elastic.contract.records.job_records import (
     GenerationRecord,
     IncidentRecord,
     JobState,
@@ -27,7 +28,6 @@ from elastic.contract.records import (
     decode,
     encode,
 )
-from elastic.contract.spec import parse_job
 from elastic.contract.timeouts import Timeouts
 from elastic.etcd.client import Etcd
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from elastic.checkpoint.arena import Arena
-from elastic.contract import messages
+from elastic.contract.worker import messages
 from elastic.worker.checkpoint_scheduler import SnapshotPart
 
 

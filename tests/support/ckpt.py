@@ -17,7 +17,7 @@ from elastic.checkpoint.layout import arena_nbytes
 from elastic.checkpoint.read import Into, load_newest
 from elastic.checkpoint.shard_plan import assign_shards
 from elastic.checkpoint.write import commit, write_shard
-from elastic.contract.tensor_table import Table, TensorInfo
+from elastic.contract.worker.tensor_table import Table, TensorInfo
 
 Tensors = dict[str, torch.Tensor]
 PIECE = 4096

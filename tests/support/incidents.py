@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from elastic.contract.records import IncidentRecord
+from elastic.contract.records.job_records import IncidentRecord
 from elastic.recovery.evidence import weight
 
 from .history import Commit, History

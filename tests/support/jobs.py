@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from elastic.contract.decoding import Member
-from elastic.contract.records import (
+from elastic.contract.job.spec import JobSpec
+from elastic.contract.records.decoding import Member
+from elastic.contract.records.job_records import (
     BrokenRecord,
     GenerationNode,
     GenerationRecord,
@@ -15,7 +16,6 @@ from elastic.contract.records import (
     Phase,
     SpecRecord,
 )
-from elastic.contract.spec import JobSpec
 from elastic.contract.timeouts import Timeouts
 from elastic.recovery.effects import Effect
 from elastic.recovery.events import Event, Tick

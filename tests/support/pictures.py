@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import msgspec
 
-from elastic.contract.decoding import Member
-from elastic.contract.node_records import KnownNode, NodeRecord
+from elastic.contract.job.spec import JobSpec
 from elastic.contract.origin import Origin
-from elastic.contract.records import (
+from elastic.contract.records.decoding import Member
+from elastic.contract.records.job_records import (
     GenerationNode,
     GenerationRecord,
     IncidentRecord,
@@ -20,7 +20,7 @@ from elastic.contract.records import (
     RankRow,
     SpecRecord,
 )
-from elastic.contract.spec import JobSpec
+from elastic.contract.records.node_records import KnownNode, NodeRecord
 from elasticd.cluster import Cluster, Job, Node
 from elasticd.published_state import Contact, Snapshot
 

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 from support.jobs import Machine, broken, generation, member, place, policy, view
 
-from elastic.contract.records import BrokenRecord, Phase
-from elastic.contract.spec import JobSpec
+from elastic.contract.job.spec import JobSpec
+from elastic.contract.records.job_records import BrokenRecord, Phase
 from elastic.recovery.effects import AddCauses, Effect, Leave, PutBroken, PutState
 from elastic.recovery.events import (
     Joined,

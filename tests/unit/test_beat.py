@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.contract.beat import PAGE_BYTES, BeatPage, Doing
+from elastic.contract.worker.beat import PAGE_BYTES, BeatPage, Doing
 
 
 @pytest.fixture

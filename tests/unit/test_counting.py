@@ -9,7 +9,7 @@ import pytest
 from support.jobs import member, view
 from unit.test_recovery import SPEC, Watched
 
-from elastic.contract.records import BrokenRecord, JobState, Phase, SpecRecord, WorkerError
+from elastic.contract.records.job_records import BrokenRecord, JobState, Phase, SpecRecord, WorkerError
 from elastic.recovery.effects import PutState
 from elastic.recovery.events import Joined, Start, Viewed, WorkerExited, WorkerReady
 from elastic.recovery.model import Agent

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.contract import env_file
+from elastic.contract.job import env_file
 
 
 @pytest.mark.parametrize(

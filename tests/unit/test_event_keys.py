@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from elastic.contract.keys import ClusterKeys
-from elastic.contract.node_records import EventRecord
-from elastic.contract.records import decode, encode
+from elastic.contract.records.job_records import decode, encode
+from elastic.contract.records.node_records import EventRecord
 
 
 def test_keys_of_events_sort_by_time() -> None:

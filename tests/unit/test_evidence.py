@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.contract.records import BrokenRecord, WorkerError
+from elastic.contract.records.job_records import BrokenRecord, WorkerError
 from elastic.recovery.evidence import KEPT_LOSSES, merged, weight
 
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 from support.jobs import Machine, broken, generation, member, place, policy, view
 
-from elastic.contract.records import GenerationRecord
-from elastic.contract.spec import JobSpec
+from elastic.contract.job.spec import JobSpec
+from elastic.contract.records.job_records import GenerationRecord
 from elastic.contract.timeouts import Timeouts
 from elastic.recovery.effects import Effect, Publish, PutMember
 from elastic.recovery.events import (

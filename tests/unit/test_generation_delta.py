@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from support.jobs import generation, place
 
-from elastic.contract.records import (
+from elastic.contract.records.job_records import (
     PROTOCOL,
     Changes,
     GenerationNode,

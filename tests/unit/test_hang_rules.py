@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from elastic.contract.beat import WITH_OTHERS, Beat, Doing
-from elastic.contract.spec import Hang
+from elastic.contract.job.spec import Hang
+from elastic.contract.worker.beat import WITH_OTHERS, Beat, Doing
 from elastic.recovery.hang_rules import (
     FARTHEST,
     IN_EXCHANGE,

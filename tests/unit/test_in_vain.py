@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from elastic.contract.records import BrokenRecord, JobState, Phase
-from elastic.contract.spec import Restarts
+from elastic.contract.job.spec import Restarts
+from elastic.contract.records.job_records import BrokenRecord, JobState, Phase
 from elastic.recovery.restart_budget import COMM, STORE, charge, in_vain
 
 RULES = Restarts(budget=4)

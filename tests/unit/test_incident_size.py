@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastic.contract.records import BrokenRecord, Cause, GenerationRecord, Loss, encode
+from elastic.contract.records.job_records import BrokenRecord, Cause, GenerationRecord, Loss, encode
 from elastic.recovery.incident import KEPT_CAUSES, Incident, drawn
 
 ETCD_BYTES = 1.5 * 2**20

@@ -8,9 +8,9 @@ import pytest
 from msgspec.structs import replace as replace_struct
 from support.jobs import generation, member, place, policy, view
 
+from elastic.contract.job.spec import JobSpec
 from elastic.contract.origin import Origin
-from elastic.contract.records import BrokenRecord, Cause, GenerationNode, IncidentRecord, Loss
-from elastic.contract.spec import JobSpec
+from elastic.contract.records.job_records import BrokenRecord, Cause, GenerationNode, IncidentRecord, Loss
 from elastic.recovery.effects import AddCauses
 from elastic.recovery.events import Viewed
 from elastic.recovery.incident import Closed, Incident, Sync, causes, supplemented

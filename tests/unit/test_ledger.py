@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.contract.ledger import UNCOUNTED_MS, Bucket, Ledger, Seen, advance, shares
+from elastic.contract.records.ledger import UNCOUNTED_MS, Bucket, Ledger, Seen, advance, shares
 
 SEEN = st.builds(
     Seen,

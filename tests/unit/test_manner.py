@@ -7,10 +7,10 @@ from dataclasses import replace
 import msgspec
 from support.jobs import generation, member, place, policy, view
 
-from elastic.contract import messages
-from elastic.contract.decoding import Member
-from elastic.contract.records import ProgressRecord
-from elastic.contract.spec import JobSpec
+from elastic.contract.job.spec import JobSpec
+from elastic.contract.records.decoding import Member
+from elastic.contract.records.job_records import ProgressRecord
+from elastic.contract.worker import messages
 from elastic.recovery.effects import (
     Effect,
     ForkPlain,

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.jobs import broken, generation, member, place, view
 
-from elastic.contract.decoding import Member
-from elastic.contract.records import BrokenRecord, GenerationRecord
+from elastic.contract.records.decoding import Member
+from elastic.contract.records.job_records import BrokenRecord, GenerationRecord
 from elastic.recovery.membership import (
     Change,
     NodeLimits,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from elastic.contract.decoding import Member
-from elastic.contract.records import GenerationNode, GenerationRecord, MemberRecord
+from elastic.contract.records.decoding import Member
+from elastic.contract.records.job_records import GenerationNode, GenerationRecord, MemberRecord
 from elastic.recovery.membership import Change, NodeLimits, Wait, next_generation
 from elastic.recovery.view import JobView
 

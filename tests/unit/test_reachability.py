@@ -8,8 +8,8 @@ from collections.abc import Collection
 
 import pytest
 
-from elastic.contract.decoding import Member
-from elastic.contract.records import BrokenRecord, GenerationNode, GenerationRecord, MemberRecord
+from elastic.contract.records.decoding import Member
+from elastic.contract.records.job_records import BrokenRecord, GenerationNode, GenerationRecord, MemberRecord
 from elastic.recovery import reachability
 from elastic.recovery.membership import Change, NodeLimits, Wait, cut_off, leader, next_generation, watch_list
 from elastic.recovery.view import JobView

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from elastic.contract.job.spec import JobSpec
 from elastic.contract.keys import ClusterKeys
-from elastic.contract.records import (
+from elastic.contract.records.job_records import (
     BrokenRecord,
     GenerationNode,
     GenerationRecord,
@@ -24,7 +25,6 @@ from elastic.contract.records import (
     SpecRecord,
     encode,
 )
-from elastic.contract.spec import JobSpec
 from elastic.recovery import view
 from elastic.recovery.view import JobReader, JobView
 

@@ -9,8 +9,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from elastic.contract.rank_records import RanksRecord
-from elastic.contract.records import IncidentRecord, JobState, MemberRecord, ProgressRecord, Record, decode, encode
+from elastic.contract.records.job_records import (
+    IncidentRecord,
+    JobState,
+    MemberRecord,
+    ProgressRecord,
+    Record,
+    decode,
+    encode,
+)
+from elastic.contract.records.rank_records import RanksRecord
 
 HUGE = 10**400
 INCIDENT = {"generation": 2, "kind": "exit", "node": "n1", "ranks": [1], "detail": "", "wall_s": 900.0}

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.jobs import Machine, broken, generation, member, place, policy, view
 
-from elastic.contract import messages
-from elastic.contract.decoding import Member
-from elastic.contract.records import Failure, GenerationRecord, JobState, Phase, SpecRecord, WorkerError
-from elastic.contract.spec import Checkpoint, JobSpec
+from elastic.contract.job.spec import Checkpoint, JobSpec
+from elastic.contract.records.decoding import Member
+from elastic.contract.records.job_records import Failure, GenerationRecord, JobState, Phase, SpecRecord, WorkerError
 from elastic.contract.timeouts import Timeouts
+from elastic.contract.worker import messages
 from elastic.recovery.announce import IDLE_S, SUSPICION_S
 from elastic.recovery.effects import (
     Effect,

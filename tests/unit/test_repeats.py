@@ -9,10 +9,10 @@ from msgspec.structs import replace as replace_struct
 from support.fake_etcd import FakeServer
 from support.jobs import broken, generation, member, place, policy, view
 
+from elastic.contract.job.spec import JobSpec
 from elastic.contract.keys import ClusterKeys
 from elastic.contract.origin import Origin
-from elastic.contract.records import BrokenRecord, Cause, GenerationRecord, IncidentRecord, Phase, encode
-from elastic.contract.spec import JobSpec
+from elastic.contract.records.job_records import BrokenRecord, Cause, GenerationRecord, IncidentRecord, Phase, encode
 from elastic.etcd.client import Put
 from elastic.recovery.effects import AddCauses, PutIncident, PutState
 from elastic.recovery.events import Viewed

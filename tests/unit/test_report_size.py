@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from elastic.contract.keys import ClusterKeys
-from elastic.contract.records import BrokenRecord, Cause, IncidentRecord, Loss, WorkerError, encode
-from elastic.contract.report_size import REPORT_BYTES, fitted, read_incident
+from elastic.contract.records.job_records import BrokenRecord, Cause, IncidentRecord, Loss, WorkerError, encode
+from elastic.contract.records.report_size import REPORT_BYTES, fitted, read_incident
 from elasticd.cluster import KEPT_INCIDENTS, ClusterReader
 
 LONG = "\0" * 40_000

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.contract.records import BrokenRecord, JobState, Loss, Phase, WorkerError
-from elastic.contract.spec import Restarts
+from elastic.contract.job.spec import Restarts
+from elastic.contract.records.job_records import BrokenRecord, JobState, Loss, Phase, WorkerError
 from elastic.recovery.restart_budget import BAD_NODE_FAILURES, Charge, backoff_s, charge
 
 MANY = Restarts(budget=10, window_s=100.0, same_failure=3)

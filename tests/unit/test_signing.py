@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic.contract.job.spec import JobSpec
 from elastic.contract.keys import KINDS, ClusterKeys
-from elastic.contract.node_records import CordonRecord
-from elastic.contract.records import JobState, Phase, SpecRecord, encode
-from elastic.contract.spec import JobSpec
+from elastic.contract.records.job_records import JobState, Phase, SpecRecord, encode
+from elastic.contract.records.node_records import CordonRecord
 from elastic.etcd import stamps
 from elastic.etcd.client import KV, ClusterSigner, Delete, EtcdError, EtcdForged, JobSigner, Op, Put
 from elastic.etcd.signing import AHEAD_NS, ending

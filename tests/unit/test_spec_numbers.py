@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from elastic.contract.spec import InvalidSpec, JobSpec, parse_job
+from elastic.contract.job.spec import InvalidSpec, JobSpec, parse_job
 
 JOB = {"name": "j", "script": "/t.py"}
 

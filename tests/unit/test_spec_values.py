@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic.contract.records import SpecRecord, decode, encode
-from elastic.contract.spec import MAX_MESSAGE_CHARS, InvalidSpec, JobSpec, parse_job
+from elastic.contract.job.spec import MAX_MESSAGE_CHARS, InvalidSpec, JobSpec, parse_job
+from elastic.contract.records.job_records import SpecRecord, decode, encode
 
 JOB = {"name": "j", "script": "/t.py"}
 

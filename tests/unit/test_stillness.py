@@ -8,9 +8,9 @@ from random import Random
 
 import pytest
 
-from elastic.contract.beat import Beat, Doing
-from elastic.contract.spec import Hang
-from elastic.contract.standings import FIRST_STEP_S, Standing
+from elastic.contract.job.spec import Hang
+from elastic.contract.records.standings import FIRST_STEP_S, Standing
+from elastic.contract.worker.beat import Beat, Doing
 from elastic.recovery.hang_rules import judge
 from elastic.recovery.stillness import (
     StillRank,

@@ -11,10 +11,10 @@ import pytest
 from msgspec.structs import replace
 from support.jobs import broken, generation, member, place, policy, view
 
-from elastic.contract import phases
-from elastic.contract.phases import PHASES, PhaseTrigger
-from elastic.contract.records import JobState, Phase
-from elastic.contract.spec import JobSpec, Restarts
+from elastic.contract.job.spec import JobSpec, Restarts
+from elastic.contract.records import phases
+from elastic.contract.records.job_records import JobState, Phase
+from elastic.contract.records.phases import PHASES, PhaseTrigger
 from elastic.recovery import transitions
 from elastic.recovery.events import (
     Event,

@@ -6,9 +6,9 @@ import msgspec
 import pytest
 from support.jobs import Machine, broken, generation, member, place, policy, view
 
-from elastic.contract.decoding import Member
-from elastic.contract.records import BrokenRecord, MemberRecord, Phase, decode, encode
-from elastic.contract.spec import JobSpec
+from elastic.contract.job.spec import JobSpec
+from elastic.contract.records.decoding import Member
+from elastic.contract.records.job_records import BrokenRecord, MemberRecord, Phase, decode, encode
 from elastic.recovery.effects import Effect, Publish, PutMember, PutState
 from elastic.recovery.events import (
     Event,

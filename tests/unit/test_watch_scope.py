@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 from support.jobs import broken, generation, member, place, policy, view
 
+from elastic.contract.job.spec import JobSpec
 from elastic.contract.keys import ClusterKeys
-from elastic.contract.records import GenerationRecord, SpecRecord, encode
-from elastic.contract.spec import JobSpec
+from elastic.contract.records.job_records import GenerationRecord, SpecRecord, encode
 from elastic.contract.timeouts import Timeouts
 from elastic.etcd.client import KV
 from elastic.recovery.effects import Publish

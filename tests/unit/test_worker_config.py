@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.source import ROOT
 
-from elastic.contract.worker_config import RankVariables, WorkerConfig, variable
+from elastic.contract.worker.worker_config import RankVariables, WorkerConfig, variable
 
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=8)
 CONFIGS = st.builds(

@@ -11,8 +11,8 @@ from support.arenas import Agent
 
 from elastic.checkpoint.arena import Arena
 from elastic.checkpoint.errors import ArenaError
-from elastic.contract import messages
-from elastic.contract.tensor_table import TensorInfo
+from elastic.contract.worker import messages
+from elastic.contract.worker.tensor_table import TensorInfo
 from elastic.worker.agent_snapshots import AgentSnapshots
 from elastic.worker.checkpoint_scheduler import SnapshotPart
 

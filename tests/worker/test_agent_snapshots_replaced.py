@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from support.arenas import Agent
 
-from elastic.contract.tensor_table import TensorInfo
+from elastic.contract.worker.tensor_table import TensorInfo
 from elastic.worker.agent_snapshots import AgentSnapshots
 from elastic.worker.checkpoint_scheduler import SnapshotPart
 

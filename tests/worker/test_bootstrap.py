@@ -13,7 +13,7 @@ from support import warm
 
 PROCESS = """
 import os, sys
-from elastic.contract import messages
+from elastic.contract.worker import messages
 from elastic.worker.boot.bootstrap import become
 
 log, workdir = sys.argv[1:]

@@ -15,8 +15,8 @@ from elastic.agent.saver import Saver
 from elastic.checkpoint import interval as checkpoint_interval
 from elastic.checkpoint.interval import IntervalPlan, IntervalRule
 from elastic.checkpoint.shard_plan import beside_shards
-from elastic.contract import messages
-from elastic.contract.spec import Checkpoint
+from elastic.contract.job.spec import Checkpoint
+from elastic.contract.worker import messages
 from elastic.worker.agent_snapshots import AgentSnapshots
 from elastic.worker.checkpoint_scheduler import CheckpointScheduler, RankPosition
 from elastic.worker.state.restore import HeldSnapshots

@@ -18,7 +18,7 @@ from support.ranks import ranks, run_ranks  # noqa: F401 - a fixture
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from elastic.contract.beat import PAGE_BYTES, BeatPage, Doing
+from elastic.contract.worker.beat import PAGE_BYTES, BeatPage, Doing
 from elastic.recovery.stillness import standing
 from elastic.worker import torch_private
 from elastic.worker.comm import comm_hooks

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from elastic.contract import messages
-from elastic.contract.worker_config import WorkerConfig
+from elastic.contract.worker import messages
+from elastic.contract.worker.worker_config import WorkerConfig
 from elastic.worker import run
 from elastic.worker.comm import group
 from elastic.worker.run import ManagedWorker

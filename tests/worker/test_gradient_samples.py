@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from elastic.contract.messages import MAX_MESSAGE_BYTES, GradientSample, encode
+from elastic.contract.worker.messages import MAX_MESSAGE_BYTES, GradientSample, encode
 from elastic.worker.first_bad import FirstBad
 from elastic.worker.gradient_samples import ROWS, GradientSampler
 from elastic.worker.job import Job

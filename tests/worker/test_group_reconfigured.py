@@ -15,8 +15,8 @@ import torch.distributed as dist
 from support.forming import make, needs_reconfigure
 from support.ranks import ranks, run_ranks  # noqa: F401 - a fixture
 
-from elastic.contract.spec import InvalidSpec, parse_job
-from elastic.contract.worker_config import WorkerConfig
+from elastic.contract.job.spec import InvalidSpec, parse_job
+from elastic.contract.worker.worker_config import WorkerConfig
 from elastic.worker import torch_private
 from elastic.worker.comm import reconfigured
 from elastic.worker.comm.errors import GroupAborted

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from elastic.contract.beat import PAGE_BYTES
-from elastic.contract.messages import AbortGroup
+from elastic.contract.worker.beat import PAGE_BYTES
+from elastic.contract.worker.messages import AbortGroup
 from elastic.worker.job import Job
 from elastic.worker.run import AgentLink
 from elastic.worker.session import GenerationEnded, Session

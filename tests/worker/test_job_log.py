@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from elastic.contract.messages import MAX_MESSAGE_BYTES, Logged, LoggedRow, encode
+from elastic.contract.worker.messages import MAX_MESSAGE_BYTES, Logged, LoggedRow, encode
 from elastic.worker.logged import KEPT_ROWS, MOST_NAMES, JobLog, chunks
 
 

@@ -15,7 +15,7 @@ from elastic.util.kept_code import ENV, KeptCode
 
 PROCESS = """
 import os, sys
-from elastic.contract import messages
+from elastic.contract.worker import messages
 from elastic.worker.boot.bootstrap import become
 
 log, workdir, *argv = sys.argv[1:]

@@ -17,7 +17,7 @@ from support.ranks import ranks, run_ranks  # noqa: F401 - a fixture
 from support.wait import eventually
 from torch.distributed import init_process_group
 
-from elastic.contract.records import Phase
+from elastic.contract.records.job_records import Phase
 from elastic.worker.comm.group import Group
 from elastic.worker.comm.kept_group import kept_group
 

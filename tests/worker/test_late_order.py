@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from elastic.contract import messages
-from elastic.contract.beat import PAGE_BYTES, PULSE_S
+from elastic.contract.worker import messages
+from elastic.contract.worker.beat import PAGE_BYTES, PULSE_S
 from elastic.worker.run import AgentLink
 from elastic.worker.session import LATE_S, GenerationEnded, Session
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from support.wait import eventually
 
-from elastic.contract.beat import PAGE_BYTES, Doing
+from elastic.contract.worker.beat import PAGE_BYTES, Doing
 from elastic.worker import torch_private
 from elastic.worker.session import GenerationEnded, Session
 

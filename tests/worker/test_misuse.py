@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import elastic
-from elastic.contract import messages
-from elastic.contract.beat import PAGE_BYTES
+from elastic.contract.worker import messages
+from elastic.contract.worker.beat import PAGE_BYTES
 from elastic.worker import misuse
 from elastic.worker.misuse import MisuseError, MisuseIgnored, MisuseRuntimeError
 from elastic.worker.session import GenerationEnded, Session

@@ -16,8 +16,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from elastic.contract import messages
-from elastic.contract.beat import PAGE_BYTES
+from elastic.contract.worker import messages
+from elastic.contract.worker.beat import PAGE_BYTES
 from elastic.util.descriptors import receive, send
 from elastic.worker.job import Job
 from elastic.worker.session import GenerationEnded, Session

@@ -7,7 +7,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from elastic.contract.worker_config import WorkerConfig
+from elastic.contract.worker.worker_config import WorkerConfig
 from elastic.worker import run
 from elastic.worker.state.state import State
 

@@ -8,8 +8,8 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from elastic.contract import messages
-from elastic.contract.worker_config import WorkerConfig
+from elastic.contract.worker import messages
+from elastic.contract.worker.worker_config import WorkerConfig
 from elastic.worker import run
 from elastic.worker.job import Job
 from elastic.worker.state.state import State

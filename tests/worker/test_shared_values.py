@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from support.forming import formed
 from support.ranks import ranks, run_ranks  # noqa: F401 - a fixture
 
-from elastic.contract.tensor_table import TensorInfo
+from elastic.contract.worker.tensor_table import TensorInfo
 from elastic.worker import shared_values
 from elastic.worker.comm.errors import is_communication_error
 from elastic.worker.comm.group import Group

@@ -15,7 +15,7 @@ from support.fake_cuda import Broken, Device, gpu  # noqa: F401 - a fixture
 
 from elastic.checkpoint.arena import Fullness
 from elastic.checkpoint.interval import IntervalRule
-from elastic.contract.tensor_table import Table, TensorInfo
+from elastic.contract.worker.tensor_table import Table, TensorInfo
 from elastic.worker.agent_snapshots import AgentSnapshots
 from elastic.worker.checkpoint_scheduler import CheckpointScheduler, RankPosition
 from elastic.worker.job import Job

@@ -9,7 +9,7 @@ from support.arenas import Agent, NoBackend
 from support.ckpt import table_of
 
 from elastic.checkpoint.interval import IntervalRule
-from elastic.contract.beat import PAGE_BYTES, BeatPage, Doing
+from elastic.contract.worker.beat import PAGE_BYTES, BeatPage, Doing
 from elastic.worker.agent_snapshots import AgentSnapshots
 from elastic.worker.checkpoint_scheduler import CheckpointScheduler, RankPosition, SnapshotPart
 from elastic.worker.state.state import State

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils import prune
 
-from elastic.contract.tensor_table import TensorInfo
+from elastic.contract.worker.tensor_table import TensorInfo
 from elastic.worker.state.json_codec import CannotEncodeError, decode, encode
 from elastic.worker.state.state import State
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from ...contract import messages
+from elastic.contract.worker import messages
+
 from . import bootstrap
 
 

@@ -10,7 +10,7 @@ import os
 import socket
 import stat
 
-from ...util.processes import die_with
+from elastic.util.processes import die_with
 
 
 def leave_parents_sockets(_loader: int = 0, *, parent: int) -> None:

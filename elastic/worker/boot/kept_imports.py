@@ -17,7 +17,7 @@ import sysconfig
 import types
 from collections.abc import Iterable, Iterator, Sequence
 
-from ...util.kept_code import KeptCode, KeptFile
+from elastic.util.kept_code import KeptCode, KeptFile
 
 _PATHS = ("stdlib", "platstdlib", "purelib", "platlib")
 _INSTALLED = ("site-packages", "dist-packages")

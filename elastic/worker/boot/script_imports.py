@@ -15,7 +15,7 @@ import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
 
-from ...contract.messages import PROGRAM
+from elastic.contract.worker.messages import PROGRAM
 
 OURS = "elastic"
 """The zygote imports it anyway."""

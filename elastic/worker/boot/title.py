@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ...contract.worker_config import JOB, SLOT
+from elastic.contract.worker.worker_config import JOB, SLOT
 
 
 def title(text: str) -> None:

@@ -20,10 +20,11 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
-from ...contract import messages
-from ...contract.worker_config import JOB
-from ...util.descriptors import receive
-from ...util.processes import die_with
+from elastic.contract.worker import messages
+from elastic.contract.worker.worker_config import JOB
+from elastic.util.descriptors import receive
+from elastic.util.processes import die_with
+
 from . import fork_safety, kept_imports, random_state
 from .script_imports import preloads
 from .title import title

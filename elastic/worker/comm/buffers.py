@@ -8,7 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import torch_private
+from elastic.worker import torch_private
+
 from .in_flight import IN_FLIGHT
 
 Future = torch.futures.Future[Any]

@@ -14,8 +14,9 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from .. import torch_private
-from ..misuse import MisuseTypeError, MisuseValueError
+from elastic.worker import torch_private
+from elastic.worker.misuse import MisuseTypeError, MisuseValueError
+
 from .errors import GroupAborted
 from .in_flight import IN_FLIGHT
 from .powersgd import PowerSGD

@@ -19,8 +19,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .. import torch_private
-from ..misuse import MisuseRuntimeError
+from elastic.worker import torch_private
+from elastic.worker.misuse import MisuseRuntimeError
+
 from .comm_hooks import Exchange, GradientHook, Sampler, plain
 from .ddp_models import FixedLayout, Told, bucket_options
 from .errors import FailedSums

@@ -12,8 +12,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from .. import torch_private
-from ..misuse import MisuseRuntimeError, MisuseValueError
+from elastic.worker import torch_private
+from elastic.worker.misuse import MisuseRuntimeError, MisuseValueError
+
 from .buffers import broadcast_coalesced
 from .own_gradients import OwnGradients
 

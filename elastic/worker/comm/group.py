@@ -24,10 +24,11 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from ...util.resolver import without_dns
-from ...util.sealed_store import SealedStore
-from .. import torch_private
-from ..misuse import MisuseRuntimeError, found_in
+from elastic.util.resolver import without_dns
+from elastic.util.sealed_store import SealedStore
+from elastic.worker import torch_private
+from elastic.worker.misuse import MisuseRuntimeError, found_in
+
 from . import direct, nccl, sockets
 from .errors import FormError, GroupAborted, is_communication_error
 from .in_flight import IN_FLIGHT

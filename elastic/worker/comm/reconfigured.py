@@ -17,7 +17,8 @@ from typing import Any, Literal
 import torch
 from torch._C._distributed_c10d import Store
 
-from .. import torch_private
+from elastic.worker import torch_private
+
 from . import sockets
 from .group import Backend, Group
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset
 
-from ..misuse import MisuseTypeError, MisuseValueError
+from elastic.worker.misuse import MisuseTypeError, MisuseValueError
+
 from .sharding import BatchPlan
 
 

@@ -10,9 +10,10 @@ import msgspec
 import torch
 from torch.utils.data import default_collate
 
-from ..comm.ddp import GradientWeight
-from ..data_progress import DataProgress
-from ..misuse import MisuseRuntimeError, MisuseTypeError
+from elastic.worker.comm.ddp import GradientWeight
+from elastic.worker.data_progress import DataProgress
+from elastic.worker.misuse import MisuseRuntimeError, MisuseTypeError
+
 from .arguments import at_most, plan_of
 from .columns import cut
 from .reading import Reader, elsewhere

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate, get_worker_info
 
-from ..torch_private import collates_tensors_by_stack
+from elastic.worker.torch_private import collates_tensors_by_stack
 
 
 def collated(samples: list[Any]) -> Any:

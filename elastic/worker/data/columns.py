@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from ..misuse import MisuseTypeError, MisuseValueError
+from elastic.worker.misuse import MisuseTypeError, MisuseValueError
+
 from .containers import opened
 
 _PLAIN = (str, bytes, int, float, complex, type(None))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from ..torch_private import pytree
+from elastic.worker.torch_private import pytree
 
 _PLAIN = (int, float, str, bytes, type(None))
 

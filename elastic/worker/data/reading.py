@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, StackDataset, Subset, default_collate
 
-from .. import torch_private
-from ..boot.inherited_sockets import leave_parents_sockets
+from elastic.worker import torch_private
+from elastic.worker.boot.inherited_sockets import leave_parents_sockets
+
 from .collate import collated
 from .containers import moved
 from .draws import draws

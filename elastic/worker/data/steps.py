@@ -12,10 +12,11 @@ from typing import Any
 import msgspec
 from torch.utils.data import DataLoader, IterableDataset
 
-from .. import torch_private
-from ..boot.inherited_sockets import leave_parents_sockets
-from ..data_progress import DataProgress
-from ..misuse import MisuseValueError
+from elastic.worker import torch_private
+from elastic.worker.boot.inherited_sockets import leave_parents_sockets
+from elastic.worker.data_progress import DataProgress
+from elastic.worker.misuse import MisuseValueError
+
 from .batches import HasStep, refuse_uncommitted
 from .reading import Reader
 from .samplers import drawn, set_epoch, whole_indices

@@ -24,10 +24,11 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import IterableDataset, default_collate
 
-from .. import shared_values, torch_private
-from ..boot.inherited_sockets import leave_parents_sockets
-from ..comm.ddp import GradientWeight
-from ..misuse import MisuseValueError
+from elastic.worker import shared_values, torch_private
+from elastic.worker.boot.inherited_sockets import leave_parents_sockets
+from elastic.worker.comm.ddp import GradientWeight
+from elastic.worker.misuse import MisuseValueError
+
 from .batches import Batch, refuse_uncommitted
 from .columns import joined
 from .reading import as_is, elsewhere, move

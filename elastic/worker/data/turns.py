@@ -10,8 +10,9 @@ from typing import Any, Protocol
 import msgspec
 import torch
 
-from ..data_progress import DataProgress, LoopPlan
-from ..misuse import MisuseValueError
+from elastic.worker.data_progress import DataProgress, LoopPlan
+from elastic.worker.misuse import MisuseValueError
+
 from .arguments import at_most, whole
 from .containers import copied, moved
 from .reading import Chosen, Parts, loaded

@@ -17,10 +17,10 @@ from typing import NamedTuple
 import torch
 import xxhash
 
-from ...checkpoint.memcpy import device_type, movable
-from .. import torch_private
-from ..comm import direct
-from ..comm.p2p import exchange
+from elastic.checkpoint.memcpy import device_type, movable
+from elastic.worker import torch_private
+from elastic.worker.comm import direct
+from elastic.worker.comm.p2p import exchange
 
 SLICE_BYTES = 4 << 20
 """Maximum size of a slice. Those that are in flight shall fit into a CPU's cache, where hashing takes a third of the

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from ...checkpoint.plain import tensors_named
-from ...contract.tensor_table import Table, TensorInfo
-from ..misuse import MisuseTypeError
+from elastic.checkpoint.plain import tensors_named
+from elastic.contract.worker.tensor_table import Table, TensorInfo
+from elastic.worker.misuse import MisuseTypeError
 
 
 class Built:

@@ -13,7 +13,8 @@ from collections.abc import Mapping, MutableMapping, Sequence
 
 import torch
 
-from .. import torch_private
+from elastic.worker import torch_private
+
 from .copies import Copy, Mark, counted, equal, mark, unmarked, writable
 from .object_parts import ValuePart
 from .optimizer_marks import OptimizerMarks

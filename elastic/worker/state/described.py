@@ -7,10 +7,11 @@ import weakref
 
 import torch
 
-from ...checkpoint.dtypes import CODES, code_of, dtype_of, nbytes_of
-from ...checkpoint.memcpy import device_type, movable
-from ...contract.tensor_table import TensorInfo
-from ..misuse import MisuseTypeError
+from elastic.checkpoint.dtypes import CODES, code_of, dtype_of, nbytes_of
+from elastic.checkpoint.memcpy import device_type, movable
+from elastic.contract.worker.tensor_table import TensorInfo
+from elastic.worker.misuse import MisuseTypeError
+
 from .copies import writable
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..misuse import MisuseTypeError
+from elastic.worker.misuse import MisuseTypeError
 
 Codec = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 Codecs = Mapping[type, Codec]

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from .. import torch_private
+from elastic.worker import torch_private
+
 from .optimizer_marks import with_inner
 from .parts import Part
 

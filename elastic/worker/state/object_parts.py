@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from .. import torch_private
+from elastic.worker import torch_private
+
 from . import taken
 from .copies import Copy
 from .described import fitting

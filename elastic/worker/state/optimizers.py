@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from .. import torch_private
-from ..misuse import MisuseRuntimeError, MisuseTypeError
+from elastic.worker import torch_private
+from elastic.worker.misuse import MisuseRuntimeError, MisuseTypeError
+
 from .described import storage_of
 from .unkept import Unkept
 

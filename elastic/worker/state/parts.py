@@ -12,10 +12,11 @@ from typing import Any, Protocol
 
 import torch
 
-from ...checkpoint.plain import tensors_named
-from ...contract.tensor_table import TensorInfo
-from .. import torch_private
-from ..misuse import MisuseTypeError
+from elastic.checkpoint.plain import tensors_named
+from elastic.contract.worker.tensor_table import TensorInfo
+from elastic.worker import torch_private
+from elastic.worker.misuse import MisuseTypeError
+
 from . import taken
 from .copies import Copy, immutable, writable
 from .described import Like, fitting, storage_of

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 import torch
 
-from ..misuse import MisuseTypeError
+from elastic.worker.misuse import MisuseTypeError
+
 from .optimizers import sharded_module
 
 

@@ -12,17 +12,18 @@ from typing import Any
 
 import xxhash
 
-from ...checkpoint import find, read
-from ...checkpoint.arena import Arena
-from ...checkpoint.errors import NoGoodCheckpoint
-from ...checkpoint.progress import Progress, unreported
-from ...checkpoint.remote import RemoteError, fetch_newest, list_remote, unusable_step
-from ...checkpoint.retention import Entry
-from ...contract import messages
-from ...contract.origin import Origin
-from ...contract.tensor_table import Table, TensorInfo
-from .. import gc_pause
-from ..session import Session
+from elastic.checkpoint import find, read
+from elastic.checkpoint.arena import Arena
+from elastic.checkpoint.errors import NoGoodCheckpoint
+from elastic.checkpoint.progress import Progress, unreported
+from elastic.checkpoint.remote import RemoteError, fetch_newest, list_remote, unusable_step
+from elastic.checkpoint.retention import Entry
+from elastic.contract.origin import Origin
+from elastic.contract.worker import messages
+from elastic.contract.worker.tensor_table import Table, TensorInfo
+from elastic.worker import gc_pause
+from elastic.worker.session import Session
+
 from .state import State
 from .state_source import Passed, Version
 from .sync import Saved

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
-from ...contract.tensor_table import Table, TensorInfo
-from .. import gc_pause
-from ..data_progress import DataProgress, HasProgress
-from ..misuse import MisuseRuntimeError, MisuseTypeError, MisuseValueError
-from ..torch_private import pytree
+from elastic.contract.worker.tensor_table import Table, TensorInfo
+from elastic.worker import gc_pause
+from elastic.worker.data_progress import DataProgress, HasProgress
+from elastic.worker.misuse import MisuseRuntimeError, MisuseTypeError, MisuseValueError
+from elastic.worker.torch_private import pytree
+
 from . import left_behind
 from .built import Built
 from .commit_point import CommitPoint

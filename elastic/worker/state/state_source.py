@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from ...contract.origin import Origin
+from elastic.contract.origin import Origin
 
 Version = tuple[int, int]
 """(generation of the last commit, steps committed): states with equal versions are bit-identical."""

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from ...checkpoint.plain import tensors_named
-from ...contract.tensor_table import Table, TensorInfo
+from elastic.checkpoint.plain import tensors_named
+from elastic.contract.worker.tensor_table import Table, TensorInfo
+
 from .parts import Made, OptimizerPart, Part
 from .refused import listed
 

@@ -12,13 +12,14 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from ...checkpoint.errors import NoGoodCheckpoint
-from ...checkpoint.memcpy import device_type
-from ...contract.messages import LoggedRow
-from ...contract.origin import Origin
-from ...contract.tensor_table import Table
-from .. import gc_pause
-from ..comm import p2p
+from elastic.checkpoint.errors import NoGoodCheckpoint
+from elastic.checkpoint.memcpy import device_type
+from elastic.contract.origin import Origin
+from elastic.contract.worker.messages import LoggedRow
+from elastic.contract.worker.tensor_table import Table
+from elastic.worker import gc_pause
+from elastic.worker.comm import p2p
+
 from . import broadcast, pull
 from .described import Described
 from .state import State

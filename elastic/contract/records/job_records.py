@@ -13,12 +13,13 @@ from typing import Any, Literal, TypeVar, cast
 
 import msgspec
 
+from elastic.contract.job.spec import JobSpec
+from elastic.contract.numbers import Int, Real, WallS
+from elastic.contract.origin import Origin
+from elastic.contract.step_parts import SlowRank, StepParts
+
 from .ledger import Ledger
-from .numbers import Int, Real, WallS
-from .origin import Origin
-from .spec import JobSpec
 from .standings import Standing, Stillness
-from .step_parts import SlowRank, StepParts
 
 PROTOCOL = 7
 """Version of every record and message. A reader that finds another version takes no part, and reports that."""

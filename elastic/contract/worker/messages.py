@@ -10,7 +10,7 @@ import math
 
 import msgspec
 
-from .origin import Origin
+from elastic.contract.origin import Origin
 
 MAX_MESSAGE_BYTES = 192 * 1024
 """Below the default socket buffer (212,992), so that a packet never fails with EMSGSIZE."""

@@ -14,7 +14,7 @@ import enum
 
 import msgspec
 
-from .numbers import Int
+from elastic.contract.numbers import Int
 
 
 class Bucket(enum.StrEnum):

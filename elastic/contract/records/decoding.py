@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from .records import MemberRecord, Record, decode
+from .job_records import MemberRecord, Record, decode
 
 R = TypeVar("R", bound=Record)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from .numbers import Int, Real, WallS
+from elastic.contract.numbers import Int, Real, WallS
 
 FIRST_STEP_S = 30.0
 """Before the first step of a job its step time is unknown: no progress for this long is reported."""

@@ -6,8 +6,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from .records import BrokenRecord, IncidentRecord, decode, encode
-from .texts import cut_middle
+from elastic.contract.texts import cut_middle
+
+from .job_records import BrokenRecord, IncidentRecord, decode, encode
 
 REPORT_BYTES = 128 * 1024
 """Most that such a record has in etcd, and in what the daemon shows of it."""

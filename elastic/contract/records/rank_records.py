@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from .numbers import Int, Real, WallS
-from .records import RankRow, Record, prepare
+from elastic.contract.numbers import Int, Real, WallS
+
+from .job_records import RankRow, Record, prepare
 
 WRITE_S = 10.0
 WATCHERS_PER_S = 1000.0

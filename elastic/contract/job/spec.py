@@ -12,8 +12,9 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from elastic.contract.keys import check_name
+
 from .field_words import explained
-from .keys import check_name
 from .spec_values import MAX_NODES, MAX_WORKERS_PER_NODE, NODES, complaint, environment_complaint
 
 MEMORY = re.compile(r"[1-9][0-9]{0,14}[KMGT]?|[1-9][0-9]?%|100%")

@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 import msgspec
 
-from .records import JobState, Phase
+from .job_records import JobState, Phase
 
 
 class UnknownTransition(Exception):

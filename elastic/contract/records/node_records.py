@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from .records import Record, prepare
+from .job_records import Record, prepare
 
 
 class WorkerRow(msgspec.Struct, frozen=True, array_like=True):

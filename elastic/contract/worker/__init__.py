@@ -1,0 +1,1 @@
+"""Messages and memory shared by a worker and its agent."""
