@@ -21,13 +21,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from elastic.checkpoint import orders
-from elastic.checkpoint.arena import Arena
-from elastic.checkpoint.client import WriterProcess
-from elastic.checkpoint.dtypes import code_of, nbytes_of
-from elastic.checkpoint.files import Files
-from elastic.checkpoint.layout import arena_nbytes
-from elastic.checkpoint.read import load_newest
+from elastic.checkpoint.format.dtypes import code_of, nbytes_of
+from elastic.checkpoint.format.files import Files
+from elastic.checkpoint.format.layout import arena_nbytes
+from elastic.checkpoint.memory.arena import Arena
+from elastic.checkpoint.saving import orders
+from elastic.checkpoint.saving.client import WriterProcess
+from elastic.checkpoint.stored.read import load_newest
 from elastic.contract.worker.tensor_table import Table, TensorInfo
 
 PIECE = 16 * 2**20

@@ -325,8 +325,8 @@ def _timed(act: Callable[[], None], times: int = 1) -> float:
 
 def snapshot(quick: bool) -> dict[str, Any]:
     """A snapshot into the arena beside a copy of as many bytes into pinned memory, in turn."""
-    from elastic.checkpoint.arena import Arena
-    from elastic.checkpoint.layout import arena_nbytes
+    from elastic.checkpoint.format.layout import arena_nbytes
+    from elastic.checkpoint.memory.arena import Arena
     from elastic.contract.worker.tensor_table import TensorInfo
 
     nbytes = (16 if smoke.ON else 256 if quick else 2000) * 1_000_000

@@ -164,8 +164,8 @@ def per_tensor(params: int, turns: int) -> dict[str, float]:
 
 def snapshot(count: int, elements: int, turns: int) -> tuple[float, float]:
     """Seconds of a snapshot into memory that was used before, and of reading it back."""
-    from elastic.checkpoint.arena import Arena
-    from elastic.checkpoint.layout import arena_nbytes
+    from elastic.checkpoint.format.layout import arena_nbytes
+    from elastic.checkpoint.memory.arena import Arena
     from elastic.worker.state.restore import HeldSnapshots
 
     state = build(count, elements, stepped=True)

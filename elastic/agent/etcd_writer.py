@@ -11,7 +11,7 @@ from typing import Protocol
 import msgspec
 import structlog
 
-from elastic.checkpoint.errors import CheckpointError
+from elastic.checkpoint.format.errors import CheckpointError
 from elastic.contract.keys import JobKeys
 from elastic.contract.records.job_records import (
     BrokenRecord,

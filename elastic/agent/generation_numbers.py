@@ -9,10 +9,10 @@ from concurrent.futures import Future, wait
 
 import structlog
 
-from elastic.checkpoint.errors import CheckpointError
-from elastic.checkpoint.find import newest_generation, peek
-from elastic.checkpoint.folder_id import folder_id
-from elastic.checkpoint.remote import list_remote
+from elastic.checkpoint.format.errors import CheckpointError
+from elastic.checkpoint.format.folder_id import folder_id
+from elastic.checkpoint.stored.find import newest_generation, peek
+from elastic.checkpoint.stored.remote import list_remote
 from elastic.contract.job.spec import JobSpec
 from elastic.contract.records.job_records import MemberRecord
 

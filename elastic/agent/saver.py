@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from elastic.checkpoint import orders
-from elastic.checkpoint.arena import Arena
-from elastic.checkpoint.client import Busy, WriterProcess
-from elastic.checkpoint.errors import ArenaError
-from elastic.checkpoint.failures import FailuresInRow
-from elastic.checkpoint.shard_plan import newest_whole
+from elastic.checkpoint.format.errors import ArenaError
+from elastic.checkpoint.format.shard_plan import newest_whole
+from elastic.checkpoint.memory.arena import Arena
+from elastic.checkpoint.saving import orders
+from elastic.checkpoint.saving.client import Busy, WriterProcess
+from elastic.checkpoint.saving.saver import FailuresInRow
 from elastic.contract.job.spec import Checkpoint
 from elastic.contract.worker import messages
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import msgspec
 import structlog
 
-from elastic.checkpoint.errors import CheckpointError
+from elastic.checkpoint.format.errors import CheckpointError
 from elastic.contract.records.job_records import ProtocolVersionMismatch
 from elastic.etcd.client import EtcdError
 from elastic.etcd.types import EtcdRefused

@@ -11,11 +11,12 @@ import os
 import sys
 from typing import Any
 
-from . import manifest as m
-from .errors import CheckpointError, Damaged
-from .files import REAL
-from .find import verify
-from .names import is_aside, is_final, tmp_of
+from elastic.checkpoint.format.errors import CheckpointError, Damaged
+from elastic.checkpoint.format.files import REAL
+from elastic.checkpoint.format.names import is_aside, is_final, tmp_of
+from elastic.checkpoint.stored.find import verify
+
+from .format import manifest as m
 
 
 def rows(directory: str, *, hashes: bool) -> list[dict[str, Any]]:
@@ -75,7 +76,7 @@ def show(args: argparse.Namespace) -> int:
 
 
 def export(args: argparse.Namespace) -> int:
-    from .export import to_dcp, to_torch_save
+    from elastic.checkpoint.stored.export import to_dcp, to_torch_save
 
     (to_dcp if args.format == "dcp" else to_torch_save)(args.path, args.target)
     print(args.target)

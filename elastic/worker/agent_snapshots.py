@@ -16,11 +16,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from elastic.checkpoint.arena import Arena
-from elastic.checkpoint.buffers import Buffers
-from elastic.checkpoint.errors import ArenaError
-from elastic.checkpoint.layout import arena_nbytes
-from elastic.checkpoint.memcpy import WORTH_A_THREAD_BYTES
+from elastic.checkpoint.format.errors import ArenaError
+from elastic.checkpoint.format.layout import arena_nbytes
+from elastic.checkpoint.memory.arena import Arena
+from elastic.checkpoint.memory.buffers import Buffers
+from elastic.checkpoint.memory.memcpy import WORTH_A_THREAD_BYTES
 from elastic.contract.worker import messages
 from elastic.contract.worker.beat import Doing
 from elastic.contract.worker.tensor_table import ALONE, Beside, Table

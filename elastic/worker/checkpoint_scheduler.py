@@ -26,9 +26,9 @@ import torch
 import torch.distributed as dist
 
 from elastic.checkpoint import interval as checkpoint_interval
-from elastic.checkpoint.layout import file_order
-from elastic.checkpoint.plain import tensors_named
-from elastic.checkpoint.shard_plan import beside_shards, split
+from elastic.checkpoint.format.layout import file_order
+from elastic.checkpoint.format.plain import tensors_named
+from elastic.checkpoint.format.shard_plan import beside_shards, split
 from elastic.contract.worker.tensor_table import ALONE, Beside, Table
 
 from . import gc_pause

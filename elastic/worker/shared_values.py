@@ -15,7 +15,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from elastic.checkpoint.dtypes import code_of, dtype_of, nbytes_of
+from elastic.checkpoint.format.dtypes import code_of, dtype_of, nbytes_of
 from elastic.contract.worker.tensor_table import Table, TensorInfo
 
 from .comm import p2p

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from elastic.checkpoint.interval import IntervalRule
-from elastic.checkpoint.saver import LocalSaver, next_generation
+from elastic.checkpoint.saving.saver import LocalSaver, next_generation
 from elastic.contract.origin import Origin
 from elastic.contract.worker.messages import GradientSample, LoggedRow
 

@@ -13,7 +13,7 @@ import pytest
 from support.agents import Job
 from support.wait import eventually
 
-from elastic.checkpoint import find
+from elastic.checkpoint.stored import find
 from elastic.contract.records.job_records import Phase
 
 pytestmark = [pytest.mark.etcd, pytest.mark.chaos]
@@ -29,7 +29,7 @@ def saved(folder: pathlib.Path, generation: int) -> list[int]:
 def stopped_writer(job: Job) -> Iterator[None]:
     """As on a disk that does not answer: the agent's writer process does nothing meanwhile."""
     agent = psutil.Process(job.agents["n0"].pid)
-    (writer,) = [p for p in agent.children() if "elastic.checkpoint.writer" in p.cmdline()]
+    (writer,) = [p for p in agent.children() if "elastic.checkpoint.saving.writer" in p.cmdline()]
     os.kill(writer.pid, signal.SIGSTOP)
     try:
         yield

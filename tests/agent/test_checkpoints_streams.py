@@ -9,7 +9,7 @@ import pytest
 from support.agents import Job
 from support.wait import eventually
 
-from elastic.checkpoint import find
+from elastic.checkpoint.stored import find
 from elastic.contract.records.job_records import Phase
 
 pytestmark = [pytest.mark.etcd, pytest.mark.chaos]

@@ -20,9 +20,9 @@ from elastic.agent.incidents import late_exit, save_failed, stray_checkpoints
 from elastic.agent.process import Exited
 from elastic.agent.store import Stores
 from elastic.agent.write_queue import Write, WriteQueue
-from elastic.checkpoint.errors import CheckpointError
-from elastic.checkpoint.names import tmp_name
-from elastic.checkpoint.remote import RemoteError
+from elastic.checkpoint.format.errors import CheckpointError
+from elastic.checkpoint.format.names import tmp_name
+from elastic.checkpoint.stored.remote import RemoteError
 from elastic.contract.job.spec import Checkpoint, JobSpec
 from elastic.contract.keys import ClusterKeys
 from elastic.contract.records.decoding import Member

@@ -11,7 +11,7 @@ import pytest
 from support.agents import Job
 from support.wait import eventually
 
-from elastic.checkpoint import find
+from elastic.checkpoint.stored import find
 from elastic.contract.agent_files import AgentOrders
 from elastic.contract.records.job_records import Phase
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from elastic.agent.saver import MAX_KEPT, Saver
-from elastic.checkpoint import orders
-from elastic.checkpoint.client import Busy
+from elastic.checkpoint.saving import orders
+from elastic.checkpoint.saving.client import Busy
 from elastic.contract.job.spec import Checkpoint
 from elastic.contract.worker import messages
 

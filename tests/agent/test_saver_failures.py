@@ -13,10 +13,10 @@ from support.jobs import generation, member, place, policy, view
 
 from elastic.agent.incidents import apart, has_failed
 from elastic.agent.saver import Saver
-from elastic.checkpoint import orders
-from elastic.checkpoint.arena import Arena
-from elastic.checkpoint.errors import ArenaError
-from elastic.checkpoint.failures import ESCALATE_AFTER
+from elastic.checkpoint.format.errors import ArenaError
+from elastic.checkpoint.memory.arena import Arena
+from elastic.checkpoint.saving import orders
+from elastic.checkpoint.saving.saver import ESCALATE_AFTER
 from elastic.contract.job.spec import Checkpoint
 from elastic.contract.worker import messages
 from elastic.recovery.model import Agent, FormedState, changed

@@ -12,8 +12,8 @@ import torch
 from support.agents import Job
 from support.wait import eventually
 
-from elastic.checkpoint import find
-from elastic.checkpoint.memcpy import WORTH_A_THREAD_BYTES
+from elastic.checkpoint.memory.memcpy import WORTH_A_THREAD_BYTES
+from elastic.checkpoint.stored import find
 from elastic.contract.records.job_records import Phase
 
 pytestmark = [pytest.mark.etcd, pytest.mark.chaos]

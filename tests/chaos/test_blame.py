@@ -70,7 +70,7 @@ def world_size(job: Job) -> int:
 
 DRIFT = """
 import time
-from elastic.checkpoint.find import peek
+from elastic.checkpoint.stored.find import peek
 
 made = t.setup
 

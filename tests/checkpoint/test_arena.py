@@ -14,11 +14,11 @@ import torch
 from support.ckpt import filled, state_at, table_of
 from support.fake_cuda import Device, gpu  # noqa: F401 - a fixture
 
-from elastic.checkpoint import fill as fill_module
-from elastic.checkpoint.arena import Arena, Fullness
-from elastic.checkpoint.dtypes import CODES, code_of, dtype_of
-from elastic.checkpoint.errors import ArenaError, IncompleteSnapshot
-from elastic.checkpoint.layout import PAGE_BYTES, arena_nbytes, plan
+from elastic.checkpoint.format.dtypes import CODES, code_of, dtype_of
+from elastic.checkpoint.format.errors import ArenaError, IncompleteSnapshot
+from elastic.checkpoint.format.layout import PAGE_BYTES, arena_nbytes, plan
+from elastic.checkpoint.memory import fill as fill_module
+from elastic.checkpoint.memory.arena import Arena, Fullness
 
 ALL_TYPES = {str(dtype): torch.arange(7 * dtype.itemsize, dtype=torch.uint8).view(dtype) for dtype in CODES
              if dtype is not torch.bool}  # fmt: skip
@@ -116,7 +116,7 @@ def test_arena_stays_incomplete_when_its_filling_process_dies_and_the_other_stay
     with filled(state_at(1), 1) as old, filled(state_at(1), 1) as new:
         code = (
             "import os, signal, sys, torch\n"
-            "from elastic.checkpoint.arena import Arena\n"
+            "from elastic.checkpoint.memory.arena import Arena\n"
             "arena = Arena.from_fd(int(sys.argv[1]))\n"
             "tensors = [t.clone() for t in arena.tensors().values()]\n"
             "arena.layout(arena.table())\n"

@@ -9,9 +9,9 @@ import torch
 from support.ckpt import filled, state_at, table_of
 from support.fake_cuda import Device, gpu  # noqa: F401 - a fixture
 
-from elastic.checkpoint.arena import Arena
-from elastic.checkpoint.buffers import Buffers
-from elastic.checkpoint.layout import arena_nbytes
+from elastic.checkpoint.format.layout import arena_nbytes
+from elastic.checkpoint.memory.arena import Arena
+from elastic.checkpoint.memory.buffers import Buffers
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import torch
 from support.ckpt import flip, save, shard_paths
 
 from elastic.checkpoint.__main__ import main
-from elastic.checkpoint.names import tmp_name
+from elastic.checkpoint.format.names import tmp_name
 
 
 def test_list_and_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -53,7 +53,7 @@ def test_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_looking_takes_no_torch() -> None:
-    code = "import sys, elastic.checkpoint.__main__, elastic.checkpoint.client; sys.exit('torch' in sys.modules)"
+    code = "import sys, elastic.checkpoint.__main__, elastic.checkpoint.saving.client; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from support.ckpt import filled, state_at
 
-from elastic.checkpoint import manifest as m
-from elastic.checkpoint import orders, write
-from elastic.checkpoint import writer as module
-from elastic.checkpoint.arena import Arena
-from elastic.checkpoint.client import MAX_PACKET_BYTES
-from elastic.checkpoint.writer import CheckpointWriter
+from elastic.checkpoint.format import manifest as m
+from elastic.checkpoint.memory.arena import Arena
+from elastic.checkpoint.saving import orders, write
+from elastic.checkpoint.saving import writer as module
+from elastic.checkpoint.saving.client import MAX_PACKET_BYTES
+from elastic.checkpoint.saving.writer import CheckpointWriter
 
 WAIT_S = 60.0
 

@@ -20,10 +20,10 @@ import pytest
 import torch
 from support.ckpt import blank, resume, save, state_at
 
-from elastic.checkpoint.errors import CheckpointError
-from elastic.checkpoint.files import Files
-from elastic.checkpoint.retention import prune
-from elastic.checkpoint.write import commit
+from elastic.checkpoint.format.errors import CheckpointError
+from elastic.checkpoint.format.files import Files
+from elastic.checkpoint.saving.write import commit
+from elastic.checkpoint.stored.retention import prune
 
 ROOT = "/disk/checkpoints"
 

@@ -13,13 +13,12 @@ import pytest
 import torch
 from support.ckpt import blank, flip, resume, save, shard_paths, state_at
 
-from elastic.checkpoint import manifest as m
-from elastic.checkpoint.errors import Damaged, NoGoodCheckpoint
-from elastic.checkpoint.files import Files
-from elastic.checkpoint.find import newest_good, peek, unusable_step, verify
-from elastic.checkpoint.names import final_names, tmp_name
-from elastic.checkpoint.read import Mismatch, load
-from elastic.checkpoint.write import digest
+from elastic.checkpoint.format import manifest as m
+from elastic.checkpoint.format.errors import Damaged, NoGoodCheckpoint
+from elastic.checkpoint.format.files import Files
+from elastic.checkpoint.format.names import digest, final_names, tmp_name
+from elastic.checkpoint.stored.find import newest_good, peek, unusable_step, verify
+from elastic.checkpoint.stored.read import Mismatch, load
 
 
 def edit_manifest(path: str, old: bytes, new: bytes) -> None:
@@ -176,7 +175,7 @@ def test_damaged_checkpoints_can_be_set_aside_by_many_processes_at_once(tmp_path
         flip(shard_paths(save(directory, step))[0], -1)
     code = (
         "import sys\n"
-        "from elastic.checkpoint.find import newest_good\n"
+        "from elastic.checkpoint.stored.find import newest_good\n"
         "sys.stdin.readline()\n"
         "print(newest_good(sys.argv[1], 'job').step)\n"
     )

@@ -7,8 +7,8 @@ import pathlib
 
 import pytest
 
-from elastic.checkpoint import folder_id as module
-from elastic.checkpoint.folder_id import NAME, folder_id
+from elastic.checkpoint.format import folder_id as module
+from elastic.checkpoint.format.folder_id import NAME, folder_id
 
 
 def test_all_who_see_a_folder_read_one_id(tmp_path: pathlib.Path) -> None:

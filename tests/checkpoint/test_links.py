@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from support.ckpt import filled, save, state_at
 
-from elastic.checkpoint import manifest as m
-from elastic.checkpoint.files import REAL
-from elastic.checkpoint.find import newest_good, verify
-from elastic.checkpoint.names import tmp_name
-from elastic.checkpoint.retention import prune
-from elastic.checkpoint.write import write_shard
+from elastic.checkpoint.format import manifest as m
+from elastic.checkpoint.format.files import REAL
+from elastic.checkpoint.format.names import tmp_name
+from elastic.checkpoint.saving.write import write_shard
+from elastic.checkpoint.stored.find import newest_good, verify
+from elastic.checkpoint.stored.retention import prune
 
 ANOTHER = 65534
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: another user owns the folder")

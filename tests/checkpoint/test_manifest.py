@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.checkpoint import manifest as m
-from elastic.checkpoint.shard_plan import assign_shards, newest_whole
-from elastic.checkpoint.write import digest
+from elastic.checkpoint.format import manifest as m
+from elastic.checkpoint.format.names import digest
+from elastic.checkpoint.format.shard_plan import assign_shards, newest_whole
 from elastic.contract.worker.tensor_table import TensorInfo
 
 

@@ -15,14 +15,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 from support.ckpt import PIECE, blank, filled, flip, save, shard_paths, state_at
 
-from elastic.checkpoint import read
-from elastic.checkpoint.errors import Damaged, NoGoodCheckpoint, SaveFailed
-from elastic.checkpoint.export import to_dcp, to_torch_save
-from elastic.checkpoint.find import newest_good
-from elastic.checkpoint.names import final_names
-from elastic.checkpoint.read import load_newest
-from elastic.checkpoint.remote import RemoteError, copy_up, fetch, fetch_newest, list_remote
-from elastic.checkpoint.write import commit, write_shard
+from elastic.checkpoint.format.errors import Damaged, NoGoodCheckpoint, SaveFailed
+from elastic.checkpoint.format.names import final_names
+from elastic.checkpoint.saving.write import commit, write_shard
+from elastic.checkpoint.stored import read
+from elastic.checkpoint.stored.export import to_dcp, to_torch_save
+from elastic.checkpoint.stored.find import newest_good
+from elastic.checkpoint.stored.read import load_newest
+from elastic.checkpoint.stored.remote import RemoteError, copy_up, fetch, fetch_newest, list_remote
 from elastic.worker.state.restore import Disk, extra_of
 from elastic.worker.state.state import State
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from elastic.checkpoint.arena import Arena
-from elastic.checkpoint.layout import arena_nbytes, file_order
-from elastic.checkpoint.remote import copy_up
-from elastic.checkpoint.write import commit, write_shard
+from elastic.checkpoint.format.layout import arena_nbytes, file_order
+from elastic.checkpoint.memory.arena import Arena
+from elastic.checkpoint.saving.write import commit, write_shard
+from elastic.checkpoint.stored.remote import copy_up
 from elastic.worker.state.restore import Disk, extra_of
 from elastic.worker.state.state import State
 

@@ -12,13 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.ckpt import filled, flip, save, shard_paths, state_at
 
-from elastic.checkpoint import orders, remote
-from elastic.checkpoint.files import Files
-from elastic.checkpoint.find import newest_good
-from elastic.checkpoint.names import fetch_prefix, tmp_name
-from elastic.checkpoint.retention import leftovers, plan, prune
-from elastic.checkpoint.write import write_shard
-from elastic.checkpoint.writer import MAX_PACKET_BYTES, CheckpointWriter
+from elastic.checkpoint.format.files import Files
+from elastic.checkpoint.format.names import fetch_prefix, tmp_name
+from elastic.checkpoint.saving import orders
+from elastic.checkpoint.saving.write import write_shard
+from elastic.checkpoint.saving.writer import MAX_PACKET_BYTES, CheckpointWriter
+from elastic.checkpoint.stored import remote
+from elastic.checkpoint.stored.find import newest_good
+from elastic.checkpoint.stored.retention import leftovers, plan, prune
 
 entries = st.lists(st.integers(1, 50), unique=True, max_size=12).map(
     lambda steps: [(step, 1, f"step-{step}") for step in sorted(steps, reverse=True)]

@@ -11,10 +11,9 @@ import pytest
 import torch
 from support.ckpt import blank, resume, state_at, table_of
 
-from elastic.checkpoint.failures import ESCALATE_AFTER
-from elastic.checkpoint.find import newest_good
-from elastic.checkpoint.saver import LocalSaver, next_generation
-from elastic.checkpoint.shard_plan import assign_shards
+from elastic.checkpoint.format.shard_plan import assign_shards
+from elastic.checkpoint.saving.saver import ESCALATE_AFTER, LocalSaver, next_generation
+from elastic.checkpoint.stored.find import newest_good
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ import torch
 from support.ckpt import state_at, table_of
 from support.fake_cuda import Broken, Device, gpu  # noqa: F401 - a fixture
 
-from elastic.checkpoint import orders
-from elastic.checkpoint.arena import Arena
-from elastic.checkpoint.saver import LocalSaver
+from elastic.checkpoint.memory.arena import Arena
+from elastic.checkpoint.saving import orders
+from elastic.checkpoint.saving.saver import LocalSaver
 
 
 class Writer:

@@ -15,7 +15,7 @@ seen = []
 sys.addaudithook(lambda event, args: seen.append(args) if event == "pickle.find_class" else None)
 import torch
 from elastic.checkpoint.__main__ import main
-from elastic.checkpoint.read import load_newest
+from elastic.checkpoint.stored.read import load_newest
 
 here, there, elsewhere = sys.argv[1:]
 seen.clear()

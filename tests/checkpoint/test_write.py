@@ -15,13 +15,13 @@ import pytest
 import torch
 from support.ckpt import PIECE, blank, filled, resume, save, state_at
 
-from elastic.checkpoint import manifest as m
-from elastic.checkpoint.errors import SaveFailed, ShardsMissing
-from elastic.checkpoint.files import Files
-from elastic.checkpoint.find import newest_good, verify
-from elastic.checkpoint.names import tmp_name
-from elastic.checkpoint.saver import next_generation
-from elastic.checkpoint.write import commit, shards_missing, write_shard
+from elastic.checkpoint.format import manifest as m
+from elastic.checkpoint.format.errors import SaveFailed, ShardsMissing
+from elastic.checkpoint.format.files import Files
+from elastic.checkpoint.format.names import tmp_name
+from elastic.checkpoint.saving.saver import next_generation
+from elastic.checkpoint.saving.write import commit, shards_missing, write_shard
+from elastic.checkpoint.stored.find import newest_good, verify
 
 NOBODY = 65534
 

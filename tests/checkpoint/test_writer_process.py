@@ -19,13 +19,13 @@ import pytest
 from support.ckpt import filled, save, state_at
 from support.wait import eventually, stretched
 
-from elastic.checkpoint import orders
-from elastic.checkpoint.client import MAX_COPIES, MAX_PACKET_BYTES, MAX_WAITING, Busy, WriterProcess
-from elastic.checkpoint.find import newest_good
-from elastic.checkpoint.names import tmp_name
-from elastic.checkpoint.remote import RemoteError
-from elastic.checkpoint.write import write_shard
-from elastic.checkpoint.writer import CheckpointWriter
+from elastic.checkpoint.format.names import tmp_name
+from elastic.checkpoint.saving import orders
+from elastic.checkpoint.saving.client import MAX_COPIES, MAX_PACKET_BYTES, MAX_WAITING, Busy, WriterProcess
+from elastic.checkpoint.saving.write import write_shard
+from elastic.checkpoint.saving.writer import CheckpointWriter
+from elastic.checkpoint.stored.find import newest_good
+from elastic.checkpoint.stored.remote import RemoteError
 
 
 @pytest.fixture
@@ -270,7 +270,7 @@ def test_writer_process_forget_unmaps_the_arena(writer: WriterProcess, tmp_path:
 def test_writer_process_dies_with_its_parent(how: str, tmp_path: Path) -> None:
     code = (
         "import os, signal, sys\n"
-        "from elastic.checkpoint.client import WriterProcess\n"
+        "from elastic.checkpoint.saving.client import WriterProcess\n"
         "writer = WriterProcess()\n"
         "writer.start()\n"
         "print(writer.pid, flush=True)\n"

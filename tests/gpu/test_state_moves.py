@@ -25,8 +25,8 @@ def timed(act: Any) -> float:
 
 
 def snapshot(rank: int, world_size: int, port: int) -> Any:
-    from elastic.checkpoint.arena import Arena
-    from elastic.checkpoint.layout import arena_nbytes
+    from elastic.checkpoint.format.layout import arena_nbytes
+    from elastic.checkpoint.memory.arena import Arena
     from elastic.contract.worker.tensor_table import TensorInfo
 
     tensors = [torch.randn(MB * 1_000_000 // 4 // 20, device="cuda") for _ in range(20)]
@@ -65,8 +65,8 @@ def test_a_snapshot_runs_beside_the_steps_at_the_cards_speed(measured: dict[str,
 
 def changed_behind(rank: int, world_size: int, port: int) -> Any:
     """What is filled is what the stream had when `fill` was called, though kernels were still queued before it."""
-    from elastic.checkpoint.arena import Arena
-    from elastic.checkpoint.layout import arena_nbytes
+    from elastic.checkpoint.format.layout import arena_nbytes
+    from elastic.checkpoint.memory.arena import Arena
     from elastic.contract.worker.tensor_table import TensorInfo
 
     values, buffer = torch.zeros(1 << 24, device="cuda"), torch.zeros(1 << 20, device="cuda")

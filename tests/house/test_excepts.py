@@ -20,7 +20,7 @@ MAX_BROAD = 4
 
 PASSED_ON = {
     "elasticd.faults:our_faults": "a request's error that is a bug of the daemon's: logged, and answered as one",
-    "elastic.checkpoint.remote:_said": "each file system of fsspec raises the exceptions of its own library",
+    "elastic.checkpoint.stored.remote:_said": "each file system of fsspec raises the exceptions of its own library",
     "elastic.worker.comm.group:Group.form": "torch reports a group that was cut while forming as errors of many kinds",
 }
 """module:function -> why it may catch everything, although it always raises it again or another in its place."""
@@ -28,7 +28,7 @@ PASSED_ON = {
 SLEEPS = {
     "elasticd.guard:_end_children": "no event tells of children that are spared; with a deadline",
     "elasticd.ctl.debug:_asked": "a command that asks again until a step is made; with a deadline",
-    "elastic.checkpoint.write:commit": "a shared folder gives no event of other hosts' files; with a deadline",
+    "elastic.checkpoint.saving.write:commit": "a shared folder gives no event of other hosts' files; with a deadline",
 }
 """module:function -> why it may sleep. Everything else waits for an event, with a deadline."""
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from elastic.checkpoint.arena import Arena
+from elastic.checkpoint.memory.arena import Arena
 from elastic.contract.worker import messages
 from elastic.worker.checkpoint_scheduler import SnapshotPart
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from elastic.checkpoint.arena import Arena
-from elastic.checkpoint.dtypes import code_of, nbytes_of
-from elastic.checkpoint.files import REAL, Files
-from elastic.checkpoint.find import READ_THREADS, Found
-from elastic.checkpoint.layout import arena_nbytes
-from elastic.checkpoint.read import Into, load_newest
-from elastic.checkpoint.shard_plan import assign_shards
-from elastic.checkpoint.write import commit, write_shard
+from elastic.checkpoint.format.dtypes import code_of, nbytes_of
+from elastic.checkpoint.format.files import REAL, Files
+from elastic.checkpoint.format.layout import arena_nbytes
+from elastic.checkpoint.format.shard_plan import assign_shards
+from elastic.checkpoint.memory.arena import Arena
+from elastic.checkpoint.saving.write import commit, write_shard
+from elastic.checkpoint.stored.find import READ_THREADS, Found
+from elastic.checkpoint.stored.read import Into, load_newest
 from elastic.contract.worker.tensor_table import Table, TensorInfo
 
 Tensors = dict[str, torch.Tensor]

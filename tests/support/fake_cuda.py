@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from elastic.checkpoint import fill as fill_module
+from elastic.checkpoint.memory import fill as fill_module
 
 DEVICE = torch.device("cuda", 0)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic.checkpoint.files import METADATA_BYTES, REAL
+from elastic.checkpoint.format.files import METADATA_BYTES, REAL
 from elastic.util.files import FileTooLarge, read_file
 from elasticd import folders
 from elasticd.folders import Folder

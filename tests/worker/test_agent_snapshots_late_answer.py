@@ -9,8 +9,8 @@ import pytest
 import torch
 from support.arenas import Agent
 
-from elastic.checkpoint.arena import Arena
-from elastic.checkpoint.errors import ArenaError
+from elastic.checkpoint.format.errors import ArenaError
+from elastic.checkpoint.memory.arena import Arena
 from elastic.contract.worker import messages
 from elastic.contract.worker.tensor_table import TensorInfo
 from elastic.worker.agent_snapshots import AgentSnapshots
@@ -53,7 +53,7 @@ def test_after_a_request_that_failed_each_buffer_is_taken_for_the_one_it_is(
 
     agent.on(messages.Arena, offer)
     with monkeypatch.context() as scarce:
-        scarce.setattr("elastic.checkpoint.arena.Arena._mapped", no_memory)
+        scarce.setattr("elastic.checkpoint.memory.arena.Arena._mapped", no_memory)
         assert not sink.put(part(3, 1))
     *looked_at, last = offered
     for descriptor in looked_at:

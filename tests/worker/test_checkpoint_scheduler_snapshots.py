@@ -13,8 +13,8 @@ from support.arenas import Agent
 from elastic.agent.memory import available_nbytes, plenty
 from elastic.agent.saver import Saver
 from elastic.checkpoint import interval as checkpoint_interval
+from elastic.checkpoint.format.shard_plan import beside_shards
 from elastic.checkpoint.interval import IntervalPlan, IntervalRule
-from elastic.checkpoint.shard_plan import beside_shards
 from elastic.contract.job.spec import Checkpoint
 from elastic.contract.worker import messages
 from elastic.worker.agent_snapshots import AgentSnapshots

@@ -10,7 +10,7 @@ import torch
 from support.arenas import Agent
 
 from elastic.checkpoint.interval import IntervalRule
-from elastic.checkpoint.write import commit, write_shard
+from elastic.checkpoint.saving.write import commit, write_shard
 from elastic.worker.agent_snapshots import AgentSnapshots
 from elastic.worker.checkpoint_scheduler import CheckpointScheduler, RankPosition
 from elastic.worker.state.restore import Disk, HeldSnapshots

@@ -13,8 +13,8 @@ import torch
 from support.arenas import Agent
 from support.fake_cuda import Broken, Device, gpu  # noqa: F401 - a fixture
 
-from elastic.checkpoint.arena import Fullness
 from elastic.checkpoint.interval import IntervalRule
+from elastic.checkpoint.memory.arena import Fullness
 from elastic.contract.worker.tensor_table import Table, TensorInfo
 from elastic.worker.agent_snapshots import AgentSnapshots
 from elastic.worker.checkpoint_scheduler import CheckpointScheduler, RankPosition

@@ -12,12 +12,12 @@ import torch
 from support.arenas import Agent
 from support.ckpt import table_of
 
-from elastic.checkpoint import fill as fill_module
-from elastic.checkpoint import memcpy
-from elastic.checkpoint.arena import Arena
-from elastic.checkpoint.fill import Fill
+from elastic.checkpoint.format.layout import arena_nbytes
 from elastic.checkpoint.interval import IntervalRule
-from elastic.checkpoint.layout import arena_nbytes
+from elastic.checkpoint.memory import fill as fill_module
+from elastic.checkpoint.memory import memcpy
+from elastic.checkpoint.memory.arena import Arena
+from elastic.checkpoint.memory.fill import Fill
 from elastic.worker.agent_snapshots import AgentSnapshots
 from elastic.worker.checkpoint_scheduler import CheckpointScheduler, RankPosition
 from elastic.worker.job import Job

@@ -10,10 +10,10 @@ import pytest
 import torch
 from support.ckpt import flip, shard_paths
 
-from elastic.checkpoint.errors import NoGoodCheckpoint
+from elastic.checkpoint.format.errors import NoGoodCheckpoint
+from elastic.checkpoint.format.manifest import MANIFEST
+from elastic.checkpoint.format.names import tmp_name
 from elastic.checkpoint.interval import IntervalRule
-from elastic.checkpoint.manifest import MANIFEST
-from elastic.checkpoint.names import tmp_name
 from elastic.worker.job import Job
 from elastic.worker.standalone import run_standalone
 from elastic.worker.state.state import State

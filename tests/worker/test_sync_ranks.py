@@ -18,7 +18,7 @@ from support.ckpt import save
 from support.ranks import ranks, run_ranks  # noqa: F401 - a fixture
 from torch import nn
 
-from elastic.checkpoint.errors import NoGoodCheckpoint
+from elastic.checkpoint.format.errors import NoGoodCheckpoint
 from elastic.contract.worker.messages import LoggedRow
 from elastic.worker.comm.errors import GroupAborted, is_communication_error
 from elastic.worker.comm.group import Group

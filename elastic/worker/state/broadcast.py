@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 import xxhash
 
-from elastic.checkpoint.memcpy import device_type, movable
+from elastic.checkpoint.memory.memcpy import device_type, movable
 from elastic.worker import torch_private
 from elastic.worker.comm import direct
 from elastic.worker.comm.p2p import exchange

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from elastic.checkpoint.plain import tensors_named
+from elastic.checkpoint.format.plain import tensors_named
 from elastic.contract.worker.tensor_table import Table, TensorInfo
 from elastic.worker.misuse import MisuseTypeError
 

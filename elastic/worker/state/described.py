@@ -7,8 +7,8 @@ import weakref
 
 import torch
 
-from elastic.checkpoint.dtypes import CODES, code_of, dtype_of, nbytes_of
-from elastic.checkpoint.memcpy import device_type, movable
+from elastic.checkpoint.format.dtypes import CODES, code_of, dtype_of, nbytes_of
+from elastic.checkpoint.memory.memcpy import device_type, movable
 from elastic.contract.worker.tensor_table import TensorInfo
 from elastic.worker.misuse import MisuseTypeError
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from elastic.checkpoint.plain import tensors_named
+from elastic.checkpoint.format.plain import tensors_named
 from elastic.contract.worker.tensor_table import TensorInfo
 from elastic.worker import torch_private
 from elastic.worker.misuse import MisuseTypeError

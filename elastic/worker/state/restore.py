@@ -12,12 +12,12 @@ from typing import Any
 
 import xxhash
 
-from elastic.checkpoint import find, read
-from elastic.checkpoint.arena import Arena
-from elastic.checkpoint.errors import NoGoodCheckpoint
-from elastic.checkpoint.progress import Progress, unreported
-from elastic.checkpoint.remote import RemoteError, fetch_newest, list_remote, unusable_step
-from elastic.checkpoint.retention import Entry
+from elastic.checkpoint.format.errors import NoGoodCheckpoint
+from elastic.checkpoint.memory.arena import Arena
+from elastic.checkpoint.memory.progress import Progress, unreported
+from elastic.checkpoint.stored import find, read
+from elastic.checkpoint.stored.remote import RemoteError, fetch_newest, list_remote, unusable_step
+from elastic.checkpoint.stored.retention import Entry
 from elastic.contract.origin import Origin
 from elastic.contract.worker import messages
 from elastic.contract.worker.tensor_table import Table, TensorInfo

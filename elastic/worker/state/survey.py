@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from elastic.checkpoint.plain import tensors_named
+from elastic.checkpoint.format.plain import tensors_named
 from elastic.contract.worker.tensor_table import Table, TensorInfo
 
 from .parts import Made, OptimizerPart, Part

@@ -12,8 +12,8 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from elastic.checkpoint.errors import NoGoodCheckpoint
-from elastic.checkpoint.memcpy import device_type
+from elastic.checkpoint.format.errors import NoGoodCheckpoint
+from elastic.checkpoint.memory.memcpy import device_type
 from elastic.contract.origin import Origin
 from elastic.contract.worker.messages import LoggedRow
 from elastic.contract.worker.tensor_table import Table

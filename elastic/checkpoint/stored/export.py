@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
+from elastic.checkpoint.format.dtypes import dtype_of
+from elastic.checkpoint.format.errors import SaveFailed
+from elastic.checkpoint.format.files import REAL
+from elastic.checkpoint.format.plain import plain
 from elastic.contract.worker.tensor_table import TensorInfo
 
-from .dtypes import dtype_of
-from .errors import SaveFailed
-from .files import REAL
 from .find import Found, verify
-from .plain import plain
 from .read import load
 
 

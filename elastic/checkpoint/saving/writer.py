@@ -1,4 +1,4 @@
-"""The writer process: ``python -m elastic.checkpoint.writer FD``, started by `WriterProcess`.
+"""The writer process: ``python -m elastic.checkpoint.saving.writer FD``, started by `WriterProcess`.
 
 It takes orders from a socket, writes the contents of arenas, commits, prunes and copies to remote storage, so that
 neither the training processes nor the agent's loop ever wait for a disk. It runs at low priority, imports no torch, and
@@ -20,13 +20,13 @@ from dataclasses import dataclass
 
 import msgspec
 
+from elastic.checkpoint.format.errors import CheckpointError, SaveFailed, ShardsMissing
+from elastic.checkpoint.format.names import head_of
+from elastic.checkpoint.memory.arena import Arena
+from elastic.checkpoint.stored.retention import discard, prune
 from elastic.util.processes import die_with
 
 from . import orders
-from .arena import Arena
-from .errors import CheckpointError, SaveFailed, ShardsMissing
-from .names import head_of
-from .retention import discard, prune
 from .write import commit, shards_missing, write_shard
 
 MAX_PACKET_BYTES = 64 * 1024
@@ -195,7 +195,7 @@ class CheckpointWriter:
             self._reply(_with(_copy_result(order), error=f"no thread for it: {orders.describe(error)}"))
 
     def _copy_up(self, order: orders.CopyUp) -> None:
-        from .remote import copy_up
+        from elastic.checkpoint.stored.remote import copy_up
 
         started_s, result = time.monotonic(), _copy_result(order)
         try:
@@ -223,7 +223,7 @@ def _copy_result(order: orders.CopyUp) -> orders.Result:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="elastic.checkpoint.writer")
+    parser = argparse.ArgumentParser(prog="elastic.checkpoint.saving.writer")
     parser.add_argument("fd", type=int)
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--nice", type=int, default=0)

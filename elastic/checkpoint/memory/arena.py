@@ -26,10 +26,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from elastic.checkpoint.format.errors import ArenaError, IncompleteSnapshot
+from elastic.checkpoint.format.layout import PAGE_BYTES, Layout, offsets_beside, pad, plan
 from elastic.contract.worker.tensor_table import ALONE, Beside, Table, TensorInfo
 
-from .errors import ArenaError, IncompleteSnapshot
-from .layout import PAGE_BYTES, Layout, offsets_beside, pad, plan
 from .progress import Progress, unreported
 
 if TYPE_CHECKING:
@@ -406,7 +406,7 @@ class Arena:
     def _tensors(self, table: Sequence[TensorInfo], offsets: Sequence[int]) -> dict[str, torch.Tensor]:
         import torch
 
-        from .dtypes import dtype_of
+        from elastic.checkpoint.format.dtypes import dtype_of
 
         whole = torch.frombuffer(self._memory, dtype=torch.uint8)
         return {

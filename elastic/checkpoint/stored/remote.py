@@ -16,13 +16,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from . import manifest as m
-from .errors import CheckpointError, Damaged, NoGoodCheckpoint, SaveFailed
-from .files import FILE_MODE, FOLDER_MODE, REAL, open_folder
+from elastic.checkpoint.format import manifest as m
+from elastic.checkpoint.format.errors import CheckpointError, Damaged, NoGoodCheckpoint, SaveFailed
+from elastic.checkpoint.format.files import FILE_MODE, FOLDER_MODE, REAL, open_folder
+from elastic.checkpoint.format.names import (
+    digest,
+    fetch_prefix,
+    final_names,
+    head_of,
+    is_final,
+    own_name,
+    step_of,
+    version_of,
+)
+
 from .find import verify
-from .names import fetch_prefix, final_names, head_of, is_final, own_name, step_of, version_of
 from .retention import Entry, plan
-from .write import digest
 
 _under_way: set[str] = set()
 """URLs of the copies that threads of this process are making; changed by single operations."""

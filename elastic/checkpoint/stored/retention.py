@@ -8,10 +8,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from .errors import Damaged
-from .files import REAL, Files
+from elastic.checkpoint.format.errors import Damaged
+from elastic.checkpoint.format.files import REAL, Files
+from elastic.checkpoint.format.names import is_fetch, is_gone, tmp_of
+
 from .find import peek, verify
-from .names import is_fetch, is_gone, tmp_of
 
 Entry = tuple[int, int, str]
 """(step, generation, path), as `peek` returns them, newest first."""

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 
 import torch
 
+from elastic.checkpoint.format import manifest as m
+from elastic.checkpoint.format.dtypes import dtype_of
+from elastic.checkpoint.format.errors import CheckpointError, Damaged, NoGoodCheckpoint
+from elastic.checkpoint.format.files import REAL, Files
+from elastic.checkpoint.memory.progress import Progress, unreported
 from elastic.contract.worker.tensor_table import TensorInfo
 
-from . import manifest as m
-from .dtypes import dtype_of
-from .errors import CheckpointError, Damaged, NoGoodCheckpoint
-from .files import REAL, Files
 from .find import READ_THREADS, Aside, Found, Spare, newest_good, read_piece, set_aside
-from .progress import Progress, unreported
 
 __all__ = ["Mismatch", "load", "load_newest"]
 

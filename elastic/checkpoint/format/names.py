@@ -14,11 +14,32 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import xxhash
 
 from . import manifest as m
 from .files import REAL, Files
+
+Piece = TypeVar("Piece")
+Done = TypeVar("Done")
+
+
+def each(work: Callable[[Piece], Done], pieces: Sequence[Piece], threads: int) -> list[Done]:
+    """The results of `work` on each of `pieces`, in their order, by up to `threads` threads. At a limit of threads the
+    caller's does it all, which is slower; `work` may then be done twice on a piece. Raises what `work` raises."""
+    if threads > 1 and len(pieces) > 1:
+        with ThreadPoolExecutor(min(threads, len(pieces))) as pool:
+            try:
+                results = pool.map(work, pieces)
+            except RuntimeError:  # no further thread can be started; errors of `work` come with its results
+                pool.shutdown(cancel_futures=True)
+            else:
+                return list(results)
+    return [work(piece) for piece in pieces]
+
 
 _CHECKPOINT = r"step-\d+(?:\.g\d+)?(?:\.j[0-9a-f]{8})?"
 _FINAL = re.compile(_CHECKPOINT)
@@ -128,3 +149,8 @@ def is_foreign(path: str, files: Files = REAL) -> bool:
     except OSError:
         return False
     return bool(names) and not any(name == m.MANIFEST or name.startswith("shard-") for name in names)
+
+
+def digest(data: bytes | memoryview) -> str:
+    """xxh3-64 in hexadecimal."""
+    return xxhash.xxh3_64_hexdigest(data)

@@ -19,25 +19,17 @@ import time
 from collections.abc import Callable, Mapping
 
 import msgspec
-import xxhash
 
+from elastic.checkpoint.format import manifest as m
+from elastic.checkpoint.format.errors import SaveFailed, ShardsMissing
+from elastic.checkpoint.format.files import METADATA_BYTES, REAL, Files
+from elastic.checkpoint.format.layout import pad
+from elastic.checkpoint.format.names import digest, each, final_names, head_of, tmp_name
+from elastic.checkpoint.memory.arena import Arena
 from elastic.contract.worker.tensor_table import Table
-
-from . import manifest as m
-from .arena import Arena
-from .errors import SaveFailed, ShardsMissing
-from .files import METADATA_BYTES, REAL, Files
-from .layout import pad
-from .names import final_names, head_of, tmp_name
-from .pieces import each
 
 WRITE_THREADS = 4
 _LOOK_EVERY_S = 0.05
-
-
-def digest(data: bytes | memoryview) -> str:
-    """xxh3-64 in hexadecimal."""
-    return xxhash.xxh3_64_hexdigest(data)
 
 
 def write_shard(

@@ -16,12 +16,21 @@ from dataclasses import dataclass, replace
 
 import xxhash
 
-from . import manifest as m
-from .errors import Damaged, NoGoodCheckpoint
-from .files import REAL, Files, open_file
-from .names import head_of, is_aside, is_final, is_foreign, job_of, names_another, step_of, tmp_of
-from .pieces import each
-from .write import digest
+from elastic.checkpoint.format import manifest as m
+from elastic.checkpoint.format.errors import Damaged, NoGoodCheckpoint
+from elastic.checkpoint.format.files import REAL, Files, open_file
+from elastic.checkpoint.format.names import (
+    digest,
+    each,
+    head_of,
+    is_aside,
+    is_final,
+    is_foreign,
+    job_of,
+    names_another,
+    step_of,
+    tmp_of,
+)
 
 READ_THREADS = 2
 _LOOKS = 20

@@ -11,9 +11,10 @@ import time
 
 import msgspec
 
+from elastic.checkpoint.format.errors import CheckpointError
+from elastic.checkpoint.memory.arena import Arena
+
 from . import orders
-from .arena import Arena
-from .errors import CheckpointError
 from .writer import MAX_PACKET_BYTES
 
 MAX_WAITING = 32
@@ -69,7 +70,7 @@ class WriterProcess:
             with theirs:
                 self._process = subprocess.Popen(
                     [
-                        *(sys.executable, "-P", "-m", "elastic.checkpoint.writer", str(theirs.fileno())),
+                        *(sys.executable, "-P", "-m", "elastic.checkpoint.saving.writer", str(theirs.fileno())),
                         *("--parent", str(os.getpid()), "--nice", str(self._nice)),
                     ],
                     pass_fds=(theirs.fileno(),),

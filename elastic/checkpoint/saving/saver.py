@@ -12,19 +12,49 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from elastic.checkpoint.format.errors import CheckpointError
+from elastic.checkpoint.format.layout import arena_nbytes
+from elastic.checkpoint.memory.arena import Arena
+from elastic.checkpoint.memory.buffers import Buffers
+from elastic.checkpoint.stored.find import newest_generation
 from elastic.contract.worker.tensor_table import Table
 
 from . import orders
-from .arena import Arena
-from .buffers import Buffers
 from .client import WriterProcess
-from .errors import CheckpointError
-from .failures import FailuresInRow
-from .find import newest_generation
-from .layout import arena_nbytes
 
 if TYPE_CHECKING:
     import torch
+import re
+
+ESCALATE_AFTER = 3
+"""From this many in a row they are reported as errors."""
+
+
+@dataclass(slots=True)
+class FailuresInRow:
+    """Replaced by a new one after a success."""
+
+    error: str | None = None
+    """Of the last one."""
+    count: int = 0
+    last: tuple[int, int] | None = None
+    """(generation, step) of the last one: its shard and its commit may both report the failure."""
+    began: tuple[int, float] = (0, 0.0)
+    """Step and time of day of the first one of the present kind: all of a kind are one incident."""
+    _kind: str = ""
+
+    def add(self, error: str, generation: int = 0, step: int = 0, wall_s: float = 0.0) -> bool:
+        """Returns False if this one is counted already. Step 0 or less: no particular checkpoint."""
+        if step > 0 and self.last == (generation, step):
+            return False
+        self.error, self.count, self.last = error, self.count + 1, (generation, step)
+        if (kind := re.sub(r"[0-9]+", "", error)) != self._kind:
+            self._kind, self.began = kind, (step, wall_s)
+        return True
+
+    @property
+    def escalate(self) -> bool:
+        return self.count >= ESCALATE_AFTER
 
 
 def versions() -> dict[str, str]:

@@ -1,0 +1,1 @@
+"""The format of a checkpoint on disk: names, manifest, shards, dtypes, errors."""

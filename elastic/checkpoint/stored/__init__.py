@@ -1,0 +1,1 @@
+"""Checkpoints on disk: found, verified, read, exported, copied, removed."""
