@@ -44,8 +44,8 @@ from elastic.contract.records.job_records import GenerationRecord, SpecRecord  #
 from elastic.contract.timeouts import Timeouts  # noqa: E402
 from elastic.contract.worker import messages  # noqa: E402
 from elastic.etcd.client import Etcd  # noqa: E402
-from elastic.recovery import view  # noqa: E402
-from elastic.recovery.events import (  # noqa: E402
+from elastic.recovery.facts import view  # noqa: E402
+from elastic.recovery.machine.events import (  # noqa: E402
     Event,
     Progress,
     Start,
@@ -56,7 +56,7 @@ from elastic.recovery.events import (  # noqa: E402
     WorkerStepping,
     WorkerSynced,
 )
-from elastic.recovery.model import Agent, Policy  # noqa: E402
+from elastic.recovery.machine.model import Agent, Policy  # noqa: E402
 
 AGENTS_PER_PROCESS = 64
 START_S = 240.0

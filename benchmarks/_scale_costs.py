@@ -27,11 +27,11 @@ from elastic.contract.records.job_records import (
 )
 from elastic.contract.timeouts import Timeouts
 from elastic.etcd.client import KV
-from elastic.recovery.events import Joined, Progress, Start, Tick, Viewed, WorkerReady
-from elastic.recovery.generation_delta import GenerationReader, changes
-from elastic.recovery.model import Agent, Policy
+from elastic.recovery.facts.generation_delta import GenerationReader, changes
+from elastic.recovery.facts.view import JobReader, JobView
+from elastic.recovery.machine.events import Joined, Progress, Start, Tick, Viewed, WorkerReady
+from elastic.recovery.machine.model import Agent, Policy
 from elastic.recovery.recovery import step
-from elastic.recovery.view import JobReader, JobView
 
 KEYS = ClusterKeys("scale").job("job")
 SLOTS = tuple(range(8))

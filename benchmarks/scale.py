@@ -42,7 +42,7 @@ from elastic.contract.job.spec import JobSpec  # noqa: E402
 from elastic.contract.keys import ClusterKeys, JobKeys  # noqa: E402
 from elastic.contract.records.job_records import SpecRecord, encode  # noqa: E402
 from elastic.etcd.client import KV, Etcd, EtcdError  # noqa: E402
-from elastic.recovery.model import CROWD  # noqa: E402
+from elastic.recovery.machine.model import CROWD  # noqa: E402
 
 SIZES = (8, 32, 256, 500)
 TORCH_SIZES = (8, 16, 32, 64)

@@ -11,10 +11,20 @@ from elastic.contract.agent_files import AgentConfig
 from elastic.contract.job.spec import JobSpec
 from elastic.contract.records.job_records import IncidentRecord
 from elastic.contract.worker import messages
-from elastic.recovery.effects import AddCauses, Effect, ForkPlain, ForkWorker, Kill, Leave, PutIncident, SaveNow, Send
-from elastic.recovery.leaving import TOO_LATE
-from elastic.recovery.model import Agent
-from elastic.recovery.transitions import Stage
+from elastic.recovery.facts.transitions import Stage
+from elastic.recovery.machine.effects import (
+    AddCauses,
+    Effect,
+    ForkPlain,
+    ForkWorker,
+    Kill,
+    Leave,
+    PutIncident,
+    SaveNow,
+    Send,
+)
+from elastic.recovery.machine.model import Agent
+from elastic.recovery.workers.leaving import TOO_LATE
 
 from . import worker_env
 from .etcd_writer import EtcdWriter

@@ -30,7 +30,11 @@ from elastic.contract.records.job_records import (
 from elastic.contract.records.phases import PhaseTrigger, after
 from elastic.contract.records.rank_records import RanksRecord
 from elastic.etcd.client import Absent, Compare, Delete, Etcd, EtcdError, EtcdUnavailable, ModIs, Op, Put
-from elastic.recovery.effects import (
+from elastic.recovery.facts.evidence import merged
+from elastic.recovery.facts.generation_delta import changes
+from elastic.recovery.facts.incident import KEPT_REPEATS, supplemented
+from elastic.recovery.facts.view import JobView
+from elastic.recovery.machine.effects import (
     AddCauses,
     Effect,
     Publish,
@@ -41,12 +45,8 @@ from elastic.recovery.effects import (
     Rejoin,
     Restore,
 )
-from elastic.recovery.events import Event, Joined, LeaseLost, PublishFailed
-from elastic.recovery.evidence import merged
-from elastic.recovery.generation_delta import changes
-from elastic.recovery.incident import KEPT_REPEATS, supplemented
-from elastic.recovery.model import Policy
-from elastic.recovery.view import JobView
+from elastic.recovery.machine.events import Event, Joined, LeaseLost, PublishFailed
+from elastic.recovery.machine.model import Policy
 
 from . import generation_numbers
 from .member_writes import MemberKey, OpensStores, next_record

@@ -16,9 +16,9 @@ import structlog
 from elastic.contract.job.spec import Hang
 from elastic.contract.records.standings import Standing
 from elastic.contract.worker.beat import WITH_OTHERS, Beat, Doing
-from elastic.recovery.collective_frames import is_blocked_in_collective, place_in_train
-from elastic.recovery.events import Event, GroupStuck, Progress, RanksStill, StillBusy, WorkerUnhealthy
-from elastic.recovery.hang_rules import (
+from elastic.recovery.facts.transitions import Stage
+from elastic.recovery.hangs.collective_frames import is_blocked_in_collective, place_in_train
+from elastic.recovery.hangs.hang_rules import (
     FARTHEST,
     IN_EXCHANGE,
     STOPPED_STATE,
@@ -31,9 +31,9 @@ from elastic.recovery.hang_rules import (
     position,
     waits_too_long,
 )
-from elastic.recovery.model import Agent, Worker
-from elastic.recovery.stillness import StillRank, all_ahead, standing, worth_telling
-from elastic.recovery.transitions import Stage
+from elastic.recovery.hangs.stillness import StillRank, all_ahead, standing, worth_telling
+from elastic.recovery.machine.events import Event, GroupStuck, Progress, RanksStill, StillBusy, WorkerUnhealthy
+from elastic.recovery.machine.model import Agent, Worker
 from elastic.util.processes import is_ending
 
 from .pool import Pool, Process

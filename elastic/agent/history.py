@@ -10,7 +10,7 @@ import msgspec
 
 from elastic.contract.agent_files import History, Point
 from elastic.contract.records.job_records import PROTOCOL, ProgressRecord
-from elastic.recovery.model import Agent
+from elastic.recovery.machine.model import Agent
 from elastic.util.files import replace_file
 
 KEPT_POINTS = 1000

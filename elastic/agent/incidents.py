@@ -7,8 +7,8 @@ import msgspec
 
 from elastic.contract.records.job_records import IncidentRecord, Phase, WorkerError
 from elastic.contract.texts import one_line
-from elastic.recovery.model import Agent, FormedState
-from elastic.recovery.transitions import Stage
+from elastic.recovery.facts.transitions import Stage
+from elastic.recovery.machine.model import Agent, FormedState
 
 from .process import Exited
 from .worker_error import last_lines

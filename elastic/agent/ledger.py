@@ -11,9 +11,9 @@ import msgspec
 from elastic.contract.records.ledger import Bucket, Ledger, Seen, advance
 from elastic.contract.records.rank_records import RanksRecord
 from elastic.contract.worker.beat import Beat, Doing
-from elastic.recovery.events import Event, WorkerFormed
-from elastic.recovery.ledger_view import seen
-from elastic.recovery.model import Agent
+from elastic.recovery.machine.events import Event, WorkerFormed
+from elastic.recovery.machine.model import Agent
+from elastic.recovery.observers.ledger_view import seen
 
 from . import descendants
 from .rank_ledgers import RankLedgers

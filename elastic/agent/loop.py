@@ -30,8 +30,9 @@ from elastic.contract.records.job_records import (
 )
 from elastic.contract.worker import messages
 from elastic.etcd.client import View
-from elastic.recovery.effects import Leave
-from elastic.recovery.events import (
+from elastic.recovery.facts.transitions import Stage
+from elastic.recovery.machine.effects import Leave
+from elastic.recovery.machine.events import (
     CheckpointSaved,
     Drain,
     Event,
@@ -49,11 +50,10 @@ from elastic.recovery.events import (
     WorkerReady,
     WorkerStarted,
 )
-from elastic.recovery.exits import ends_too_early
-from elastic.recovery.model import Agent, is_leader
+from elastic.recovery.machine.model import Agent, is_leader
+from elastic.recovery.observers.watch_scope import watches_members
 from elastic.recovery.recovery import step
-from elastic.recovery.transitions import Stage
-from elastic.recovery.watch_scope import watches_members
+from elastic.recovery.workers.exits import ends_too_early
 
 from . import status
 from .effect_runner import EffectRunner

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from elastic.contract.records.job_records import Changes, GenerationRecord
 from elastic.etcd.client import Compare, Etcd, EtcdError, Lease, ModIs, Present
-from elastic.recovery.membership import Change
+from elastic.recovery.facts.membership import Change
 from elastic.util import store_secret
 
 

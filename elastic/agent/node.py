@@ -20,7 +20,7 @@ from elastic.contract.agent_files import AgentConfig
 from elastic.contract.keys import ClusterKeys, JobKeys
 from elastic.contract.records.job_records import ProtocolVersionMismatch, SpecRecord, decode
 from elastic.etcd.client import Etcd, EtcdError, JobSigner, scrub_environment
-from elastic.recovery.model import Agent, Policy, changed
+from elastic.recovery.machine.model import Agent, Policy, changed
 from elastic.util.capped_log import LogFile
 
 from . import gpu_gate, worker_env

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from elastic.recovery.membership import watch_list
-from elastic.recovery.model import Agent
+from elastic.recovery.facts.membership import watch_list
+from elastic.recovery.machine.model import Agent
 
 from .peers import Peers
 

@@ -21,7 +21,7 @@ from elastic.contract.worker import messages
 from elastic.contract.worker.beat import PAGE_BYTES, Beat, BeatPage
 from elastic.contract.worker.messages import Forked, Message
 from elastic.contract.worker.worker_config import ERROR_FILE
-from elastic.recovery.hang_rules import STOPPED_STATE
+from elastic.recovery.hangs.hang_rules import STOPPED_STATE
 from elastic.util.capped_log import open_log
 from elastic.util.descriptors import send
 

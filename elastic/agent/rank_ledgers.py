@@ -16,9 +16,9 @@ from elastic.contract.records.job_records import RankRow
 from elastic.contract.records.ledger import Bucket, Ledger, Seen, advance
 from elastic.contract.records.rank_records import RanksRecord, RankTimes, Sample, every_s
 from elastic.contract.worker.beat import Beat, Doing
-from elastic.recovery.events import Event, WorkerFormed
-from elastic.recovery.ledger_view import seen, seen_slot
-from elastic.recovery.model import Agent
+from elastic.recovery.machine.events import Event, WorkerFormed
+from elastic.recovery.machine.model import Agent
+from elastic.recovery.observers.ledger_view import seen, seen_slot
 
 from .status import of_predecessors
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from elastic.recovery.collective_frames import is_blocked_in_collective
+from elastic.recovery.hangs.collective_frames import is_blocked_in_collective
 from elastic.util.processes import stat_fields
 
 from .shortage import is_shortage

@@ -11,9 +11,9 @@ from elastic.contract.job.spec import Hang
 from elastic.contract.records.decoding import Member
 from elastic.contract.records.job_records import ProgressRecord
 from elastic.contract.records.standings import Standing, Stillness
-from elastic.recovery.model import Agent
-from elastic.recovery.stillness import StandstillCause, StillRank, explain, still_s
-from elastic.recovery.transitions import Stage
+from elastic.recovery.facts.transitions import Stage
+from elastic.recovery.hangs.stillness import StandstillCause, StillRank, explain, still_s
+from elastic.recovery.machine.model import Agent
 
 
 class Others:

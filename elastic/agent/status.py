@@ -13,8 +13,8 @@ import msgspec
 
 from elastic.contract.agent_files import LEFT, AgentStatus
 from elastic.contract.records.job_records import ProgressRecord, RankRow
-from elastic.recovery.model import Agent
-from elastic.recovery.transitions import Stage
+from elastic.recovery.facts.transitions import Stage
+from elastic.recovery.machine.model import Agent
 from elastic.util.files import replace_file
 from elastic.util.processes import memory_nbytes
 

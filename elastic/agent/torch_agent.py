@@ -30,9 +30,9 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from elastic.contract.records.job_records import GenerationRecord, IncidentRecord, Phase
-from elastic.recovery.events import StoreClosed
-from elastic.recovery.model import Agent
-from elastic.recovery.transitions import Stage
+from elastic.recovery.facts.transitions import Stage
+from elastic.recovery.machine.events import StoreClosed
+from elastic.recovery.machine.model import Agent
 from elastic.util.processes import signal_number
 
 from .loop import AgentLoop

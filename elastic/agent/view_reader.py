@@ -8,8 +8,8 @@ import structlog
 from elastic.contract.keys import JobKeys
 from elastic.contract.records.job_records import ProgressRecord, ProtocolVersionMismatch, decode
 from elastic.etcd.client import View
-from elastic.recovery.model import Agent
-from elastic.recovery.view import JobReader, JobView
+from elastic.recovery.facts.view import JobReader, JobView
+from elastic.recovery.machine.model import Agent
 
 from .view_throttle import ViewThrottle
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from elastic.contract.records.job_records import WorkerError
 from elastic.contract.texts import cut_middle
-from elastic.recovery.restart_budget import FATAL
+from elastic.recovery.facts.restart_budget import FATAL
 from elastic.util.files import read_file
 
 from .pool import Exited

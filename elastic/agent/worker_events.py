@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from elastic.contract.worker import messages
-from elastic.recovery.events import (
+from elastic.recovery.machine.events import (
     Event,
     WorkerBadNumbers,
     WorkerDone,

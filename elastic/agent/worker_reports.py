@@ -14,7 +14,7 @@ from elastic.contract.origin import Origin
 from elastic.contract.records.job_records import SpecRecord
 from elastic.contract.records.rank_records import Sample
 from elastic.contract.worker import messages
-from elastic.recovery.model import Agent, is_leader
+from elastic.recovery.machine.model import Agent, is_leader
 
 from .gradient_file import GradientFile, by_layer
 from .metric_files import MetricWriter, published

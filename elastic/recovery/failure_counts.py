@@ -11,10 +11,9 @@ from collections.abc import Iterable
 from msgspec.structs import replace
 
 from elastic.contract.records.job_records import Failure
-
-from .effects import PutState
-from .restart_budget import charge
-from .turn import Turn
+from elastic.recovery.facts.restart_budget import charge
+from elastic.recovery.machine.effects import PutState
+from elastic.recovery.machine.turn import Turn
 
 
 def count_failures(turn: Turn) -> None:

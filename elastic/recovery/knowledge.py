@@ -7,10 +7,14 @@ import math
 
 from msgspec.structs import replace
 
-from .announce import group_failed, member_record, report_failure
-from .bad_numbers import take_bad_numbers
-from .effects import Rejoin
-from .events import (
+from elastic.recovery.facts.evidence import merged
+from elastic.recovery.facts.restart_budget import STORE
+from elastic.recovery.facts.state_holders import all_workers_lost
+from elastic.recovery.facts.transitions import IN_GROUP, Stage, Trigger
+from elastic.recovery.facts.view import JobView
+from elastic.recovery.incidents.ended_incidents import left_out
+from elastic.recovery.machine.effects import Rejoin
+from elastic.recovery.machine.events import (
     CheckpointSaved,
     Drain,
     Event,
@@ -43,16 +47,39 @@ from .events import (
     WorkerSynced,
     WorkerUnhealthy,
 )
-from .evidence import merged
-from .exits import exited, failed
-from .gone import left_out
-from .manner import learn, manage
-from .model import Agent, Worker
-from .restart_budget import STORE
-from .state_holders import all_workers_lost
-from .transitions import IN_GROUP, Stage, Trigger
-from .turn import Turn
-from .view import JobView
+from elastic.recovery.machine.model import Agent, Worker
+from elastic.recovery.machine.turn import Turn
+from elastic.recovery.workers.announce import group_failed, member_record, report_failure
+from elastic.recovery.workers.bad_numbers import take_bad_numbers
+from elastic.recovery.workers.exits import exited, failed
+
+
+def learn(turn: Turn) -> None:
+    """Switch to managed workers if the newest view shows that the job's are."""
+    if turn.policy.managed:
+        return
+    view = turn.agent.etcd.view
+    formed, progress = view.generation, view.progress
+    # Plain workers report no steps. The progress record counts, too, since all agents may have died after writing it.
+    stepped = progress is not None and progress.step > 0
+    if stepped or (formed is not None and formed.managed) or any(m.record.managed for m in view.members.values()):
+        manage(turn)
+
+
+def manage(turn: Turn) -> None:
+    """Record that this job's workers call `elastic.run`. Idempotent."""
+    if turn.policy.managed:
+        return
+    turn.agent = replace(turn.agent, policy=replace(turn.policy, managed=True))
+    for worker in tuple(turn.agent.local.workers.values()):
+        if worker.stage is Stage.RUNNING:
+            # It has its rank and is in its set-up: it forms this generation, unless that breaks meanwhile.
+            turn.move(worker, Trigger.MANAGED, generation=0, seat=worker.generation)
+        elif worker.stage in (Stage.READY, Stage.DONE):
+            turn.move(worker, Trigger.MANAGED, turn.now_s, generation=0)  # a plain worker has no process there
+    if not turn.my_ranks():
+        turn.change(published=None)  # the slots published as ready have no worker yet
+
 
 BEHIND = "a failure before the step boundary: a rank that leaves may be the only one that has committed the last step"
 

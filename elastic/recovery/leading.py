@@ -8,22 +8,13 @@ from dataclasses import replace
 from elastic.contract.records.job_records import BrokenRecord, Phase
 from elastic.contract.records.phases import PhaseTrigger, after
 from elastic.contract.texts import one_line
-
-from .effects import Publish, PutState, SaveNow
-from .evidence import bad_numbers
-from .membership import (
-    AS_IT_SHOULD_BE,
-    Change,
-    Wait,
-    cut_off,
-    living,
-    next_generation,
-    unreached,
-)
-from .model import is_leader
-from .restart_budget import Charge, backoff_s, charge, in_vain, lacking
-from .state_holders import all_workers_lost
-from .turn import Turn
+from elastic.recovery.facts.evidence import bad_numbers
+from elastic.recovery.facts.membership import AS_IT_SHOULD_BE, Change, Wait, cut_off, living, next_generation, unreached
+from elastic.recovery.facts.restart_budget import Charge, backoff_s, charge, in_vain, lacking
+from elastic.recovery.facts.state_holders import all_workers_lost
+from elastic.recovery.machine.effects import Publish, PutState, SaveNow
+from elastic.recovery.machine.model import is_leader
+from elastic.recovery.machine.turn import Turn
 
 LEAD_S = 0.35
 """How far ahead a planned step boundary is set, so that every rank is told of it before it gets there: 0.15 s beside

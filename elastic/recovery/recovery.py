@@ -12,20 +12,19 @@ results as events. A worker is told something once, when its stage changes.
 from __future__ import annotations
 
 from elastic.contract.records.job_records import Phase
+from elastic.recovery.incidents.reporting import report
+from elastic.recovery.machine.effects import Effect, Leave, PutState
+from elastic.recovery.machine.events import Event
+from elastic.recovery.machine.model import Agent
+from elastic.recovery.machine.turn import Turn
+from elastic.recovery.workers.announce import adopt, check_idle, check_suspicion, settle_member
+from elastic.recovery.workers.bad_numbers import correct_reason
+from elastic.recovery.workers.leaving import check_drain, check_end, leave
+from elastic.recovery.workers.workers import settle_standbys, settle_worker
 
-from .announce import adopt, check_idle, check_suspicion, settle_member
-from .bad_numbers import correct_reason
-from .effects import Effect, Leave, PutState
-from .events import Event
 from .failure_counts import count_failures
 from .knowledge import take
 from .leading import lead
-from .leaving import check_drain, check_end, leave
-from .model import Agent
-from .reporting import report
-from .standbys import settle_standbys
-from .turn import Turn
-from .workers import settle_worker
 
 
 def step(

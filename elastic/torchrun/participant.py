@@ -29,9 +29,9 @@ from elastic.contract.records.job_records import (
 )
 from elastic.contract.records.phases import PhaseTrigger, after
 from elastic.etcd.client import Absent, Compare, Delete, Etcd, EtcdError, Lease, ModIs, Op, Put, View
-from elastic.recovery import membership
-from elastic.recovery.membership import Change, NodeLimits
-from elastic.recovery.view import JobView
+from elastic.recovery.facts import membership
+from elastic.recovery.facts.membership import Change, NodeLimits
+from elastic.recovery.facts.view import JobView
 
 from .settings import TorchrunSettings
 

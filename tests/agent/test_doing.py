@@ -6,8 +6,8 @@ import pytest
 from support.jobs import generation, place, policy
 
 from elastic.agent.status import doing
-from elastic.recovery.model import Agent, Worker, changed
-from elastic.recovery.transitions import Stage
+from elastic.recovery.facts.transitions import Stage
+from elastic.recovery.machine.model import Agent, Worker, changed
 
 
 def agent(*stages: Stage, crashes: int = 0) -> Agent:

@@ -42,13 +42,13 @@ from elastic.contract.records.job_records import (
 )
 from elastic.contract.records.rank_records import RanksRecord
 from elastic.etcd.client import EtcdUnavailable
-from elastic.recovery.effects import Publish, PutState
-from elastic.recovery.events import Event, PublishFailed
-from elastic.recovery.generation_delta import GenerationReader
-from elastic.recovery.incident import KEPT_REPEATS
-from elastic.recovery.membership import Change
-from elastic.recovery.model import CROWD, Agent, changed
-from elastic.recovery.view import JobView
+from elastic.recovery.facts.generation_delta import GenerationReader
+from elastic.recovery.facts.incident import KEPT_REPEATS
+from elastic.recovery.facts.membership import Change
+from elastic.recovery.facts.view import JobView
+from elastic.recovery.machine.effects import Publish, PutState
+from elastic.recovery.machine.events import Event, PublishFailed
+from elastic.recovery.machine.model import CROWD, Agent, changed
 from elastic.util import store_secret
 from elasticd.api.views import steps_lost
 

@@ -32,7 +32,7 @@ from elastic.contract.records.job_records import (
 from elastic.contract.worker.messages import Preload
 from elastic.etcd.client import KV, View
 from elastic.etcd.types import Refusal
-from elastic.recovery.model import Agent, changed
+from elastic.recovery.machine.model import Agent, changed
 
 KEYS = ClusterKeys("c").job("job")
 SPEC = SpecRecord(spec=JobSpec(name="job", script="x.py"), submitted_wall_s=0.0, submitted_by="me")

@@ -30,10 +30,10 @@ from elastic.contract.records.decoding import Member
 from elastic.contract.records.job_records import GenerationNode, GenerationRecord, MemberRecord
 from elastic.contract.records.standings import Standing
 from elastic.contract.worker.beat import PAGE_BYTES, BeatPage, Doing
-from elastic.recovery.events import Event, GroupStuck, RanksStill, WorkerUnhealthy
-from elastic.recovery.hang_rules import Unhealthy
-from elastic.recovery.model import Worker
-from elastic.recovery.transitions import Stage
+from elastic.recovery.facts.transitions import Stage
+from elastic.recovery.hangs.hang_rules import Unhealthy
+from elastic.recovery.machine.events import Event, GroupStuck, RanksStill, WorkerUnhealthy
+from elastic.recovery.machine.model import Worker
 from elastic.util import processes
 from elastic.util.processes import is_ending
 

@@ -14,7 +14,7 @@ from support.jobs import generation, place, policy
 from elastic.agent.history import EVERY_S, KEPT_POINTS, HistoryFile, added
 from elastic.contract.agent_files import History, Point
 from elastic.contract.records.job_records import ProgressRecord
-from elastic.recovery.model import Agent, changed
+from elastic.recovery.machine.model import Agent, changed
 
 
 def point(wall_s: float, step: int = 1) -> Point:

@@ -8,7 +8,7 @@ from support.jobs import generation, place
 
 from elastic.agent.worker_error import LAST_LINES, LINE_CHARS, last_lines
 from elastic.contract.records.job_records import BrokenRecord
-from elastic.recovery.incident import Incident, drawn
+from elastic.recovery.facts.incident import Incident, drawn
 
 
 def test_last_lines_end_before_the_traceback_and_are_bounded(tmp_path: Path) -> None:

@@ -14,10 +14,10 @@ from elastic.agent.ledger import LedgerKeeper
 from elastic.contract.records.job_records import Phase, ProgressRecord
 from elastic.contract.records.ledger import Bucket, Ledger
 from elastic.contract.worker.beat import PAGE_BYTES, Beat, BeatPage, Doing
-from elastic.recovery.events import Tick, WorkerFormed
-from elastic.recovery.ledger_view import seen
-from elastic.recovery.model import Agent, Worker, changed
-from elastic.recovery.transitions import Stage
+from elastic.recovery.facts.transitions import Stage
+from elastic.recovery.machine.events import Tick, WorkerFormed
+from elastic.recovery.machine.model import Agent, Worker, changed
+from elastic.recovery.observers.ledger_view import seen
 
 
 def agent(*stages: Stage, number: int = 2, node: str = "a", **facts: object) -> Agent:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from support.jobs import generation, member, place, policy, view
 
 from elastic.agent.peer_monitor import LINES_PER_S, PeerMonitor
-from elastic.recovery.model import Agent, changed
+from elastic.recovery.machine.model import Agent, changed
 
 NODES = [f"n{i}" for i in range(200)]
 POLICY = policy("n150", nodes="1:200")

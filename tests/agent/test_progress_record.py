@@ -13,9 +13,9 @@ from elastic.agent.status import Gauge, progress, rank_rows
 from elastic.contract.keys import ClusterKeys
 from elastic.contract.records.job_records import ProgressRecord, encode
 from elastic.contract.worker.beat import PAGE_BYTES, BeatPage
-from elastic.recovery.model import Agent, Worker, changed
-from elastic.recovery.transitions import Stage
-from elastic.recovery.view import JobView
+from elastic.recovery.facts.transitions import Stage
+from elastic.recovery.facts.view import JobView
+from elastic.recovery.machine.model import Agent, Worker, changed
 
 ON_RECORD = ProgressRecord(
     generation=2, world_size=2, step=50, steps_per_s=10.0, loss=0.25, wall_s=1.0, checkpoint_step=40,

@@ -17,9 +17,9 @@ from elastic.contract.records.ledger import Bucket
 from elastic.contract.records.rank_records import RanksRecord, every_s
 from elastic.contract.step_parts import StepParts
 from elastic.contract.worker.beat import PAGE_BYTES, Beat, BeatPage, Doing
-from elastic.recovery.events import Tick, WorkerFormed
-from elastic.recovery.model import Agent, Worker, changed
-from elastic.recovery.transitions import Stage
+from elastic.recovery.facts.transitions import Stage
+from elastic.recovery.machine.events import Tick, WorkerFormed
+from elastic.recovery.machine.model import Agent, Worker, changed
 from elasticd.diagnosis import goodput
 
 POLICY = policy(nodes="2:2", slots=2)

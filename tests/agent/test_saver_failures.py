@@ -19,7 +19,7 @@ from elastic.checkpoint.saving import orders
 from elastic.checkpoint.saving.saver import ESCALATE_AFTER
 from elastic.contract.job.spec import Checkpoint
 from elastic.contract.worker import messages
-from elastic.recovery.model import Agent, FormedState, changed
+from elastic.recovery.machine.model import Agent, FormedState, changed
 
 
 class Writer:

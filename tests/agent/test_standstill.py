@@ -14,9 +14,9 @@ from elastic.contract.job.spec import Hang
 from elastic.contract.records.decoding import Member
 from elastic.contract.records.job_records import BrokenRecord, JobState, MemberRecord, Phase, ProgressRecord
 from elastic.contract.records.standings import Standing, Stillness
-from elastic.recovery.model import Agent, Worker, changed
-from elastic.recovery.stillness import StillRank
-from elastic.recovery.transitions import Stage
+from elastic.recovery.facts.transitions import Stage
+from elastic.recovery.hangs.stillness import StillRank
+from elastic.recovery.machine.model import Agent, Worker, changed
 
 RULES = Hang(floor_s=2.0, ceiling_s=60.0, factor=10.0)
 RECORD = ProgressRecord(generation=1, world_size=2, step=40, steps_per_s=0.0, loss=None, wall_s=1000.0)

@@ -11,8 +11,8 @@ from elastic.agent.pool import Pool
 from elastic.agent.saver import SaveStatus
 from elastic.agent.status import SLOW_S, Gauge, progress
 from elastic.contract.records.job_records import ProgressRecord
-from elastic.recovery.model import Agent, Worker, changed
-from elastic.recovery.transitions import Stage
+from elastic.recovery.facts.transitions import Stage
+from elastic.recovery.machine.model import Agent, Worker, changed
 
 
 class NoPool:

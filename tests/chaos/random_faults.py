@@ -30,7 +30,7 @@ from support.incidents import Deed, check_deed
 from support.procs import kill
 from support.wait import eventually
 
-from elastic.recovery.restart_budget import BAD_NODE_FAILURES
+from elastic.recovery.facts.restart_budget import BAD_NODE_FAILURES
 
 NODES = 4
 

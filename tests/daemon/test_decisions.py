@@ -24,7 +24,7 @@ from elastic.contract.records.job_records import (
     encode,
 )
 from elastic.contract.records.node_records import CordonRecord, DrainRecord, NodeRecord
-from elastic.recovery.restart_budget import BAD_NODE_FAILURES, charge
+from elastic.recovery.facts.restart_budget import BAD_NODE_FAILURES, charge
 from elasticd import logs, reconcile
 from elasticd.cluster import Cluster, ClusterReader, Job, Node
 from elasticd.ctl import job_file

@@ -15,8 +15,8 @@ from elastic.contract.keys import ClusterKeys
 from elastic.contract.records import job_records as records
 from elastic.contract.records.job_records import GenerationRecord, JobState, Phase, SpecRecord, decode, encode
 from elastic.etcd.client import Put
-from elastic.recovery.effects import Effect
-from elastic.recovery.events import Drain, Event, PeerDead, Undrain
+from elastic.recovery.machine.effects import Effect
+from elastic.recovery.machine.events import Drain, Event, PeerDead, Undrain
 
 from .clock import Clock
 from .judge import Judge

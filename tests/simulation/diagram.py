@@ -9,13 +9,14 @@ import enum
 from collections.abc import Iterable, Mapping
 
 from elastic.contract.records.phases import PHASES
-from elastic.recovery.transitions import TABLE, Stage, Trigger
+from elastic.recovery.facts.transitions import TABLE, Stage, Trigger
 
 HEAD = """# States
 
-Drawn from the tables of transitions in `elastic/recovery/transitions.py` and `elastic/contract/records/phases.py`: these are
-all there are, and another pair of stage and trigger raises. `make test` fails when this file is out of date;
-`python -m simulation.diagram` (with `PYTHONPATH=tests`) draws it again.
+Drawn from the tables of transitions in `elastic/recovery/facts/transitions.py` and
+`elastic/contract/records/phases.py`: these are all there are, and another pair of stage and trigger raises.
+`make test` fails when this file is out of date; `python -m simulation.diagram` (with `PYTHONPATH=tests`) draws it
+again.
 """
 MANAGED = """## A managed worker, as its agent knows it
 

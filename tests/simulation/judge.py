@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 from elastic.contract.records.job_records import GenerationRecord, IncidentRecord, JobState, Phase, decode
 from elastic.contract.worker import messages
-from elastic.recovery.effects import Effect, Kill, Publish, Send
-from elastic.recovery.events import Event, PeerDead
-from elastic.recovery.model import Agent
-from elastic.recovery.restart_budget import BAD_NODE_FAILURES
-from elastic.recovery.transitions import Stage
+from elastic.recovery.facts.restart_budget import BAD_NODE_FAILURES
+from elastic.recovery.facts.transitions import Stage
+from elastic.recovery.machine.effects import Effect, Kill, Publish, Send
+from elastic.recovery.machine.events import Event, PeerDead
+from elastic.recovery.machine.model import Agent
 from elastic.worker.data.sharding import BatchPlan, rank_range
 from elastic.worker.state.state_source import Choice, Version
 

@@ -12,24 +12,16 @@ from elastic.contract.records.job_records import ProgressRecord
 from elastic.contract.timeouts import Timeouts
 from elastic.etcd.client import EtcdError, View
 from elastic.recovery import recovery
-from elastic.recovery.announce import SUSPICION_S
-from elastic.recovery.effects import (
-    Effect,
-    ForkPlain,
-    ForkWorker,
-    Kill,
-    Leave,
-    SaveNow,
-    Send,
-)
-from elastic.recovery.events import Event, Progress, Start, Tick, Viewed, WorkerExited
+from elastic.recovery.facts.membership import leader, living
+from elastic.recovery.facts.transitions import Stage
+from elastic.recovery.facts.view import JobView
 from elastic.recovery.leading import PUBLISH_AGAIN_S
-from elastic.recovery.membership import leader, living
-from elastic.recovery.model import Agent, Policy, is_leader
-from elastic.recovery.transitions import Stage
-from elastic.recovery.turn import ASK_AGAIN_S
-from elastic.recovery.view import JobView
-from elastic.recovery.watch_scope import watches_members
+from elastic.recovery.machine.effects import Effect, ForkPlain, ForkWorker, Kill, Leave, SaveNow, Send
+from elastic.recovery.machine.events import Event, Progress, Start, Tick, Viewed, WorkerExited
+from elastic.recovery.machine.model import Agent, Policy, is_leader
+from elastic.recovery.machine.turn import ASK_AGAIN_S
+from elastic.recovery.observers.watch_scope import watches_members
+from elastic.recovery.workers.announce import SUSPICION_S
 
 from .training import Worker
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from elastic.contract.records.job_records import BrokenRecord, GenerationRecord, IncidentRecord, MemberRecord
 from elastic.contract.worker import messages
-from elastic.recovery import effects as does
-from elastic.recovery import events
+from elastic.recovery.machine import effects as does
+from elastic.recovery.machine import events
 
 from .cluster import Cluster, Setting
 from .node import Node

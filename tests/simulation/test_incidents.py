@@ -18,8 +18,8 @@ from support.incidents import check_incident
 from elastic.contract.origin import Origin
 from elastic.contract.records.job_records import IncidentRecord, Phase, decode, encode
 from elastic.etcd.client import Put
-from elastic.recovery.announce import SAVE_S
-from elastic.recovery.events import (
+from elastic.recovery.facts.transitions import Stage
+from elastic.recovery.machine.events import (
     Event,
     GroupStuck,
     PeerReachable,
@@ -27,7 +27,7 @@ from elastic.recovery.events import (
     WorkerBadNumbers,
     WorkerGroupClosed,
 )
-from elastic.recovery.transitions import Stage
+from elastic.recovery.workers.announce import SAVE_S
 
 
 @pytest.fixture(autouse=True)

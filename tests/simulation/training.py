@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from elastic.contract.origin import Origin
 from elastic.contract.records.job_records import WorkerError
 from elastic.contract.worker import messages
-from elastic.recovery.events import (
+from elastic.recovery.machine.events import (
     CheckpointSaved,
     Event,
     WorkerBadNumbers,

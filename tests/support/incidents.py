@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from elastic.contract.records.job_records import IncidentRecord
-from elastic.recovery.evidence import weight
+from elastic.recovery.facts.evidence import weight
 
 from .history import Commit, History
 

@@ -17,11 +17,11 @@ from elastic.contract.records.job_records import (
     SpecRecord,
 )
 from elastic.contract.timeouts import Timeouts
-from elastic.recovery.effects import Effect
-from elastic.recovery.events import Event, Tick
-from elastic.recovery.model import Agent, Policy
+from elastic.recovery.facts.view import JobView
+from elastic.recovery.machine.effects import Effect
+from elastic.recovery.machine.events import Event, Tick
+from elastic.recovery.machine.model import Agent, Policy
 from elastic.recovery.recovery import step
-from elastic.recovery.view import JobView
 
 
 def member(

@@ -8,8 +8,8 @@ from support.jobs import Machine, broken, generation, member, place, policy, vie
 
 from elastic.contract.job.spec import JobSpec
 from elastic.contract.records.job_records import BrokenRecord, Phase
-from elastic.recovery.effects import AddCauses, Effect, Leave, PutBroken, PutState
-from elastic.recovery.events import (
+from elastic.recovery.machine.effects import AddCauses, Effect, Leave, PutBroken, PutState
+from elastic.recovery.machine.events import (
     Joined,
     Progress,
     Start,

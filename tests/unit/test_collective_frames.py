@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.recovery.collective_frames import is_blocked_in_collective
+from elastic.recovery.hangs.collective_frames import is_blocked_in_collective
 
 HEAD = "Process 321: python train.py\nPython v3.11.7 (/usr/bin/python3.11)\n\n"
 ALL_REDUCE = """\

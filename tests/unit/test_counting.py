@@ -10,11 +10,11 @@ from support.jobs import member, view
 from unit.test_recovery import SPEC, Watched
 
 from elastic.contract.records.job_records import BrokenRecord, JobState, Phase, SpecRecord, WorkerError
-from elastic.recovery.effects import PutState
-from elastic.recovery.events import Joined, Start, Viewed, WorkerExited, WorkerReady
-from elastic.recovery.model import Agent
-from elastic.recovery.restart_budget import charge
-from elastic.recovery.view import JobView
+from elastic.recovery.facts.restart_budget import charge
+from elastic.recovery.facts.view import JobView
+from elastic.recovery.machine.effects import PutState
+from elastic.recovery.machine.events import Joined, Start, Viewed, WorkerExited, WorkerReady
+from elastic.recovery.machine.model import Agent
 
 EMPTY = view(member("a", 1, ready=()), spec=SPEC)
 

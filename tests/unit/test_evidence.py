@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.contract.records.job_records import BrokenRecord, WorkerError
-from elastic.recovery.evidence import KEPT_LOSSES, merged, weight
+from elastic.recovery.facts.evidence import KEPT_LOSSES, merged, weight
 
 
 def report(node: str, *slots: int, kind: str = "exit", rollback: bool = False) -> BrokenRecord:

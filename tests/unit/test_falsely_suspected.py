@@ -9,8 +9,9 @@ from support.jobs import Machine, broken, generation, member, place, policy, vie
 from elastic.contract.job.spec import JobSpec
 from elastic.contract.records.job_records import GenerationRecord
 from elastic.contract.timeouts import Timeouts
-from elastic.recovery.effects import Effect, Publish, PutMember
-from elastic.recovery.events import (
+from elastic.recovery.facts.view import JobView
+from elastic.recovery.machine.effects import Effect, Publish, PutMember
+from elastic.recovery.machine.events import (
     Joined,
     PeerDead,
     PeerReachable,
@@ -21,7 +22,6 @@ from elastic.recovery.events import (
     WorkerStepping,
     WorkerSynced,
 )
-from elastic.recovery.view import JobView
 
 SPEC = JobSpec(name="job", script="train.py", nodes="1:2")
 BOTH = generation(1, [place("a"), place("b")])

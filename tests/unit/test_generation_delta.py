@@ -18,7 +18,7 @@ from elastic.contract.records.job_records import (
     decode,
     encode,
 )
-from elastic.recovery.generation_delta import GenerationReader, changes, spliced
+from elastic.recovery.facts.generation_delta import GenerationReader, changes, spliced
 
 Places = tuple[GenerationNode, ...]
 

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from elastic.contract.job.spec import Hang
 from elastic.contract.worker.beat import WITH_OTHERS, Beat, Doing
-from elastic.recovery.hang_rules import (
+from elastic.recovery.hangs.hang_rules import (
     FARTHEST,
     IN_EXCHANGE,
     RankWait,

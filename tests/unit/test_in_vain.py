@@ -6,7 +6,7 @@ import msgspec
 
 from elastic.contract.job.spec import Restarts
 from elastic.contract.records.job_records import BrokenRecord, JobState, Phase
-from elastic.recovery.restart_budget import COMM, STORE, charge, in_vain
+from elastic.recovery.facts.restart_budget import COMM, STORE, charge, in_vain
 
 RULES = Restarts(budget=4)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from elastic.contract.records.job_records import BrokenRecord, Cause, GenerationRecord, Loss, encode
-from elastic.recovery.incident import KEPT_CAUSES, Incident, drawn
+from elastic.recovery.facts.incident import KEPT_CAUSES, Incident, drawn
 
 ETCD_BYTES = 1.5 * 2**20
 """etcd's --max-request-bytes, unless it is told otherwise."""

@@ -11,10 +11,10 @@ from support.jobs import generation, member, place, policy, view
 from elastic.contract.job.spec import JobSpec
 from elastic.contract.origin import Origin
 from elastic.contract.records.job_records import BrokenRecord, Cause, GenerationNode, IncidentRecord, Loss
-from elastic.recovery.effects import AddCauses
-from elastic.recovery.events import Viewed
-from elastic.recovery.incident import Closed, Incident, Sync, causes, supplemented
-from elastic.recovery.model import Agent, changed
+from elastic.recovery.facts.incident import Closed, Incident, Sync, causes, supplemented
+from elastic.recovery.machine.effects import AddCauses
+from elastic.recovery.machine.events import Viewed
+from elastic.recovery.machine.model import Agent, changed
 from elastic.recovery.recovery import step
 
 FAILED, FORMED = (generation(n, [place("a", 0), place("b", 0)]) for n in (1, 2))

@@ -11,7 +11,9 @@ from elastic.contract.job.spec import JobSpec
 from elastic.contract.records.decoding import Member
 from elastic.contract.records.job_records import ProgressRecord
 from elastic.contract.worker import messages
-from elastic.recovery.effects import (
+from elastic.recovery.facts.transitions import Stage
+from elastic.recovery.facts.view import JobView
+from elastic.recovery.machine.effects import (
     Effect,
     ForkPlain,
     ForkWorker,
@@ -22,7 +24,7 @@ from elastic.recovery.effects import (
     Rejoin,
     Send,
 )
-from elastic.recovery.events import (
+from elastic.recovery.machine.events import (
     Event,
     Joined,
     Start,
@@ -33,10 +35,8 @@ from elastic.recovery.events import (
     WorkerReady,
     WorkerStarted,
 )
-from elastic.recovery.model import Agent
+from elastic.recovery.machine.model import Agent
 from elastic.recovery.recovery import step
-from elastic.recovery.transitions import Stage
-from elastic.recovery.view import JobView
 
 FORMED = generation(1, [place("b", 0, 1), place("a", 0, 1)])
 """We are a, and b leads."""

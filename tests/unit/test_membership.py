@@ -12,7 +12,7 @@ from support.jobs import broken, generation, member, place, view
 
 from elastic.contract.records.decoding import Member
 from elastic.contract.records.job_records import BrokenRecord, GenerationRecord
-from elastic.recovery.membership import (
+from elastic.recovery.facts.membership import (
     Change,
     NodeLimits,
     Wait,
@@ -22,8 +22,8 @@ from elastic.recovery.membership import (
     living,
     next_generation,
 )
-from elastic.recovery.state_holders import all_workers_lost
-from elastic.recovery.view import Dead, JobView
+from elastic.recovery.facts.state_holders import all_workers_lost
+from elastic.recovery.facts.view import Dead, JobView
 
 NOBODY: Dead = frozenset()
 LIMITS = NodeLimits(min_nodes=1, max_nodes=3, join_wait_s=5.0)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from elastic.contract.records.decoding import Member
 from elastic.contract.records.job_records import GenerationNode, GenerationRecord, MemberRecord
-from elastic.recovery.membership import Change, NodeLimits, Wait, next_generation
-from elastic.recovery.view import JobView
+from elastic.recovery.facts.membership import Change, NodeLimits, Wait, next_generation
+from elastic.recovery.facts.view import JobView
 
 LIMITS = NodeLimits(min_nodes=1, max_nodes=3, join_wait_s=0.0)
 

@@ -10,9 +10,9 @@ import pytest
 
 from elastic.contract.records.decoding import Member
 from elastic.contract.records.job_records import BrokenRecord, GenerationNode, GenerationRecord, MemberRecord
-from elastic.recovery import reachability
-from elastic.recovery.membership import Change, NodeLimits, Wait, cut_off, leader, next_generation, watch_list
-from elastic.recovery.view import JobView
+from elastic.recovery.facts import reachability
+from elastic.recovery.facts.membership import Change, NodeLimits, Wait, cut_off, leader, next_generation, watch_list
+from elastic.recovery.facts.view import JobView
 
 LIMITS = NodeLimits(min_nodes=1, max_nodes=8, join_wait_s=0.0)
 NOBODY = frozenset[tuple[str, str]]()

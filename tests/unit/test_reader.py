@@ -25,8 +25,8 @@ from elastic.contract.records.job_records import (
     SpecRecord,
     encode,
 )
-from elastic.recovery import view
-from elastic.recovery.view import JobReader, JobView
+from elastic.recovery.facts import view
+from elastic.recovery.facts.view import JobReader, JobView
 
 KEYS = ClusterKeys("c").job("job")
 

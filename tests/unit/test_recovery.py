@@ -17,8 +17,12 @@ from elastic.contract.records.decoding import Member
 from elastic.contract.records.job_records import Failure, GenerationRecord, JobState, Phase, SpecRecord, WorkerError
 from elastic.contract.timeouts import Timeouts
 from elastic.contract.worker import messages
-from elastic.recovery.announce import IDLE_S, SUSPICION_S
-from elastic.recovery.effects import (
+from elastic.recovery.facts.evidence import merged
+from elastic.recovery.facts.incident import Incident, causes
+from elastic.recovery.facts.transitions import Stage
+from elastic.recovery.facts.view import JobView
+from elastic.recovery.leading import PUBLISH_AGAIN_S
+from elastic.recovery.machine.effects import (
     Effect,
     ForkPlain,
     ForkWorker,
@@ -33,7 +37,7 @@ from elastic.recovery.effects import (
     SaveNow,
     Send,
 )
-from elastic.recovery.events import (
+from elastic.recovery.machine.events import (
     CheckpointSaved,
     Drain,
     Event,
@@ -59,13 +63,9 @@ from elastic.recovery.events import (
     WorkerSynced,
     WorkerUnhealthy,
 )
-from elastic.recovery.evidence import merged
-from elastic.recovery.incident import Incident, causes
-from elastic.recovery.leading import PUBLISH_AGAIN_S
-from elastic.recovery.model import Agent
-from elastic.recovery.transitions import Stage
-from elastic.recovery.turn import ASK_AGAIN_S, STALL_S
-from elastic.recovery.view import JobView
+from elastic.recovery.machine.model import Agent
+from elastic.recovery.machine.turn import ASK_AGAIN_S, STALL_S
+from elastic.recovery.workers.announce import IDLE_S, SUSPICION_S
 
 TIMES = Timeouts()
 SPEC = JobSpec(name="job", script="train.py", nodes="1:2", workers_per_node=2)

@@ -14,12 +14,12 @@ from elastic.contract.keys import ClusterKeys
 from elastic.contract.origin import Origin
 from elastic.contract.records.job_records import BrokenRecord, Cause, GenerationRecord, IncidentRecord, Phase, encode
 from elastic.etcd.client import Put
-from elastic.recovery.effects import AddCauses, PutIncident, PutState
-from elastic.recovery.events import Viewed
-from elastic.recovery.incident import KEPT_REPEATS, Closed, Incident, begun_anew, supplemented
-from elastic.recovery.model import Agent, changed
+from elastic.recovery.facts.incident import KEPT_REPEATS, Closed, Incident, begun_anew, supplemented
+from elastic.recovery.facts.view import JobView
+from elastic.recovery.machine.effects import AddCauses, PutIncident, PutState
+from elastic.recovery.machine.events import Viewed
+from elastic.recovery.machine.model import Agent, changed
 from elastic.recovery.recovery import step
-from elastic.recovery.view import JobView
 
 KEYS = ClusterKeys("c").job("job")
 FORMED = generation(1, [place("a", 0), place("b", 0)])

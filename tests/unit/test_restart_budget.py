@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from elastic.contract.job.spec import Restarts
 from elastic.contract.records.job_records import BrokenRecord, JobState, Loss, Phase, WorkerError
-from elastic.recovery.restart_budget import BAD_NODE_FAILURES, Charge, backoff_s, charge
+from elastic.recovery.facts.restart_budget import BAD_NODE_FAILURES, Charge, backoff_s, charge
 
 MANY = Restarts(budget=10, window_s=100.0, same_failure=3)
 RULES = Restarts(budget=3, window_s=100.0, same_failure=3, backoff_s=0.5, backoff_max_s=30.0)

@@ -11,16 +11,8 @@ import pytest
 from elastic.contract.job.spec import Hang
 from elastic.contract.records.standings import FIRST_STEP_S, Standing
 from elastic.contract.worker.beat import Beat, Doing
-from elastic.recovery.hang_rules import judge
-from elastic.recovery.stillness import (
-    StillRank,
-    all_ahead,
-    explain,
-    same,
-    standing,
-    still_s,
-    worth_telling,
-)
+from elastic.recovery.hangs.hang_rules import judge
+from elastic.recovery.hangs.stillness import StillRank, all_ahead, explain, same, standing, still_s, worth_telling
 
 NODES = {0: "a", 1: "a", 2: "b", 3: "b"}
 TICK_S = 0.2

@@ -15,8 +15,10 @@ from elastic.contract.job.spec import JobSpec, Restarts
 from elastic.contract.records import phases
 from elastic.contract.records.job_records import JobState, Phase
 from elastic.contract.records.phases import PHASES, PhaseTrigger
-from elastic.recovery import transitions
-from elastic.recovery.events import (
+from elastic.recovery.facts import transitions
+from elastic.recovery.facts.restart_budget import charge
+from elastic.recovery.facts.transitions import TABLE, Stage, Trigger, UnknownTransition, after
+from elastic.recovery.machine.events import (
     Event,
     GroupStuck,
     Joined,
@@ -35,10 +37,8 @@ from elastic.recovery.events import (
     WorkerSynced,
     WorkerUnhealthy,
 )
-from elastic.recovery.model import Agent, Worker, changed
+from elastic.recovery.machine.model import Agent, Worker, changed
 from elastic.recovery.recovery import step
-from elastic.recovery.restart_budget import charge
-from elastic.recovery.transitions import TABLE, Stage, Trigger, UnknownTransition, after
 
 CORE = Path(transitions.__file__).parent
 PLAIN = {Stage.READY, Stage.RUNNING, Stage.KILLED, Stage.DONE}

@@ -9,8 +9,10 @@ from support.jobs import Machine, broken, generation, member, place, policy, vie
 from elastic.contract.job.spec import JobSpec
 from elastic.contract.records.decoding import Member
 from elastic.contract.records.job_records import BrokenRecord, MemberRecord, Phase, decode, encode
-from elastic.recovery.effects import Effect, Publish, PutMember, PutState
-from elastic.recovery.events import (
+from elastic.recovery.facts.view import JobView
+from elastic.recovery.leading import DISPUTE_S
+from elastic.recovery.machine.effects import Effect, Publish, PutMember, PutState
+from elastic.recovery.machine.events import (
     Event,
     Joined,
     PeerDead,
@@ -23,9 +25,7 @@ from elastic.recovery.events import (
     WorkerStepping,
     WorkerSynced,
 )
-from elastic.recovery.leading import DISPUTE_S
-from elastic.recovery.turn import STALL_S
-from elastic.recovery.view import JobView
+from elastic.recovery.machine.turn import STALL_S
 
 SPEC = JobSpec(name="job", script="train.py", nodes="1:3")
 FORMED = generation(1, [place("a"), place("b"), place("c")])

@@ -12,13 +12,23 @@ from elastic.contract.keys import ClusterKeys
 from elastic.contract.records.job_records import GenerationRecord, SpecRecord, encode
 from elastic.contract.timeouts import Timeouts
 from elastic.etcd.client import KV
-from elastic.recovery.effects import Publish
-from elastic.recovery.events import Drain, Joined, PeerDead, Progress, Start, Tick, Viewed, WorkerReady, WorkerSynced
-from elastic.recovery.membership import leader, watch_list
-from elastic.recovery.model import Agent
+from elastic.recovery.facts.membership import leader, watch_list
+from elastic.recovery.facts.view import JobReader, JobView
+from elastic.recovery.machine.effects import Publish
+from elastic.recovery.machine.events import (
+    Drain,
+    Joined,
+    PeerDead,
+    Progress,
+    Start,
+    Tick,
+    Viewed,
+    WorkerReady,
+    WorkerSynced,
+)
+from elastic.recovery.machine.model import Agent
+from elastic.recovery.observers.watch_scope import FORMING_LEASES, GRACE_S, WAVE_S, watches_members
 from elastic.recovery.recovery import step
-from elastic.recovery.view import JobReader, JobView
-from elastic.recovery.watch_scope import FORMING_LEASES, GRACE_S, WAVE_S, watches_members
 
 NAMES = tuple("abcdefgh")
 SPEC = JobSpec(name="job", script="train.py", nodes="1:8")

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from elastic.contract.worker.beat import PAGE_BYTES, BeatPage, Doing
-from elastic.recovery.stillness import standing
+from elastic.recovery.hangs.stillness import standing
 from elastic.worker import torch_private
 from elastic.worker.comm import comm_hooks
 from elastic.worker.comm.errors import GroupAborted

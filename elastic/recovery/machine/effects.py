@@ -13,8 +13,7 @@ from elastic.contract.records.job_records import (
     SpecRecord,
 )
 from elastic.contract.worker.messages import ToWorker
-
-from .membership import Change
+from elastic.recovery.facts.membership import Change
 
 
 @dataclass(frozen=True, slots=True)

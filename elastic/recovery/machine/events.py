@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from elastic.contract.origin import Origin
 from elastic.contract.records.job_records import WorkerError
 from elastic.contract.records.standings import Standing
-
-from .view import JobView
+from elastic.recovery.facts.view import JobView
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,16 +7,16 @@ from msgspec.structs import replace
 from elastic.contract.records.job_records import Phase
 from elastic.contract.records.phases import PhaseTrigger, after, allows
 from elastic.contract.texts import one_line
+from elastic.recovery.facts.evidence import merged
+from elastic.recovery.facts.restart_budget import SHORTAGE, backoff_s
+from elastic.recovery.facts.transitions import HOLDS, IN_GROUP, Stage, Trigger
+from elastic.recovery.machine.effects import PutBroken, PutState
+from elastic.recovery.machine.events import WorkerExited, WorkerFailed
+from elastic.recovery.machine.model import Agent, Uncounted, Worker, has_process
+from elastic.recovery.machine.turn import Turn
 
 from .announce import add_evidence, broken_record, report_failure
-from .effects import PutBroken, PutState
-from .events import WorkerExited, WorkerFailed
-from .evidence import merged
-from .model import Agent, Uncounted, Worker, has_process
-from .restart_budget import SHORTAGE, backoff_s
-from .standbys import promote
-from .transitions import HOLDS, IN_GROUP, Stage, Trigger
-from .turn import Turn
+from .workers import promote
 
 SHORTAGE_S = 0.25
 """First pause after a process could not be started for lack of something."""

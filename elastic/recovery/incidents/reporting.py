@@ -10,17 +10,16 @@ from msgspec.structs import replace
 
 from elastic.contract.origin import Origin
 from elastic.contract.records.job_records import IncidentRecord, Phase
+from elastic.recovery.facts.evidence import weight
+from elastic.recovery.facts.incident import KEPT_REPEATS, Closed, Incident, Sync, causes, drawn
+from elastic.recovery.facts.transitions import Stage
+from elastic.recovery.leading import publishes
+from elastic.recovery.machine.effects import AddCauses
+from elastic.recovery.machine.events import Event, WorkerSynced
+from elastic.recovery.machine.model import Agent, is_leader, led_by
+from elastic.recovery.machine.turn import Turn
 
-from .effects import AddCauses
-from .ended_incidents import conclude, put, supplement, supplement_ended, sweep
-from .events import Event, WorkerSynced
-from .evidence import weight
-from .gone import left_out, with_gone
-from .incident import KEPT_REPEATS, Closed, Incident, Sync, causes, drawn
-from .leading import publishes
-from .model import Agent, is_leader, led_by
-from .transitions import Stage
-from .turn import Turn
+from .ended_incidents import conclude, left_out, put, supplement, supplement_ended, sweep, with_gone
 
 FREE = (Stage.READY, Stage.FORMING, Stage.RUNNING, Stage.GONE, Stage.STARTING, Stage.KILLED)
 """Stages of a worker that no longer holds the group of the failed generation."""

@@ -20,12 +20,12 @@ from elastic.contract.records.job_records import (
 )
 from elastic.contract.records.standings import Standing
 from elastic.contract.timeouts import Timeouts
+from elastic.recovery.facts.incident import Closed, Incident
+from elastic.recovery.facts.membership import LEADER_CANDIDATES, NodeLimits, leader
+from elastic.recovery.facts.transitions import Stage
+from elastic.recovery.facts.view import Dead, JobView
 
 from .effects import PutIncident
-from .incident import Closed, Incident
-from .membership import LEADER_CANDIDATES, NodeLimits, leader
-from .transitions import Stage
-from .view import Dead, JobView
 
 CROWD = 64
 """Default of `Policy.crowd`."""

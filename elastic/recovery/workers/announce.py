@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from elastic.contract.records.job_records import BrokenRecord, GenerationRecord, MemberRecord, WorkerError
 from elastic.contract.texts import one_line
-
-from .effects import PutBroken, PutMember, Restore
-from .evidence import bad_numbers, merged
-from .model import Worker
-from .restart_budget import COMM
-from .transitions import HOLDS, Stage
-from .turn import Turn
+from elastic.recovery.facts.evidence import bad_numbers, merged
+from elastic.recovery.facts.restart_budget import COMM
+from elastic.recovery.facts.transitions import HOLDS, Stage
+from elastic.recovery.machine.effects import PutBroken, PutMember, Restore
+from elastic.recovery.machine.model import Worker
+from elastic.recovery.machine.turn import Turn
 
 SUSPICION_S = 0.3
 """From a collective that failed without a known cause until the generation is reported broken for it: time for the

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from elastic.contract.records.job_records import GenerationRecord, Phase
 from elastic.contract.records.ledger import Bucket, Seen
-
-from .model import Agent
-from .transitions import Stage
+from elastic.recovery.facts.transitions import Stage
+from elastic.recovery.machine.model import Agent
 
 _LEAVING = frozenset({Stage.RUNNING, Stage.STOPPING_AT_STEP, Stage.ABORTING, Stage.DONE})
 

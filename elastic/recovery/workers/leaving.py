@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from elastic.contract.records.job_records import Phase
 from elastic.contract.worker import messages
+from elastic.recovery.facts.transitions import IN_GROUP, Stage, Trigger
+from elastic.recovery.machine.effects import Kill, Leave, SaveNow, Send
+from elastic.recovery.machine.model import Worker, has_process
+from elastic.recovery.machine.turn import Turn
 
 from .announce import report_failure, settle_member
-from .effects import Kill, Leave, SaveNow, Send
-from .model import Worker, has_process
-from .transitions import IN_GROUP, Stage, Trigger
-from .turn import Turn
 
 TOO_LATE = "did not end in time"
 """Why a worker that was told to end by itself is killed."""

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from msgspec.structs import replace
 
 from elastic.contract.records.job_records import Phase
+from elastic.recovery.facts.membership import NodeLimits
+from elastic.recovery.facts.transitions import Stage, Trigger, after
 
 from .effects import Effect, Kill
-from .membership import NodeLimits
 from .model import Agent, Policy, Worker, changed
-from .transitions import Stage, Trigger, after
 
 STALL_S = 1.0
 """Without a step for this long (or three step times), an expired lease counts as a loss: see `steps_advance`."""

@@ -12,12 +12,7 @@ from elastic.contract.records.decoding import Member
 from elastic.contract.records.job_records import BrokenRecord, GenerationNode, GenerationRecord
 
 from . import reachability
-from .state_holders import (
-    absent_before,
-    all_workers_lost,
-    with_holders,
-    with_witness,
-)
+from .state_holders import absent_before, all_workers_lost, with_holders, with_witness
 from .view import Dead, JobView
 
 _seniority = operator.attrgetter("create_revision")

@@ -9,8 +9,8 @@ then those candidates may be gone.
 
 from __future__ import annotations
 
-from .membership import by_preference
-from .model import Agent
+from elastic.recovery.facts.membership import by_preference
+from elastic.recovery.machine.model import Agent
 
 GRACE_S = 2.0
 """Added to the lease TTL: without a step for longer than that, the leader candidates may be gone."""

@@ -10,13 +10,13 @@ from msgspec.structs import replace
 
 from elastic.contract.records.job_records import BrokenRecord, Loss, Phase, WorkerError
 from elastic.contract.records.phases import PhaseTrigger, after
+from elastic.recovery.facts.evidence import BAD_NUMBERS, bad_numbers, merged
+from elastic.recovery.machine.effects import PutBroken, PutState
+from elastic.recovery.machine.events import WorkerBadNumbers
+from elastic.recovery.machine.model import Worker
+from elastic.recovery.machine.turn import Turn
 
 from .announce import add_evidence, broken_record, report_failure
-from .effects import PutBroken, PutState
-from .events import WorkerBadNumbers
-from .evidence import BAD_NUMBERS, bad_numbers, merged
-from .model import Worker
-from .turn import Turn
 
 
 def take_bad_numbers(turn: Turn, worker: Worker, event: WorkerBadNumbers) -> None:

@@ -1,0 +1,1 @@
+"""What is known of a job: its view of etcd, members, evidence, budget, incident, stages. Pure functions."""

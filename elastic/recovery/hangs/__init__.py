@@ -1,0 +1,1 @@
+"""Which silence is a hang."""

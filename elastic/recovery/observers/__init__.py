@@ -1,0 +1,1 @@
+"""What is shown or watched because of the state, without deciding anything."""

@@ -1,0 +1,1 @@
+"""The workers of this node: exits, announcements, standbys, leaving."""
