@@ -31,12 +31,12 @@ import psutil  # noqa: E402
 import structlog  # noqa: E402
 
 from elastic.agent import loop as agent_loop  # noqa: E402
-from elastic.agent.etcd_writer import EtcdWriter  # noqa: E402
+from elastic.agent.etcd.watch_scope import WatchScope  # noqa: E402
+from elastic.agent.etcd.writer import EtcdWriter  # noqa: E402
 from elastic.agent.loop import AgentLoop  # noqa: E402
-from elastic.agent.peers import Peers  # noqa: E402
-from elastic.agent.store import Stores  # noqa: E402
-from elastic.agent.versions import versions  # noqa: E402
-from elastic.agent.watch_scope import WatchScope  # noqa: E402
+from elastic.agent.peers.peers import Peers  # noqa: E402
+from elastic.agent.peers.store import Stores  # noqa: E402
+from elastic.agent.reports.versions import versions  # noqa: E402
 from elastic.contract.agent_files import AgentConfig, EtcdAccess  # noqa: E402
 from elastic.contract.job.spec import JobSpec  # noqa: E402
 from elastic.contract.keys import ClusterKeys  # noqa: E402

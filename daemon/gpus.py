@@ -198,7 +198,7 @@ def _same(handle: Any, other: Any) -> bool:
     return bool(handle == other)
 
 
-def self_test(command: Sequence[str] = (sys.executable, "-m", "elastic.agent.gpu_selftest")) -> str:
+def self_test(command: Sequence[str] = (sys.executable, "-m", "elastic.agent.workers.gpu_selftest")) -> str:
     """The problem with the GPUs; empty: none, or torch here cannot use them. Raises OSError if it cannot be started."""
     try:
         done = subprocess.run(

@@ -28,7 +28,7 @@ LOG = re.compile(
     r"(?:\.[0-9A-Za-z]{1,8})?)"
     r"\.(?:log|error\.json)"
 )
-"""A file in a job's `logs`: see `elastic.agent.worker_env.files`."""
+"""A file in a job's `logs`: see `elastic.agent.workers.worker_env.files`."""
 _REPLACED = ("config.json", "orders.json", "status.json", LEFT, "history.json", "gradients.json")
 AGENT_FILES = frozenset({"lock", "agent.log", KEPT_CODE, *_REPLACED, *(f".{name}.new" for name in _REPLACED)})
 """Files in a job's `agent`: see `elastic.contract.agent_files`. A crash while one is replaced leaves the new one."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 
-from . import first_zygote
-from .first_zygote import FirstZygote
+from elastic.agent.workers.first_zygote import FirstZygote
+
+from .workers import first_zygote
 
 
 def main(argv: list[str], first: FirstZygote | None = None) -> int:

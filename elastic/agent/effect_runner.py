@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 import msgspec
 import structlog
 
+from elastic.agent.etcd.writer import EtcdWriter
+from elastic.agent.workers.pool import Pool
 from elastic.contract.agent_files import AgentConfig
 from elastic.contract.job.spec import JobSpec
 from elastic.contract.records.job_records import IncidentRecord
@@ -26,9 +28,7 @@ from elastic.recovery.machine.effects import (
 from elastic.recovery.machine.model import Agent
 from elastic.recovery.workers.leaving import TOO_LATE
 
-from . import worker_env
-from .etcd_writer import EtcdWriter
-from .pool import Pool
+from .workers import worker_env
 
 log = structlog.get_logger()
 

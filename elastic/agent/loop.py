@@ -17,6 +17,24 @@ from pathlib import Path
 import msgspec
 import structlog
 
+from elastic.agent.etcd.view_reader import ViewReader
+from elastic.agent.etcd.watch_scope import WatchScope
+from elastic.agent.etcd.writer import EtcdWriter
+from elastic.agent.hangs.hang_detector import HangDetector
+from elastic.agent.hangs.standstill import with_stillness
+from elastic.agent.peers.peers import PeerMonitor, Peers
+from elastic.agent.reports.history import HistoryFile
+from elastic.agent.reports.incidents import apart, cut_short, late_exit, save_failed, stray_checkpoints
+from elastic.agent.reports.ledger import LedgerKeeper, began_wall_s
+from elastic.agent.reports.logs import Trimmer
+from elastic.agent.reports.rank_ledgers import left_behind
+from elastic.agent.reports.step_times import StepTimes
+from elastic.agent.reports.versions import VERSION, untested, versions
+from elastic.agent.reports.worker_reports import WorkerReports, to_event
+from elastic.agent.snapshots.saver import Saver
+from elastic.agent.workers.pool import Exited, Pool, PoolEvent, ProcessStarted, WorkerMessage, ZygoteUp
+from elastic.agent.workers.worker_error import last_lines, read_error
+from elastic.agent.workers.zygote import ZygoteUnfit
 from elastic.contract.agent_files import AgentConfig, AgentStatus
 from elastic.contract.keys import JobKeys
 from elastic.contract.records.job_records import (
@@ -55,29 +73,9 @@ from elastic.recovery.observers.watch_scope import watches_members
 from elastic.recovery.recovery import step
 from elastic.recovery.workers.exits import ends_too_early
 
-from . import status
 from .effect_runner import EffectRunner
-from .etcd_writer import EtcdWriter
-from .hang_detector import HangDetector
-from .history import HistoryFile
-from .incidents import apart, cut_short, late_exit, save_failed, stray_checkpoints
-from .ledger import LedgerKeeper, began_wall_s
-from .logs import Trimmer
 from .orders import OrdersFile
-from .peer_monitor import PeerMonitor
-from .peers import Peers
-from .pool import Exited, Pool, PoolEvent, ProcessStarted, WorkerMessage, ZygoteUp
-from .rank_ledgers import left_behind
-from .saver import Saver
-from .standstill import with_stillness
-from .step_times import StepTimes
-from .versions import VERSION, untested, versions
-from .view_reader import ViewReader
-from .watch_scope import WatchScope
-from .worker_error import last_lines, read_error
-from .worker_events import to_event
-from .worker_reports import WorkerReports
-from .zygote import ZygoteUnfit
+from .reports import status
 
 STATUS_S = 0.5
 REAP_S = 1.0

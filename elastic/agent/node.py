@@ -6,6 +6,7 @@ import fcntl
 import logging
 import os
 import selectors
+import signal
 import sys
 import threading
 import time
@@ -16,23 +17,66 @@ from typing import IO, TextIO, cast
 import msgspec
 import structlog
 
-from elastic.contract.agent_files import AgentConfig
+from elastic.agent.etcd.watch_scope import WatchScope
+from elastic.agent.etcd.writer import EtcdWriter
+from elastic.agent.peers.listening import listen
+from elastic.agent.peers.peers import Peers
+from elastic.agent.reports.status import StatusFile, left_behind
+from elastic.agent.workers.first_zygote import FirstZygote, log_file
+from elastic.agent.workers.pool import Pool
+from elastic.contract.agent_files import AgentConfig, AgentStatus
 from elastic.contract.keys import ClusterKeys, JobKeys
 from elastic.contract.records.job_records import ProtocolVersionMismatch, SpecRecord, decode
-from elastic.etcd.client import Etcd, EtcdError, JobSigner, scrub_environment
+from elastic.etcd.client import KV, Etcd, EtcdError, JobSigner, scrub_environment
 from elastic.recovery.machine.model import Agent, Policy, changed
 from elastic.util.capped_log import LogFile
 
-from . import gpu_gate, worker_env
-from .etcd_writer import EtcdWriter
-from .first_zygote import FirstZygote, log_file
-from .listening import listen
 from .loop import AgentLoop
-from .peers import Peers
-from .pool import Pool
-from .starting import read_spec
-from .status import left_behind
-from .watch_scope import WatchScope
+from .workers import gpu_gate, worker_env
+
+ETCD_S = 300.0
+"""How long an agent tries to read its job from etcd before it exits and its daemon starts another."""
+AGAIN_S = 1.0
+"""Pause between attempts."""
+
+
+def read_spec(etcd: Etcd, keys: JobKeys, config: AgentConfig) -> KV | None:
+    """The job's spec record, None if there is none. Raises EtcdError after `ETCD_S` seconds of trying.
+
+    While etcd does not answer, the status file says so: the daemon then sees that this agent lives and what it waits
+    for, and does not count that against the node.
+    """
+    deadline_s = time.monotonic() + ETCD_S
+    file, said = StatusFile(Path(config.agent_dir)), ""
+    while True:
+        try:
+            return etcd.get(keys.spec)
+        except EtcdError as error:
+            if time.monotonic() >= deadline_s:
+                raise
+            if str(error) != said:
+                said = str(error)
+                log.warning("agent.waits_for_etcd", error=said)
+            # The daemon sends SIGHUP for new orders to an agent with a status. A handler, as children inherit SIG_IGN.
+            signal.signal(signal.SIGHUP, lambda *_: None)
+            file.write(_status(config, f"etcd does not answer: {said}"))
+        threading.Event().wait(AGAIN_S)
+
+
+def _status(config: AgentConfig, reason: str) -> AgentStatus:
+    return AgentStatus(
+        pid=os.getpid(),
+        incarnation="",
+        job=config.job,
+        node=config.node,
+        phase="joining",
+        reason=reason,
+        leader=False,
+        generation=0,
+        etcd_ok=False,
+        written_wall_s=time.time(),
+    )
+
 
 log = structlog.get_logger()
 
@@ -109,8 +153,9 @@ def _run_with(
     spec: SpecRecord,
 ) -> int:
     # These import torch, which takes seconds; a zygote that is no fork of this process does the same in parallel.
+    from elastic.agent.peers.store import Stores
+
     from . import torch_agent
-    from .store import Stores
 
     job = spec.spec
     loop: AgentLoop | None = None

@@ -29,6 +29,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
+from elastic.agent.peers.store import Stores
 from elastic.contract.records.job_records import GenerationRecord, IncidentRecord, Phase
 from elastic.recovery.facts.transitions import Stage
 from elastic.recovery.machine.events import StoreClosed
@@ -36,7 +37,6 @@ from elastic.recovery.machine.model import Agent
 from elastic.util.processes import signal_number
 
 from .loop import AgentLoop
-from .store import Stores
 
 NEXT_S = 600.0
 METRICS = "elasticd"

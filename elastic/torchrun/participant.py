@@ -16,8 +16,8 @@ import uuid
 
 import msgspec
 
-from elastic.agent.member_writes import MemberKey, next_record
-from elastic.agent.store import Stores
+from elastic.agent.etcd.member_writes import MemberKey, next_record
+from elastic.agent.peers.store import Stores
 from elastic.contract.keys import ClusterKeys
 from elastic.contract.records.job_records import (
     BrokenRecord,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic.agent import stacks
+from elastic.agent.workers import stacks
 
 
 def test_a_dump_that_is_no_text_is_shown_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.jobs import generation, place, policy
 
-from elastic.agent.status import doing
+from elastic.agent.reports.status import doing
 from elastic.recovery.facts.transitions import Stage
 from elastic.recovery.machine.model import Agent, Worker, changed
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from elastic.agent.pool import Exited
-from elastic.agent.worker_error import MESSAGE_CHARS, TRACEBACK_CHARS, read_error
+from elastic.agent.workers.pool import Exited
+from elastic.agent.workers.worker_error import MESSAGE_CHARS, TRACEBACK_CHARS, read_error
 from elastic.contract.records.job_records import BrokenRecord, WorkerError, decode, encode
 
 TEXT = st.text(st.characters(), max_size=20) | st.just("\ud800")

@@ -14,12 +14,12 @@ import pytest
 from support.fake_etcd import FakeClient, FakeServer
 from support.jobs import generation, member, place, policy
 
-from elastic.agent import generation_numbers
-from elastic.agent.etcd_writer import KEPT_BESIDE, EtcdWriter
-from elastic.agent.incidents import late_exit, save_failed, stray_checkpoints
-from elastic.agent.process import Exited
-from elastic.agent.store import Stores
-from elastic.agent.write_queue import Write, WriteQueue
+from elastic.agent.etcd import generation_numbers
+from elastic.agent.etcd.write_queue import Write, WriteQueue
+from elastic.agent.etcd.writer import KEPT_BESIDE, EtcdWriter
+from elastic.agent.peers.store import Stores
+from elastic.agent.reports.incidents import late_exit, save_failed, stray_checkpoints
+from elastic.agent.workers.process import Exited
 from elastic.checkpoint.format.errors import CheckpointError
 from elastic.checkpoint.format.names import tmp_name
 from elastic.checkpoint.stored.remote import RemoteError

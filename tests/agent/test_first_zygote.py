@@ -18,9 +18,9 @@ from support.agents import Job
 from support.procs import alive
 from support.wait import eventually
 
-from elastic.agent import first_zygote, worker_env
-from elastic.agent.first_zygote import FirstZygote
-from elastic.agent.zygote import Zygote
+from elastic.agent.workers import first_zygote, worker_env
+from elastic.agent.workers.first_zygote import FirstZygote
+from elastic.agent.workers.zygote import Zygote
 from elastic.contract.agent_files import MARK_ENV
 from elastic.contract.records.job_records import Phase
 from elastic.contract.worker.messages import Preload

@@ -16,7 +16,7 @@ import pytest
 from support.jobs import policy
 
 from elastic.agent.loop import AgentLoop
-from elastic.agent.pool import Pool
+from elastic.agent.workers.pool import Pool
 from elastic.contract.agent_files import AgentConfig, EtcdAccess
 from elastic.contract.job.spec import JobSpec
 from elastic.contract.keys import ClusterKeys

@@ -33,9 +33,9 @@ from support.fake_nvml import (
 )
 from support.wait import eventually, holds
 
-from elastic.agent import gpu_gate, gpu_selftest, worker_env
-from elastic.agent.gpu_gate import Gate
-from elastic.agent.pool import Pool
+from elastic.agent.workers import gpu_gate, gpu_selftest, worker_env
+from elastic.agent.workers.gpu_gate import Gate
+from elastic.agent.workers.pool import Pool
 from elastic.contract.agent_files import AgentConfig, EtcdAccess
 from elastic.contract.job.spec import JobSpec
 from elastic.contract.worker.messages import Preload

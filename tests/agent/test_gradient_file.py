@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from elastic.agent.gradient_file import MOST_ROWS, GradientFile, collapsed
+from elastic.agent.reports.gradient_file import MOST_ROWS, GradientFile, collapsed
 from elastic.contract.agent_files import GRADIENTS_BYTES
 from elastic.contract.worker.messages import GradientRow, GradientSample
 from elasticd.api import debug_routes

@@ -21,10 +21,11 @@ import pytest
 from support.procs import Procs, kill, state
 from support.wait import eventually
 
-from elastic.agent import hang_detector, stacks
-from elastic.agent.hang_detector import HangDetector
-from elastic.agent.pool import Process
-from elastic.agent.stacks import NO_NATIVE, UNREAD
+from elastic.agent.hangs import hang_detector
+from elastic.agent.hangs.hang_detector import HangDetector
+from elastic.agent.workers import stacks
+from elastic.agent.workers.pool import Process
+from elastic.agent.workers.stacks import NO_NATIVE, UNREAD
 from elastic.contract.job.spec import Hang
 from elastic.contract.records.decoding import Member
 from elastic.contract.records.job_records import GenerationNode, GenerationRecord, MemberRecord

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.jobs import generation, place, policy
 
-from elastic.agent.history import EVERY_S, KEPT_POINTS, HistoryFile, added
+from elastic.agent.reports.history import EVERY_S, KEPT_POINTS, HistoryFile, added
 from elastic.contract.agent_files import History, Point
 from elastic.contract.records.job_records import ProgressRecord
 from elastic.recovery.machine.model import Agent, changed

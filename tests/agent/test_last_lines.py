@@ -6,7 +6,7 @@ from pathlib import Path
 
 from support.jobs import generation, place
 
-from elastic.agent.worker_error import LAST_LINES, LINE_CHARS, last_lines
+from elastic.agent.workers.worker_error import LAST_LINES, LINE_CHARS, last_lines
 from elastic.contract.records.job_records import BrokenRecord
 from elastic.recovery.facts.incident import Incident, drawn
 

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from support.jobs import generation, member, place, policy, view
 
-from elastic.agent.ledger import LedgerKeeper
+from elastic.agent.reports.ledger import LedgerKeeper
 from elastic.contract.records.job_records import Phase, ProgressRecord
 from elastic.contract.records.ledger import Bucket, Ledger
 from elastic.contract.worker.beat import PAGE_BYTES, Beat, BeatPage, Doing
@@ -70,7 +70,7 @@ def test_an_agent_knows_when_its_process_began() -> None:
     assert float(told) <= began_s + 0.02
 
 
-READ = "import sys; sys.stdin.read(1); from elastic.agent.ledger import began_wall_s; print(began_wall_s())"
+READ = "import sys; sys.stdin.read(1); from elastic.agent.reports.ledger import began_wall_s; print(began_wall_s())"
 
 
 def test_a_formed_group_exchanges_its_state_until_the_workers_run() -> None:

@@ -11,8 +11,9 @@ import msgspec
 import pytest
 import structlog
 
-from elastic.agent import rank_ledgers, starting
-from elastic.agent.status import left_behind
+from elastic.agent import node as starting
+from elastic.agent.reports import rank_ledgers
+from elastic.agent.reports.status import left_behind
 from elastic.contract.agent_files import LEFT, AgentConfig, AgentStatus, EtcdAccess
 from elastic.contract.keys import ClusterKeys
 from elastic.contract.records.job_records import ProgressRecord

@@ -13,10 +13,10 @@ from support.etcd_server import free_ports
 from support.jobs import generation, place
 from torch._C._distributed_c10d import TCPStore
 
-from elastic.agent import store
-from elastic.agent.listening import listen
-from elastic.agent.peers import Peers
-from elastic.agent.store import Stores
+from elastic.agent.peers import store
+from elastic.agent.peers.listening import listen
+from elastic.agent.peers.peers import Peers
+from elastic.agent.peers.store import Stores
 from elastic.util import processes
 
 HERE, ELSEWHERE = "127.0.0.1", "127.0.0.2"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from elastic.agent.logs import Trimmer
+from elastic.agent.reports.logs import Trimmer
 from elastic.util.log_trim import trim
 
 LIMIT = 1 << 20

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.fake_etcd import FakeClient, FakeServer
 
-from elastic.agent.member_writes import MemberKey
+from elastic.agent.etcd.member_writes import MemberKey
 from elastic.etcd.client import EtcdUnavailable
 
 KEY, TTL_S, RENEW_S = "/elastic/c/jobs/job/members/a", 4.0, 1.0

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 from support.wait import eventually
 
-from elastic.agent import event_file, metric_files
-from elastic.agent.metric_files import MetricFiles, MetricWriter, published
+from elastic.agent.reports import metric_files
+from elastic.agent.reports import metric_files as event_file
+from elastic.agent.reports.metric_files import MetricFiles, MetricWriter, published
 from elastic.contract.records.job_records import ProgressRecord, decode, encode
 from elastic.contract.worker import messages
 from elastic.contract.worker.messages import LoggedRow

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from elastic.agent.oom import LOOK_S, OomWatch
+from elastic.agent.workers.process import LOOK_S, OomWatch
 
 
 def test_only_a_kill_of_the_last_moments_counts(tmp_path: Path) -> None:

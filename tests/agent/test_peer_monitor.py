@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from support.jobs import generation, member, place, policy, view
 
-from elastic.agent.peer_monitor import LINES_PER_S, PeerMonitor
+from elastic.agent.peers.peers import LINES_PER_S, PeerMonitor
 from elastic.recovery.machine.model import Agent, changed
 
 NODES = [f"n{i}" for i in range(200)]

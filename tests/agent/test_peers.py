@@ -14,8 +14,8 @@ from collections.abc import Iterator
 import pytest
 from support.wait import eventually, holds
 
-from elastic.agent import peers as peers_module
-from elastic.agent.peers import Peers
+from elastic.agent.peers import peers as peers_module
+from elastic.agent.peers.peers import Peers
 
 
 @pytest.fixture

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from support.wait import eventually, holds
 
-from elastic.agent import peers as peers_module
-from elastic.agent import resolver as lookups_module
-from elastic.agent.peers import Peers
-from elastic.agent.resolver import Resolver
+from elastic.agent.peers import peers as peers_module
+from elastic.agent.peers import resolver as lookups_module
+from elastic.agent.peers.peers import Peers
+from elastic.agent.peers.resolver import Resolver
 
 Deaths = queue.SimpleQueue[tuple[str, str, str]]
 

@@ -22,12 +22,11 @@ from support.procs import alive
 from support.wait import eventually
 from support.warm_zygote import adopt_zygotes
 
-from elastic.agent import descendants, zygote
-from elastic.agent.children import PR_SET_CHILD_SUBREAPER, exit_status
-from elastic.agent.descendants import Descendants
-from elastic.agent.pool import Exited, Pool, PoolEvent, WorkerMessage, ZygoteUp
-from elastic.agent.worker_error import read_error
-from elastic.agent.zygote import ZygoteUnfit
+from elastic.agent.workers import descendants, zygote
+from elastic.agent.workers.descendants import PR_SET_CHILD_SUBREAPER, Descendants, exit_status
+from elastic.agent.workers.pool import Exited, Pool, PoolEvent, WorkerMessage, ZygoteUp
+from elastic.agent.workers.worker_error import read_error
+from elastic.agent.workers.zygote import ZygoteUnfit
 from elastic.contract.worker.messages import Forked, ForkRefused, GroupClosed, Preload, SaveSoon, ScriptEnded, encode
 from elastic.worker.session import CHANNEL_ENV
 
@@ -682,7 +681,7 @@ time.sleep(600)
 
 def test_a_worker_that_closes_its_channel_and_lives_on_is_ended(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """A plain script that never spoke may close what it does not know."""
-    monkeypatch.setattr("elastic.agent.pool.CLOSED_S", 0.3)
+    monkeypatch.setattr("elastic.agent.workers.pool.CLOSED_S", 0.3)
     body = CLOSES % encode(GroupClosed(generation=1, step=0, clean=True)).hex()
     silent = bench.worker(2, f"SPEAKS = False\n{body}")
     bench.until(lambda: "closed" in (bench.folder / "2.log").read_text())

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 from support.jobs import generation, member, place, policy, view
 
-from elastic.agent.saver import SaveStatus
-from elastic.agent.status import Gauge, progress, rank_rows
+from elastic.agent.reports.status import Gauge, progress, rank_rows
+from elastic.agent.snapshots.saver import SaveStatus
 from elastic.contract.keys import ClusterKeys
 from elastic.contract.records.job_records import ProgressRecord, encode
 from elastic.contract.worker.beat import PAGE_BYTES, BeatPage

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from elastic.agent.saver import MAX_KEPT, Saver
+from elastic.agent.snapshots.saver import MAX_KEPT, Saver
 from elastic.checkpoint.saving import orders
 from elastic.checkpoint.saving.client import Busy
 from elastic.contract.job.spec import Checkpoint

@@ -11,8 +11,8 @@ import torch
 from support.ckpt import table_of
 from support.jobs import generation, member, place, policy, view
 
-from elastic.agent.incidents import apart, has_failed
-from elastic.agent.saver import Saver
+from elastic.agent.reports.incidents import apart, has_failed
+from elastic.agent.snapshots.saver import Saver
 from elastic.checkpoint.format.errors import ArenaError
 from elastic.checkpoint.memory.arena import Arena
 from elastic.checkpoint.saving import orders

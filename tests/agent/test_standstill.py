@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 from support.jobs import generation, member, place, policy, view
 
-from elastic.agent.standstill import Others, with_stillness
+from elastic.agent.hangs.standstill import Others, with_stillness
 from elastic.contract.job.spec import Hang
 from elastic.contract.records.decoding import Member
 from elastic.contract.records.job_records import BrokenRecord, JobState, MemberRecord, Phase, ProgressRecord

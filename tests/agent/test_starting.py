@@ -11,7 +11,7 @@ from typing import cast
 import msgspec
 import pytest
 
-from elastic.agent import starting
+from elastic.agent import node as starting
 from elastic.contract.agent_files import AgentConfig, AgentStatus, EtcdAccess
 from elastic.contract.keys import ClusterKeys
 from elastic.etcd.client import KV, Etcd, EtcdUnavailable

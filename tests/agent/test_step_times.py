@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.agent.step_times import StepTimes, own_s, parts
+from elastic.agent.reports.step_times import StepTimes, own_s, parts
 from elastic.contract.records.job_records import RankRow
 from elastic.contract.step_parts import SLOWER, StepParts, slow_ranks
 from elastic.contract.worker.beat import PAGE_BYTES, Beat, BeatPage, Doing

@@ -13,7 +13,7 @@ from support.agents import Job
 from support.wait import eventually
 from torch._C._distributed_c10d import TCPStore
 
-from elastic.agent.store import LIMIT_NBYTES
+from elastic.agent.peers.store import LIMIT_NBYTES
 from elastic.contract.records.job_records import GenerationRecord
 from elastic.contract.timeouts import Timeouts
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic.agent.versions import TESTED, untested, versions
+from elastic.agent.reports.versions import TESTED, untested, versions
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastic.agent.view_throttle import CROWD, PAUSE_S, ViewThrottle
+from elastic.agent.etcd.view_reader import CROWD, PAUSE_S, ViewThrottle
 from elastic.etcd.client import KV, View
 
 GENERATION = "/job/generation"

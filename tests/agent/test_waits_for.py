@@ -7,9 +7,9 @@ import time
 import pytest
 from support.jobs import generation, place, policy
 
-from elastic.agent.pool import Pool
-from elastic.agent.saver import SaveStatus
-from elastic.agent.status import SLOW_S, Gauge, progress
+from elastic.agent.reports.status import SLOW_S, Gauge, progress
+from elastic.agent.snapshots.saver import SaveStatus
+from elastic.agent.workers.pool import Pool
 from elastic.contract.records.job_records import ProgressRecord
 from elastic.recovery.facts.transitions import Stage
 from elastic.recovery.machine.model import Agent, Worker, changed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.fake_etcd import FakeClient, FakeServer
 
-from elastic.agent.watch_scope import WatchScope
+from elastic.agent.etcd.watch_scope import WatchScope
 from elastic.contract.keys import ClusterKeys
 from elastic.etcd.client import EtcdUnavailable, Put, View
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic.agent.pool import Exited
-from elastic.agent.worker_error import MESSAGE_CHARS, TRACEBACK_CHARS, read_error
+from elastic.agent.workers.pool import Exited
+from elastic.agent.workers.worker_error import MESSAGE_CHARS, TRACEBACK_CHARS, read_error
 
 
 def test_the_error_file_of_the_process_itself_is_read(tmp_path: Path) -> None:

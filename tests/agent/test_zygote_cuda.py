@@ -15,10 +15,10 @@ import msgspec
 import pytest
 from support.printed import printed
 
-from elastic.agent import worker_env
-from elastic.agent.children import PR_SET_CHILD_SUBREAPER
-from elastic.agent.pool import Exited, Pool, PoolEvent, ZygoteUp
-from elastic.agent.zygote import ZygoteUnfit
+from elastic.agent.workers import worker_env
+from elastic.agent.workers.descendants import PR_SET_CHILD_SUBREAPER
+from elastic.agent.workers.pool import Exited, Pool, PoolEvent, ZygoteUp
+from elastic.agent.workers.zygote import ZygoteUnfit
 from elastic.contract.agent_files import AgentConfig, EtcdAccess
 from elastic.contract.job.spec import JobSpec
 from elastic.contract.worker.messages import Preload

@@ -20,9 +20,9 @@ from chaos.fault_kinds import KINDS, SCRIPT, Result, table
 from support.wait import eventually
 
 import elastic  # noqa: F401 - likewise
-from elastic.agent import stacks
-from elastic.agent.process import Exited
-from elastic.agent.worker_error import last_lines, read_error
+from elastic.agent.workers import stacks
+from elastic.agent.workers.process import Exited
+from elastic.agent.workers.worker_error import last_lines, read_error
 from elastic.contract.records.job_records import IncidentRecord
 from elastic.contract.texts import one_line
 from elastic.worker.boot import bootstrap

@@ -13,7 +13,7 @@ from support.incidents import Deed
 from support.procs import alive
 from support.wait import eventually
 
-from elastic.agent.peers import DIALS_S, OUT_KEEPALIVE
+from elastic.agent.peers.peers import DIALS_S, OUT_KEEPALIVE
 from elastic.recovery.leading import DISPUTE_S
 
 netns = pytest.mark.netns

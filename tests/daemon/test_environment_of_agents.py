@@ -9,7 +9,7 @@ import pwd
 import msgspec
 import pytest
 
-from elastic.agent import worker_env
+from elastic.agent.workers import worker_env
 from elastic.contract.agent_files import AgentConfig, EtcdAccess
 from elastic.contract.job.spec import Checkpoint, JobSpec
 from elastic.contract.worker import messages

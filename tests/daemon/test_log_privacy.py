@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from support.pictures import job, snapshot
 
-from elastic.agent import worker_env
+from elastic.agent.workers import worker_env
 from elastic.contract.agent_files import AgentConfig, EtcdAccess
 from elastic.contract.records.job_records import IncidentRecord, JobState, Phase, WorkerError
 from elasticd import log_privacy

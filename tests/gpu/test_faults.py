@@ -110,7 +110,7 @@ def test_the_dead_leave_the_card_soon(where: str, measured: dict[str, object]) -
 
 def test_the_self_test_passes() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "elastic.agent.gpu_selftest"],
+        [sys.executable, "-m", "elastic.agent.workers.gpu_selftest"],
         env=cards.environment(0), cwd=cards.ROOT, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

@@ -29,6 +29,6 @@ def test_operating_system_helpers_have_one_home() -> None:
 
 
 def test_a_second_home_is_seen() -> None:
-    assert strays([("elastic.agent.pool", "_PR_SET_PDEATHSIG = 1; PR_SET_PDEATHSIG")]) == [
-        ("PR_SET_PDEATHSIG", "elastic.agent.pool")
+    assert strays([("elastic.agent.workers.pool", "_PR_SET_PDEATHSIG = 1; PR_SET_PDEATHSIG")]) == [
+        ("PR_SET_PDEATHSIG", "elastic.agent.workers.pool")
     ]

@@ -15,7 +15,7 @@ from typing import Any
 class Mutant:
     name: str
     module: str
-    """Under `elastic.recovery`, or `elastic.agent.etcd_writer`."""
+    """Under `elastic.recovery`, or `elastic.agent.etcd.writer`."""
     right: str
     wrong: str
     test: str = ""

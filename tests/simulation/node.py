@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from support.fake_etcd import FakeClient, FakeWatch
 
-from elastic.agent.etcd_writer import EtcdWriter
+from elastic.agent.etcd.writer import EtcdWriter
 from elastic.contract.records.job_records import ProgressRecord
 from elastic.contract.timeouts import Timeouts
 from elastic.etcd.client import EtcdError, View

@@ -40,7 +40,7 @@ WARM = (
     "elastic.agent.__main__",
     "elastic.agent.node",
     "elastic.agent.torch_agent",
-    "elastic.agent.store",
+    "elastic.agent.peers.store",
     "elastic.worker.run",
     "elastic.worker.boot.bootstrap",
     "elastic.worker.boot.zygote",

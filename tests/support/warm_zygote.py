@@ -14,7 +14,7 @@ import types
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import elastic.agent.zygote
+import elastic.agent.workers.zygote
 import elastic.worker.boot.zygote
 
 from . import warm
@@ -59,7 +59,7 @@ def offer() -> Waiting | None:
         return waiting.pop().take_place(list(argv), **options) if fits else subprocess.Popen(argv, **options)
 
     names = {**vars(subprocess), "Popen": popen}
-    elastic.agent.zygote.subprocess = types.SimpleNamespace(**names)  # type: ignore[attr-defined]
+    elastic.agent.workers.zygote.subprocess = types.SimpleNamespace(**names)  # type: ignore[attr-defined]
     return None
 
 
@@ -80,7 +80,9 @@ def adopt_zygotes(patch: pytest.MonkeyPatch) -> None:
         connection.close()
         return Forked(pid, connection)
 
-    patch.setattr(elastic.agent.zygote, "subprocess", types.SimpleNamespace(**{**vars(subprocess), "Popen": popen}))
+    patch.setattr(
+        elastic.agent.workers.zygote, "subprocess", types.SimpleNamespace(**{**vars(subprocess), "Popen": popen})
+    )
 
 
 class Forked:

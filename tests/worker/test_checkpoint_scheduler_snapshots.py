@@ -10,8 +10,7 @@ import pytest
 import torch
 from support.arenas import Agent
 
-from elastic.agent.memory import available_nbytes, plenty
-from elastic.agent.saver import Saver
+from elastic.agent.snapshots.saver import Saver, available_nbytes, plenty
 from elastic.checkpoint import interval as checkpoint_interval
 from elastic.checkpoint.format.shard_plan import beside_shards
 from elastic.checkpoint.interval import IntervalPlan, IntervalRule
@@ -226,7 +225,7 @@ def test_memory_that_the_training_may_need_is_not_taken(monkeypatch: pytest.Monk
     found = available_nbytes()
     assert found is None or found > 0
     told = Told()
-    monkeypatch.setattr("elastic.agent.saver.available_nbytes", lambda: 10_000)
+    monkeypatch.setattr("elastic.agent.snapshots.saver.available_nbytes", lambda: 10_000)
     told.saver.need_arena(0, 1, 4096, optional=True)
     assert told.told == [(messages.Arena(nbytes=0), ())]
     assert "no memory" in told.saver.last.kept_interval

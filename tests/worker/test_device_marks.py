@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.agent.step_times import own_s, parts
+from elastic.agent.reports.step_times import own_s, parts
 from elastic.contract.worker.beat import PAGE_BYTES, BeatPage, Doing
 from elastic.worker.device_marks import MOST_MARKS, MOST_STEPS, DeviceMarks
 

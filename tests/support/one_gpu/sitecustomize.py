@@ -48,6 +48,6 @@ class OneGpu(FakeNvml):
 sys.modules["pynvml"] = OneGpu()
 _exists = os.path.exists
 os.path.exists = lambda path: path == "/dev/nvidiactl" or _exists(path)  # type: ignore[assignment]
-if "elastic.agent.gpu_selftest" in sys.orig_argv and (FOLDER / f"selftest.{NODE}").exists():
+if "elastic.agent.workers.gpu_selftest" in sys.orig_argv and (FOLDER / f"selftest.{NODE}").exists():
     print(json.dumps({"tested": ["cuda:0"], "problem": (FOLDER / f"selftest.{NODE}").read_text()}), flush=True)
     os._exit(1)

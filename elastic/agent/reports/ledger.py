@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from elastic.agent.workers import descendants
 from elastic.contract.records.ledger import Bucket, Ledger, Seen, advance
 from elastic.contract.records.rank_records import RanksRecord
 from elastic.contract.worker.beat import Beat, Doing
@@ -15,7 +16,6 @@ from elastic.recovery.machine.events import Event, WorkerFormed
 from elastic.recovery.machine.model import Agent
 from elastic.recovery.observers.ledger_view import seen
 
-from . import descendants
 from .rank_ledgers import RankLedgers
 
 

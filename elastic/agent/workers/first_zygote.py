@@ -180,11 +180,7 @@ def _spec(config: AgentConfig) -> SpecRecord | None:
 
 
 def _tell_spec(config: AgentConfig, writer: int, agent_pid: int) -> NoReturn:
-    from elastic.etcd.client import (  # here alone: a worker finds all that was imported before
-        Etcd,
-        EtcdError,
-        JobSigner,
-    )
+    from elastic.etcd.client import Etcd, EtcdError, JobSigner
 
     raw = b""
     try:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import msgspec
 import structlog
 
+from elastic.agent.workers.pool import Pool, Process
+from elastic.agent.workers.stacks import UNSEEN, is_in_part, process_state, stack
 from elastic.contract.job.spec import Hang
 from elastic.contract.records.standings import Standing
 from elastic.contract.worker.beat import WITH_OTHERS, Beat, Doing
@@ -36,8 +38,6 @@ from elastic.recovery.machine.events import Event, GroupStuck, Progress, RanksSt
 from elastic.recovery.machine.model import Agent, Worker
 from elastic.util.processes import is_ending
 
-from .pool import Pool, Process
-from .stacks import UNSEEN, is_in_part, process_state, stack
 from .standstill import Others, local
 
 STOPPED_S = 1.0

@@ -11,15 +11,14 @@ from pathlib import Path
 
 import msgspec
 
+from elastic.agent.snapshots.saver import SaveStatus
+from elastic.agent.workers.pool import Pool
 from elastic.contract.agent_files import LEFT, AgentStatus
 from elastic.contract.records.job_records import ProgressRecord, RankRow
 from elastic.recovery.facts.transitions import Stage
 from elastic.recovery.machine.model import Agent
 from elastic.util.files import replace_file
 from elastic.util.processes import memory_nbytes
-
-from .pool import Pool
-from .saver import SaveStatus
 
 RATE_WINDOW_S = 10.0
 SLOW_S = 1.0

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import msgspec
 
+from elastic.agent.workers.process import Exited
+from elastic.agent.workers.worker_error import last_lines
 from elastic.contract.records.job_records import IncidentRecord, Phase, WorkerError
 from elastic.contract.texts import one_line
 from elastic.recovery.facts.transitions import Stage
 from elastic.recovery.machine.model import Agent, FormedState
-
-from .process import Exited
-from .worker_error import last_lines
 
 
 def has_failed(formed: FormedState, generation: int) -> bool:

@@ -1,4 +1,4 @@
-"""``python -m elastic.agent.gpu_selftest [DEVICE …]``: copy to each GPU and back, compute there, compare the results.
+"""``python -m elastic.agent.workers.gpu_selftest [DEVICE …]``: copy to each GPU and back, compute, compare the results.
 
 Prints one line of JSON, ``{"tested": ["cuda:0"], "problem": ""}``; exit code 1 when `problem` is not empty. If torch
 sees no GPU nothing is tested, which is no problem; nor is a GPU whose memory other processes have filled. The daemon

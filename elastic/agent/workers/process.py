@@ -2,18 +2,72 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import socket
 import subprocess
+import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from elastic.contract.worker import messages
 from elastic.contract.worker.beat import BeatPage
-from elastic.contract.worker.messages import FromWorker
-from elastic.util.processes import signal_name
+from elastic.contract.worker.messages import Fork, FromWorker
+from elastic.util.processes import kernel_file, signal_name
 
 from .zygote import ZygoteUnfit
+
+VMSTAT = "/proc/vmstat"
+LOOK_S = 1.0
+"""Minimum interval between two reads of the kernel's count."""
+
+
+class OomWatch:
+    """The kernel counts its out-of-memory kills, of any cgroup and of the machine as a whole; which processes they were
+    is only in a log that few users may read. So this checks whether the count rose within the last seconds."""
+
+    def __init__(self, vmstat: str = VMSTAT) -> None:
+        self._vmstat = vmstat
+        self._before = self._recent = self._read()
+        self._looked_s = float("-inf")
+
+    def look(self, now_s: float) -> None:
+        """To be called often; reads at most once per LOOK_S."""
+        if now_s - self._looked_s >= LOOK_S:
+            self._looked_s = now_s
+            self._before, self._recent = self._recent, self._read()
+
+    def struck(self) -> bool:
+        """Whether the kernel has killed since the read before the last: one to two times LOOK_S ago."""
+        return self._read() > self._before
+
+    def _read(self) -> int:
+        try:
+            _, _, rest = kernel_file(self._vmstat).partition(b"\noom_kill ")
+        except OSError:  # no descriptors, or no /proc: the count is not known
+            return 0
+        count = rest.partition(b"\n")[0]
+        return int(count) if count.isdigit() else 0
+
+
+def start_fresh(python: str, order: Fork, descriptors: Sequence[int]) -> subprocess.Popen[bytes]:
+    """Start the worker that `order` describes; `descriptors` as for the zygote. Raises OSError."""
+    with contextlib.ExitStack() as files:
+        told = files.enter_context(tempfile.TemporaryFile())  # the order may exceed the capacity of a pipe
+        told.write(messages.encode(order))
+        told.seek(0)
+        channel, page, log = descriptors
+        passed = [told.fileno(), channel, page, log]
+        return subprocess.Popen(
+            [python, "-m", "elastic.worker.boot.fresh", str(os.getpid()), *map(str, passed)],
+            env=order.env,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            pass_fds=passed,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,13 +26,11 @@ from elastic.util.capped_log import open_log
 from elastic.util.descriptors import send
 
 from . import descendants
-from .children import become_subreaper, ended, exit_status, signal_process
-from .descendants import Descendants
+from .descendants import Descendants, become_subreaper, ended, exit_status, signal_process
 from .first_zygote import FirstZygote
-from .fresh import start_fresh
 from .gpu_gate import Gate
-from .oom import OomWatch
 from .process import Exited as Exited
+from .process import OomWatch, start_fresh
 from .process import PoolEvent as PoolEvent
 from .process import Process as Process
 from .process import ProcessStarted as ProcessStarted

@@ -1,0 +1,1 @@
+"""What an agent reads from etcd and writes to it."""

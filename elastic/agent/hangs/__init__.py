@@ -1,0 +1,1 @@
+"""Detection of workers that make no progress."""

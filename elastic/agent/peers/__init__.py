@@ -1,0 +1,1 @@
+"""Connections to the other agents, and the store of a generation."""

@@ -1,0 +1,1 @@
+"""Snapshots in this node's memory, and checkpoints from them."""

@@ -1,0 +1,1 @@
+"""Worker processes: forked, watched, described, ended."""
