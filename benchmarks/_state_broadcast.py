@@ -30,9 +30,9 @@ from _state_save import peak_mb
 from torch import nn
 
 from elastic.worker.comm.group import Group
-from elastic.worker.state import pull
+from elastic.worker.state.handover import pull
+from elastic.worker.state.handover.sync import synchronise
 from elastic.worker.state.state import State
-from elastic.worker.state.sync import synchronise
 
 PR_SET_PDEATHSIG = 1
 

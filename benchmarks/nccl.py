@@ -371,7 +371,7 @@ def broadcast(quick: bool) -> dict[str, Any]:
 
 def _relay(rank: int, world_size: int, port: int, nbytes: int, rounds: int) -> dict[str, float]:
     from elastic.worker.comm.group import Group
-    from elastic.worker.state import broadcast
+    from elastic.worker.state.handover import broadcast
 
     tensors = [torch.randn(nbytes // 4 // 20, device="cuda") for _ in range(20)]
     found: dict[str, float] = {}

@@ -44,13 +44,13 @@ from _overhead_node import idle_pss_mb, snapshots_on_over_off
 
 from elastic.checkpoint.interval import IntervalRule
 from elastic.contract.worker.beat import PAGE_BYTES
-from elastic.worker.checkpoint_scheduler import CheckpointScheduler, RankPosition, SnapshotPart
-from elastic.worker.job import Job
+from elastic.worker.job.job import Job
+from elastic.worker.link.session import Session
 from elastic.worker.run import AgentLink
-from elastic.worker.session import Session
-from elastic.worker.state import pull
+from elastic.worker.snapshots.checkpoint_scheduler import CheckpointScheduler, RankPosition, SnapshotPart
+from elastic.worker.state.handover import pull
+from elastic.worker.state.handover.sync import synchronise
 from elastic.worker.state.state import State
-from elastic.worker.state.sync import synchronise
 
 ELEMENTS = 12
 """Of each small tensor: 40,000 of them are 2 MB."""
@@ -166,7 +166,7 @@ def snapshot(count: int, elements: int, turns: int) -> tuple[float, float]:
     """Seconds of a snapshot into memory that was used before, and of reading it back."""
     from elastic.checkpoint.format.layout import arena_nbytes
     from elastic.checkpoint.memory.arena import Arena
-    from elastic.worker.state.restore import HeldSnapshots
+    from elastic.worker.state.handover.restore import HeldSnapshots
 
     state = build(count, elements, stepped=True)
     kept: list[SnapshotPart] = []

@@ -31,10 +31,10 @@ from _harness import machine
 from torch._C._distributed_c10d import TCPStore
 
 from elastic.util.resolver import without_dns
-from elastic.worker import torch_private
 from elastic.worker.comm.errors import FormError, GroupAborted
 from elastic.worker.comm.group import Group
 from elastic.worker.comm.reconfigured import group_kind
+from elastic.worker.torch_internals import torch_private
 
 WORLD = 4
 LIMIT_S = 20.0

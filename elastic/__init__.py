@@ -15,9 +15,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from elastic.worker.job.job import Job
+
     from .worker.comm.powersgd import PowerSGD
     from .worker.data.batches import Batch
-    from .worker.job import Job
     from .worker.run import run
     from .worker.state.state import State
 

@@ -23,7 +23,7 @@ from elastic.worker.data.reading import take_many
 from elastic.worker.data.samplers import drawn, refuse_shares
 from elastic.worker.data.seeds import seed_everything
 from elastic.worker.data.sharding import BatchPlan, SampleOrder, rank_range
-from elastic.worker.misuse import MisuseValueError
+from elastic.worker.link.misuse import MisuseValueError
 
 Key = tuple[int, int]
 """(step from the start of training, number of the micro-batch)"""

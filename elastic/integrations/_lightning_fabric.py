@@ -8,7 +8,7 @@ import torch
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy
 
-from elastic.worker.job import Job
+from elastic.worker.job.job import Job
 
 from ._lightning_env import ElasticEnvironment
 

@@ -25,8 +25,8 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from elastic.contract.timeouts import QUIET_S
 from elastic.worker.data.samplers import drawn
 from elastic.worker.data.seeds import seed_everything
-from elastic.worker.job import Job
-from elastic.worker.misuse import MisuseValueError
+from elastic.worker.job.job import Job
+from elastic.worker.link.misuse import MisuseValueError
 from elastic.worker.run import run
 from elastic.worker.state.state import State
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import transformers
 
-from elastic.worker.misuse import MisuseTypeError, MisuseValueError
+from elastic.worker.link.misuse import MisuseTypeError, MisuseValueError
 
 from . import _place
 

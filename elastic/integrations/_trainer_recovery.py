@@ -18,7 +18,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import ExportableState
 
 from elastic.worker.data.seeds import seed_everything
-from elastic.worker.job import Job
+from elastic.worker.job.job import Job
 
 from . import _data
 from ._schedule import Schedule

@@ -28,8 +28,8 @@ import torch.distributed as dist
 
 import elastic
 from elastic.worker.data.seeds import seed_everything
-from elastic.worker.job import Job
-from elastic.worker.misuse import MisuseRuntimeError, MisuseValueError
+from elastic.worker.job.job import Job
+from elastic.worker.link.misuse import MisuseRuntimeError, MisuseValueError
 
 from ._versions import require
 

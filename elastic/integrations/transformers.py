@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 import elastic
-from elastic.worker.job import Job
-from elastic.worker.misuse import MisuseRuntimeError, MisuseTypeError, MisuseValueError
+from elastic.worker.job.job import Job
+from elastic.worker.link.misuse import MisuseRuntimeError, MisuseTypeError, MisuseValueError
 
 from ._versions import require
 

@@ -18,22 +18,22 @@ from elastic.checkpoint.interval import IntervalRule
 from elastic.contract.worker import messages
 from elastic.contract.worker.beat import Doing
 from elastic.contract.worker.worker_config import SLOT, RankVariables, WorkerConfig, variable
+from elastic.worker.job.building import build
+from elastic.worker.job.job import Job, Setup, Train
+from elastic.worker.link.session import GenerationEnded, Session, is_worker
+from elastic.worker.snapshots.agent_snapshots import AgentSnapshots
+from elastic.worker.snapshots.checkpoint_scheduler import CheckpointScheduler, RankPosition
+from elastic.worker.state.handover.restore import Disk, Store
+from elastic.worker.state.handover.sync import SyncResult, synchronise
+from elastic.worker.torch_internals.device_marks import DeviceMarks, cuda_event
 
-from . import misuse
-from .agent_snapshots import AgentSnapshots
-from .building import build
-from .checkpoint_scheduler import CheckpointScheduler, RankPosition
 from .comm import reconfigured
 from .comm.errors import FormError, GroupAborted, is_communication_error
 from .comm.group import Group, cuda_failure
 from .comm.kept_group import group_is_over, kept_group
-from .device_marks import DeviceMarks, cuda_event
-from .job import Job, Setup, Train
-from .session import GenerationEnded, Session, is_worker
-from .state.restore import Disk, Store
+from .link import misuse
 from .state.state import State
 from .state.state_source import StateLostError
-from .state.sync import SyncResult, synchronise
 
 COMPLAINT_CHARS = 2000
 

@@ -13,14 +13,14 @@ from elastic.checkpoint.interval import IntervalRule
 from elastic.checkpoint.saving.saver import LocalSaver, next_generation
 from elastic.contract.origin import Origin
 from elastic.contract.worker.messages import GradientSample, LoggedRow
+from elastic.worker.job.building import build
+from elastic.worker.job.job import Job, Setup, Train
+from elastic.worker.snapshots.checkpoint_scheduler import CheckpointScheduler, RankPosition, SnapshotPart
+from elastic.worker.state.handover.restore import Disk
+from elastic.worker.state.handover.sync import synchronise
 
-from .building import build
-from .checkpoint_scheduler import CheckpointScheduler, RankPosition, SnapshotPart
 from .comm.kept_group import group_is_over, kept_group
-from .job import Job, Setup, Train
-from .state.restore import Disk
 from .state.state import State
-from .state.sync import synchronise
 
 FINISH_S = 600.0
 """How long the last checkpoint waits for the previous one to be written: there is one buffer only."""

@@ -28,7 +28,7 @@ from elastic.agent.workers.pool import Exited, Pool, PoolEvent, WorkerMessage, Z
 from elastic.agent.workers.worker_error import read_error
 from elastic.agent.workers.zygote import ZygoteUnfit
 from elastic.contract.worker.messages import Forked, ForkRefused, GroupClosed, Preload, SaveSoon, ScriptEnded, encode
-from elastic.worker.session import CHANNEL_ENV
+from elastic.worker.link.session import CHANNEL_ENV
 
 
 class Bench:

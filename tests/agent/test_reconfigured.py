@@ -10,7 +10,7 @@ from support.forming import needs_reconfigure
 from support.wait import eventually
 
 from elastic.contract.records.job_records import Phase
-from elastic.worker import torch_private
+from elastic.worker.torch_internals import torch_private
 
 pytestmark = [pytest.mark.etcd, pytest.mark.chaos]
 

@@ -23,7 +23,7 @@ from elastic.checkpoint.stored.export import to_dcp, to_torch_save
 from elastic.checkpoint.stored.find import newest_good
 from elastic.checkpoint.stored.read import load_newest
 from elastic.checkpoint.stored.remote import RemoteError, copy_up, fetch, fetch_newest, list_remote
-from elastic.worker.state.restore import Disk, extra_of
+from elastic.worker.state.handover.restore import Disk, extra_of
 from elastic.worker.state.state import State
 
 

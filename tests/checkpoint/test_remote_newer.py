@@ -11,7 +11,7 @@ from elastic.checkpoint.format.layout import arena_nbytes, file_order
 from elastic.checkpoint.memory.arena import Arena
 from elastic.checkpoint.saving.write import commit, write_shard
 from elastic.checkpoint.stored.remote import copy_up
-from elastic.worker.state.restore import Disk, extra_of
+from elastic.worker.state.handover.restore import Disk, extra_of
 from elastic.worker.state.state import State
 
 OLD, NEW = (3, 1000), (5, 900)

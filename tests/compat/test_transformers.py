@@ -17,7 +17,7 @@ from elastic.contract.records.job_records import Phase
 from elastic.integrations._schedule import Schedule
 from elastic.integrations._trainer_recovery import Recovery
 from elastic.integrations.transformers import ElasticMixin, Trainer, TrainingArguments
-from elastic.worker.misuse import MisuseRuntimeError, MisuseTypeError
+from elastic.worker.link.misuse import MisuseRuntimeError, MisuseTypeError
 
 SCRIPT = pathlib.Path(__file__).parent / "scripts" / "hf_trainer.py"
 

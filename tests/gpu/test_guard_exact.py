@@ -40,7 +40,7 @@ class Link(NoLink):
 
     def applying(self) -> None:
         if self.aborted:
-            from elastic.worker.session import GenerationEnded
+            from elastic.worker.link.session import GenerationEnded
 
             raise GenerationEnded("told to abort the group")
 
@@ -171,7 +171,7 @@ def undisturbed(job: Any, rank: int, world_size: int, port: int, steps: int, buf
 
 def disturbed_round(training: Training, group: Any, link: Link, after_s: float, steps: int) -> str:
     """Train until the abort; returns how this rank came to leave."""
-    from elastic.worker.session import GenerationEnded
+    from elastic.worker.link.session import GenerationEnded
 
     def aborted() -> None:
         link.aborted = True
@@ -197,7 +197,7 @@ def disturbed_round(training: Training, group: Any, link: Link, after_s: float, 
 def train(rank: int, world_size: int, port: int, rounds: int, steps: int, buffers: bool) -> Any:
     from test_nccl_groups import make
 
-    from elastic.worker.job import Job
+    from elastic.worker.job.job import Job
 
     torch.use_deterministic_algorithms(True)
     link = Link()

@@ -102,9 +102,9 @@ def overlapped(rank: int, world_size: int, port: int) -> Any:
     from support.arenas import Agent
 
     from elastic.checkpoint.interval import IntervalRule
-    from elastic.worker.agent_snapshots import AgentSnapshots
-    from elastic.worker.checkpoint_scheduler import CheckpointScheduler, RankPosition
-    from elastic.worker.job import Job
+    from elastic.worker.job.job import Job
+    from elastic.worker.snapshots.agent_snapshots import AgentSnapshots
+    from elastic.worker.snapshots.checkpoint_scheduler import CheckpointScheduler, RankPosition
     from elastic.worker.state.state import State
 
     class Link:
@@ -164,7 +164,7 @@ def test_training_goes_on_while_a_snapshot_is_copied(measured: dict[str, object]
 def relayed(rank: int, world_size: int, port: int) -> Any:
     from test_nccl_groups import make
 
-    from elastic.worker.state import broadcast
+    from elastic.worker.state.handover import broadcast
 
     group = make(rank, world_size, port, 1)
     group.form()

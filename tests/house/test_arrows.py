@@ -34,7 +34,7 @@ PURE = {
 
 PURE_MODULES = {
     "elastic.checkpoint.interval", "elastic.checkpoint.format.manifest", "elastic.checkpoint.format.shard_plan",
-    "elastic.worker.data.sharding", "elastic.worker.misuse", "elastic.worker.state.state_source",
+    "elastic.worker.data.sharding", "elastic.worker.link.misuse", "elastic.worker.state.state_source",
 }  # fmt: skip
 """Decisions outside `contract` and `recovery`, next to what they decide about."""
 

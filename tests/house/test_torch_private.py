@@ -6,7 +6,7 @@ import ast
 
 from support.source import modules, tree, where
 
-HOME = "elastic.worker.torch_private"
+HOME = "elastic.worker.torch_internals.torch_private"
 ANYWHERE = {"_current_frames", "_version", "_exit", "_run_module_as_main"}
 """A tensor's version counter, which torch documents; `sys._current_frames`, `os._exit`, `runpy._run_module_as_main`."""
 STORES = {"PrefixStore", "Store", "TCPStore"}

@@ -27,7 +27,7 @@ from elastic.recovery.machine.events import (
     WorkerSynced,
     WorkerUnhealthy,
 )
-from elastic.worker.session import LATE_S
+from elastic.worker.link.session import LATE_S
 from elastic.worker.state.state_source import (
     NoStateError,
     Offer,

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from elastic.worker import torch_private
 from elastic.worker.comm.group import Group
 from elastic.worker.comm.reconfigured import group_kind
+from elastic.worker.torch_internals import torch_private
 
 needs_reconfigure = pytest.mark.skipif(
     not torch_private.RECONFIGURABLE, reason=f"torch {torch.__version__} forms no group again in place: 2.14 does"

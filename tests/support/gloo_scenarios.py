@@ -27,11 +27,11 @@ from torch import nn
 from torch.distributed.algorithms import Join
 from torch.nn import functional as F
 
-from elastic.worker import numerics
+from elastic.worker.checks import numerics
 from elastic.worker.comm.ddp import GradientWeight, wrap
 from elastic.worker.comm.errors import GroupAborted
 from elastic.worker.data.batches import batches
-from elastic.worker.job import Job
+from elastic.worker.job.job import Job
 from elastic.worker.standalone import NoLink
 from elastic.worker.state.state import State
 

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from elastic.worker.job import Job
-from elastic.worker.session import GenerationEnded
+from elastic.worker.job.job import Job
+from elastic.worker.link.session import GenerationEnded
 from elastic.worker.standalone import NoLink
 from elastic.worker.state.state import State
 

@@ -122,7 +122,7 @@ def _main() -> None:
     import torch._dynamo  # noqa: F401 - AdamW wants it: seconds, once instead of in every rank
 
     import elastic.worker.comm.group
-    import elastic.worker.state.sync  # noqa: F401
+    import elastic.worker.state.handover.sync  # noqa: F401
 
     for line in sys.stdin:
         if (pid := os.fork()) == 0:

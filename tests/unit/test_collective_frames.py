@@ -38,9 +38,9 @@ def dump(main: str, *others: str) -> str:
         "    forward (torch/nn/parallel/distributed.py:1661)\n    train (train.py:20)\n",
         # the state on its way, over sockets without gloo
         "    recv_into (_socket.cpython-311-x86_64-linux-gnu.so)\n    wait (elastic/worker/comm/direct.py:125)\n"
-        "    _receive (elastic/worker/state/broadcast.py:210)\n    train (train.py:20)\n",
+        "    _receive (elastic/worker/state/handover/broadcast.py:210)\n    train (train.py:20)\n",
         "    wait (threading.py:327)\n    result (concurrent/futures/_base.py:451)\n"
-        "    wait (elastic/worker/comm/direct.py:110)\n    _land (elastic/worker/state/broadcast.py:180)\n",
+        "    wait (elastic/worker/comm/direct.py:110)\n    _land (elastic/worker/state/handover/broadcast.py:180)\n",
         # work.wait() has no frame of its own in Python
         "    0x7efc8aea3f16 (libc.so.6)\n    pthread_cond_wait (libc.so.6)\n"
         "    std::condition_variable::wait (libstdc++.so.6.0.30)\n    c10d::Work::wait (libtorch_cpu.so)\n"
@@ -66,7 +66,8 @@ def test_a_witness(main: str) -> None:
         "    __pickle__ (train.py:3)\n" + ALL_REDUCE,
         "    clock_nanosleep (libc.so.6)\n    train (train.py:20)\n" + ALL_REDUCE,
         "    train (my/torch/distributed.py:20)\n",
-        "    digest (elastic/worker/state/broadcast.py:250)\n    _receive (elastic/worker/state/broadcast.py:210)\n",
+        "    digest (elastic/worker/state/handover/broadcast.py:250)\n"
+        "    _receive (elastic/worker/state/handover/broadcast.py:210)\n",
         "    wait (threading.py:327)\n    result (concurrent/futures/_base.py:451)\n    train (train.py:20)\n",
     ],
 )

@@ -6,8 +6,8 @@ import torch
 from support.arenas import Agent
 
 from elastic.contract.worker.tensor_table import TensorInfo
-from elastic.worker.agent_snapshots import AgentSnapshots
-from elastic.worker.checkpoint_scheduler import SnapshotPart
+from elastic.worker.snapshots.agent_snapshots import AgentSnapshots
+from elastic.worker.snapshots.checkpoint_scheduler import SnapshotPart
 
 SIZE = 1 << 10
 

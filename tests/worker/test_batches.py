@@ -22,8 +22,8 @@ from elastic.worker.comm.errors import GroupAborted
 from elastic.worker.data.batches import Batch, batches
 from elastic.worker.data.reading import take_many
 from elastic.worker.data.sharding import SampleOrder
-from elastic.worker.job import Job
-from elastic.worker.session import GenerationEnded
+from elastic.worker.job.job import Job
+from elastic.worker.link.session import GenerationEnded
 from elastic.worker.standalone import NoLink
 from elastic.worker.state.state import State
 

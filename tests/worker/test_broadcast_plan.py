@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic.worker.state import broadcast
+from elastic.worker.state.handover import broadcast
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4)
 

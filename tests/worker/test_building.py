@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from elastic.worker.building import build
-from elastic.worker.job import Job
+from elastic.worker.job.building import build
+from elastic.worker.job.job import Job
 from elastic.worker.standalone import NoLink
 from elastic.worker.state.state import State
 

@@ -7,8 +7,8 @@ import torch
 from support.arenas import NoBackend
 
 from elastic.checkpoint.interval import FARTHEST_AGREEMENT_STEPS, IntervalRule
-from elastic.worker import checkpoint_scheduler
-from elastic.worker.checkpoint_scheduler import CheckpointScheduler, RankPosition, SnapshotPart
+from elastic.worker.snapshots import checkpoint_scheduler
+from elastic.worker.snapshots.checkpoint_scheduler import CheckpointScheduler, RankPosition, SnapshotPart
 from elastic.worker.state.state import State
 
 

@@ -8,7 +8,7 @@ import torch
 from support.arenas import NoBackend
 
 from elastic.checkpoint.interval import IntervalRule
-from elastic.worker.checkpoint_scheduler import CheckpointScheduler, RankPosition, SnapshotPart
+from elastic.worker.snapshots.checkpoint_scheduler import CheckpointScheduler, RankPosition, SnapshotPart
 from elastic.worker.state.state import State
 
 

@@ -16,9 +16,9 @@ from elastic.checkpoint.format.shard_plan import beside_shards
 from elastic.checkpoint.interval import IntervalPlan, IntervalRule
 from elastic.contract.job.spec import Checkpoint
 from elastic.contract.worker import messages
-from elastic.worker.agent_snapshots import AgentSnapshots
-from elastic.worker.checkpoint_scheduler import CheckpointScheduler, RankPosition
-from elastic.worker.state.restore import HeldSnapshots
+from elastic.worker.snapshots.agent_snapshots import AgentSnapshots
+from elastic.worker.snapshots.checkpoint_scheduler import CheckpointScheduler, RankPosition
+from elastic.worker.state.handover.restore import HeldSnapshots
 from elastic.worker.state.state import State
 
 
@@ -152,11 +152,11 @@ def test_snapshot_due_while_all_buffers_are_busy_is_taken_once_one_is_free(
 ) -> None:
     now = [0.0]
     clock = types.SimpleNamespace(monotonic=lambda: now[0])
-    monkeypatch.setattr("elastic.worker.checkpoint_scheduler.time", clock)
+    monkeypatch.setattr("elastic.worker.snapshots.checkpoint_scheduler.time", clock)
     state = build()
     (keeper,) = keepers(agents, None, (1,))
-    monkeypatch.setattr("elastic.worker.snapshot_cost.SnapshotCost.seconds", 0.5)  # every 100 s
-    monkeypatch.setattr("elastic.worker.snapshot_cost.SnapshotCost.warm", True)
+    monkeypatch.setattr("elastic.worker.snapshots.checkpoint_scheduler.SnapshotCost.seconds", 0.5)  # every 100 s
+    monkeypatch.setattr("elastic.worker.snapshots.checkpoint_scheduler.SnapshotCost.warm", True)
     busy_until_s = 150.0
     monkeypatch.setattr(keeper._sink, "free", lambda: not 50.0 < now[0] < busy_until_s)
     kept_at_s = []
@@ -255,7 +255,7 @@ def test_a_snapshot_each_second_needs_one_exchange_each_second(
 ) -> None:
     now = [0.0]
     monkeypatch.setattr(
-        "elastic.worker.checkpoint_scheduler.time", types.SimpleNamespace(monotonic=lambda: round(now[0], 6))
+        "elastic.worker.snapshots.checkpoint_scheduler.time", types.SimpleNamespace(monotonic=lambda: round(now[0], 6))
     )
     state = build()
     (keeper,) = keepers(agents, None, (1,))

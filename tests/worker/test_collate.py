@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from elastic.worker import torch_private
-from elastic.worker.data.collate import collated
+from elastic.worker.data.containers import collated
+from elastic.worker.torch_internals import torch_private
 
 Pair = namedtuple("Pair", "x y")
 ROW = torch.arange(6.0).view(2, 3)

@@ -20,13 +20,13 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from elastic.contract.worker.beat import PAGE_BYTES, BeatPage, Doing
 from elastic.recovery.hangs.stillness import standing
-from elastic.worker import torch_private
 from elastic.worker.comm import comm_hooks
 from elastic.worker.comm.errors import GroupAborted
 from elastic.worker.comm.powersgd import PowerSGD, flat, saves
-from elastic.worker.job import Job
+from elastic.worker.job.job import Job
 from elastic.worker.standalone import NoLink
 from elastic.worker.state.state import State
+from elastic.worker.torch_internals import torch_private
 
 CPU = torch.device("cpu")
 SIZES = (5, 2)

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from elastic.worker.job import Job
+from elastic.worker.job.job import Job
 from elastic.worker.standalone import NoLink
-from elastic.worker.state.optimizer_marks import WINDOW as COMPARED
-from elastic.worker.state.optimizer_marks import OptimizerMarks
+from elastic.worker.state.guards.optimizer_marks import WINDOW as COMPARED
+from elastic.worker.state.guards.optimizer_marks import OptimizerMarks
+from elastic.worker.state.guards.watch import WINDOW, TensorWatch
 from elastic.worker.state.state import State
-from elastic.worker.state.watch import WINDOW, TensorWatch
 
 
 def norm() -> nn.Module:

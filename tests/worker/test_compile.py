@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from elastic.worker.job import Job
-from elastic.worker.misuse import MisuseRuntimeError
+from elastic.worker.job.job import Job
+from elastic.worker.link.misuse import MisuseRuntimeError
 from elastic.worker.standalone import NoLink
 from elastic.worker.state.state import State
 

@@ -6,7 +6,7 @@ import pytest
 
 from elastic.agent.reports.step_times import own_s, parts
 from elastic.contract.worker.beat import PAGE_BYTES, BeatPage, Doing
-from elastic.worker.device_marks import MOST_MARKS, MOST_STEPS, DeviceMarks
+from elastic.worker.torch_internals.device_marks import MOST_MARKS, MOST_STEPS, DeviceMarks
 
 
 class Device:

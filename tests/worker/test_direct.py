@@ -18,7 +18,7 @@ from support.ranks import ranks, run_ranks  # noqa: F401 - a fixture
 from elastic.worker.comm import direct
 from elastic.worker.comm.errors import is_communication_error
 from elastic.worker.comm.group import Group
-from elastic.worker.state import broadcast
+from elastic.worker.state.handover import broadcast
 
 pytestmark = pytest.mark.slow
 

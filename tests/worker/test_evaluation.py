@@ -17,8 +17,8 @@ from support.forming import formed
 from support.ranks import ranks, run_ranks  # noqa: F401 - a fixture
 from torch import nn
 
-from elastic.worker.evaluation import exact_sum
-from elastic.worker.job import Job
+from elastic.worker.job.evaluation import exact_sum
+from elastic.worker.job.job import Job
 from elastic.worker.standalone import NoLink
 from elastic.worker.state.state import State
 

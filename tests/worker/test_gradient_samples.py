@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from elastic.contract.worker.messages import MAX_MESSAGE_BYTES, GradientSample, encode
-from elastic.worker.first_bad import FirstBad
-from elastic.worker.gradient_samples import ROWS, GradientSampler
-from elastic.worker.job import Job
+from elastic.worker.checks.first_bad import FirstBad
+from elastic.worker.checks.gradient_samples import ROWS, GradientSampler
+from elastic.worker.job.job import Job
 from elastic.worker.standalone import NoLink
 from elastic.worker.state import state as elastic_state
 

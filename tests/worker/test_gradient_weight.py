@@ -17,7 +17,7 @@ from support.ranks import ranks, run_ranks  # noqa: F401 - a fixture
 from torch import nn
 
 from elastic.worker.comm.ddp import GradientWeight
-from elastic.worker.job import Job
+from elastic.worker.job.job import Job
 from elastic.worker.standalone import NoLink
 from elastic.worker.state.state import State
 

@@ -23,10 +23,10 @@ from support.ranks import ranks, run_ranks  # noqa: F401 - a fixture
 from support.wait import stretched
 from torch._C._distributed_c10d import ErrorType
 
-from elastic.worker import torch_private
 from elastic.worker.comm import group, nccl
 from elastic.worker.comm.errors import GroupAborted
 from elastic.worker.comm.group import Group
+from elastic.worker.torch_internals import torch_private
 
 OFF = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING")
 

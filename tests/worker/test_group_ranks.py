@@ -22,7 +22,7 @@ from support.ranks import ranks, run_ranks  # noqa: F401 - a fixture
 
 from elastic.worker.comm.errors import FormError, GroupAborted, is_communication_error
 from elastic.worker.comm.group import Group
-from elastic.worker.misuse import MisuseRuntimeError
+from elastic.worker.link.misuse import MisuseRuntimeError
 
 pytestmark = pytest.mark.slow
 

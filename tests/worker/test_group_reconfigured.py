@@ -17,12 +17,12 @@ from support.ranks import ranks, run_ranks  # noqa: F401 - a fixture
 
 from elastic.contract.job.spec import InvalidSpec, parse_job
 from elastic.contract.worker.worker_config import WorkerConfig
-from elastic.worker import torch_private
 from elastic.worker.comm import reconfigured
 from elastic.worker.comm.errors import GroupAborted
 from elastic.worker.comm.group import Group
 from elastic.worker.comm.in_flight import IN_FLIGHT
 from elastic.worker.comm.reconfigured import ReconfiguredGroup, group_kind
+from elastic.worker.torch_internals import torch_private
 
 LIMITS = {"timeout_s": 30.0, "form_timeout_s": 20.0}
 

@@ -12,9 +12,9 @@ from torch import nn
 from torch.optim.lr_scheduler import LinearLR, ReduceLROnPlateau, SequentialLR, StepLR
 
 import elastic
-from elastic.worker import torch_private
+from elastic.worker.state.parts.wrapped import inner_optimizers
 from elastic.worker.state.state import State
-from elastic.worker.state.wrapped import inner_optimizers
+from elastic.worker.torch_internals import torch_private
 
 
 class Lookahead(torch.optim.Optimizer):

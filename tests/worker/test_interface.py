@@ -6,7 +6,7 @@ import pytest
 
 from elastic.worker.comm.group import Group
 from elastic.worker.comm.sockets import unknown_interface
-from elastic.worker.misuse import MisuseRuntimeError
+from elastic.worker.link.misuse import MisuseRuntimeError
 
 NAMES = ("lo", "eth0", "eth1.7")
 

@@ -16,7 +16,7 @@ from support.ranks import ranks, run_ranks  # noqa: F401 - a fixture
 
 from elastic.worker.comm.errors import is_communication_error
 from elastic.worker.comm.group import Group
-from elastic.worker.job import Job
+from elastic.worker.job.job import Job
 from elastic.worker.standalone import NoLink
 
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from elastic.contract.worker.messages import MAX_MESSAGE_BYTES, Logged, LoggedRow, encode
-from elastic.worker.logged import KEPT_ROWS, MOST_NAMES, JobLog, chunks
+from elastic.worker.job.logged import KEPT_ROWS, MOST_NAMES, JobLog, chunks
 
 
 class Sent:

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from elastic.checkpoint.interval import IntervalRule
-from elastic.worker.job import Job
-from elastic.worker.misuse import MisuseError
+from elastic.worker.job.job import Job
+from elastic.worker.link.misuse import MisuseError
 from elastic.worker.standalone import NoLink, run_standalone
 from elastic.worker.state.state import State
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from elastic.worker.job import Job
-from elastic.worker.kept_gradients import LOOKS
+from elastic.worker.checks.kept_gradients import LOOKS
+from elastic.worker.job.job import Job
 from elastic.worker.standalone import NoLink
 from elastic.worker.state.state import State
 

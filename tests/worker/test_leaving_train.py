@@ -14,8 +14,8 @@ import torch
 from support.wait import eventually
 
 from elastic.contract.worker.beat import PAGE_BYTES, Doing
-from elastic.worker import torch_private
-from elastic.worker.session import GenerationEnded, Session
+from elastic.worker.link.session import GenerationEnded, Session
+from elastic.worker.torch_internals import torch_private
 
 GENERATION = 3
 

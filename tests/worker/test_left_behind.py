@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from elastic.worker import torch_private
 from elastic.worker.state.state import State
+from elastic.worker.torch_internals import torch_private
 
 
 class Training:

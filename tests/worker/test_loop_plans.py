@@ -16,9 +16,9 @@ from support.ranks import ranks, run_ranks  # noqa: F401 - a fixture
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Subset
 
-from elastic.worker.job import Job
-from elastic.worker.misuse import MisuseError
-from elastic.worker.session import GenerationEnded
+from elastic.worker.job.job import Job
+from elastic.worker.link.misuse import MisuseError
+from elastic.worker.link.session import GenerationEnded
 from elastic.worker.standalone import NoLink
 from elastic.worker.state.state import State
 

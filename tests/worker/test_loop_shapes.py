@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset, WeightedRandomSampler
 
 import elastic
-from elastic.worker.job import Job
+from elastic.worker.job.job import Job
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "loop.md"
 SECTION = PAGE.read_text().partition("## The shapes of loops")[2].partition("\n## ")[0]

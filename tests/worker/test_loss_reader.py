@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from elastic.worker import loss_reader
-from elastic.worker.job import Job
+from elastic.worker.job import logged as loss_reader
+from elastic.worker.job.job import Job
 from elastic.worker.standalone import NoLink
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from elastic.worker.job import Job
-from elastic.worker.lr_scaling import factor
+from elastic.worker.job.job import Job
+from elastic.worker.job.lr_scaling import factor
 from elastic.worker.standalone import NoLink
 from elastic.worker.state.state import State
 

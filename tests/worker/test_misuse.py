@@ -13,9 +13,9 @@ import torch
 import elastic
 from elastic.contract.worker import messages
 from elastic.contract.worker.beat import PAGE_BYTES
-from elastic.worker import misuse
-from elastic.worker.misuse import MisuseError, MisuseIgnored, MisuseRuntimeError
-from elastic.worker.session import GenerationEnded, Session
+from elastic.worker.link import misuse
+from elastic.worker.link.misuse import MisuseError, MisuseIgnored, MisuseRuntimeError
+from elastic.worker.link.session import GenerationEnded, Session
 
 
 def setup(job: elastic.Job) -> elastic.State:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from elastic.worker import job as job_module
-from elastic.worker.job import Job
-from elastic.worker.numerics import Fingerprint, outliers
+from elastic.worker.checks.numerics import Fingerprint, outliers
+from elastic.worker.job import job as job_module
+from elastic.worker.job.job import Job
 from elastic.worker.standalone import NoLink
 from elastic.worker.state.state import State
 

@@ -11,7 +11,7 @@ import torch
 from support.pairs import Pairs
 from torch import nn
 
-from elastic.worker.job import Job
+from elastic.worker.job.job import Job
 from elastic.worker.standalone import NoLink
 from elastic.worker.state.state import State
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from elastic.worker.state import pull
-from elastic.worker.state.described import Described
+from elastic.worker.state.handover import pull
+from elastic.worker.state.parts.described import Described
 
 
 def tensors(fill: float) -> list[torch.Tensor]:

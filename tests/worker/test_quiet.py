@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from elastic.contract.timeouts import QUIET_S, Timeouts
-from elastic.worker.job import Job
+from elastic.worker.job.job import Job
 from elastic.worker.standalone import NoLink
 from elastic.worker.state.state import State
 

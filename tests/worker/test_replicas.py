@@ -16,10 +16,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from elastic.checkpoint.interval import IntervalRule
-from elastic.worker import replicas
-from elastic.worker.checkpoint_scheduler import CheckpointScheduler, RankPosition
-from elastic.worker.job import Job
-from elastic.worker.replicas import ELEMENTS
+from elastic.worker.checks import replicas
+from elastic.worker.checks.replicas import ELEMENTS
+from elastic.worker.job.job import Job
+from elastic.worker.snapshots.checkpoint_scheduler import CheckpointScheduler, RankPosition
 from elastic.worker.standalone import NoLink
 from elastic.worker.state.state import State
 

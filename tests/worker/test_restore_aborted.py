@@ -19,12 +19,12 @@ import torch
 from elastic.contract.worker import messages
 from elastic.contract.worker.beat import PAGE_BYTES
 from elastic.util.descriptors import receive, send
-from elastic.worker.job import Job
-from elastic.worker.session import GenerationEnded, Session
+from elastic.worker.job.job import Job
+from elastic.worker.link.session import GenerationEnded, Session
 from elastic.worker.standalone import NoLink
-from elastic.worker.state.restore import Disk, Store
+from elastic.worker.state.handover.restore import Disk, Store
+from elastic.worker.state.handover.sync import Saved
 from elastic.worker.state.state import State
-from elastic.worker.state.sync import Saved
 
 GENERATION = 3
 

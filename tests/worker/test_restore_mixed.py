@@ -11,9 +11,9 @@ from support.arenas import Agent
 
 from elastic.checkpoint.interval import IntervalRule
 from elastic.checkpoint.saving.write import commit, write_shard
-from elastic.worker.agent_snapshots import AgentSnapshots
-from elastic.worker.checkpoint_scheduler import CheckpointScheduler, RankPosition
-from elastic.worker.state.restore import Disk, HeldSnapshots
+from elastic.worker.snapshots.agent_snapshots import AgentSnapshots
+from elastic.worker.snapshots.checkpoint_scheduler import CheckpointScheduler, RankPosition
+from elastic.worker.state.handover.restore import Disk, HeldSnapshots
 from elastic.worker.state.state import State
 
 

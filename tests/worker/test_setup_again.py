@@ -11,7 +11,7 @@ import torch
 from elastic.contract.worker import messages
 from elastic.contract.worker.worker_config import WorkerConfig
 from elastic.worker import run
-from elastic.worker.job import Job
+from elastic.worker.job.job import Job
 from elastic.worker.state.state import State
 from elastic.worker.state.state_source import StateLostError
 

@@ -18,11 +18,11 @@ from support.forming import formed
 from support.ranks import ranks, run_ranks  # noqa: F401 - a fixture
 
 from elastic.contract.worker.tensor_table import TensorInfo
-from elastic.worker import shared_values
 from elastic.worker.comm.errors import is_communication_error
 from elastic.worker.comm.group import Group
-from elastic.worker.job import Job
+from elastic.worker.job.job import Job
 from elastic.worker.standalone import NoLink
+from elastic.worker.state.handover import shared_values
 
 CPU = torch.device("cpu")
 

@@ -12,9 +12,8 @@ from support.forming import formed
 from support.ranks import ranks, run_ranks  # noqa: F401 - a fixture
 
 from elastic.checkpoint.interval import IntervalRule
-from elastic.worker import checkpoint_scheduler
-from elastic.worker.checkpoint_scheduler import CheckpointScheduler, RankPosition, SnapshotPart
-from elastic.worker.snapshot_cost import SnapshotCost
+from elastic.worker.snapshots import checkpoint_scheduler
+from elastic.worker.snapshots.checkpoint_scheduler import CheckpointScheduler, RankPosition, SnapshotCost, SnapshotPart
 from elastic.worker.state.state import State
 
 STEP_S = 0.5

@@ -16,10 +16,10 @@ from support.fake_cuda import Broken, Device, gpu  # noqa: F401 - a fixture
 from elastic.checkpoint.interval import IntervalRule
 from elastic.checkpoint.memory.arena import Fullness
 from elastic.contract.worker.tensor_table import Table, TensorInfo
-from elastic.worker.agent_snapshots import AgentSnapshots
-from elastic.worker.checkpoint_scheduler import CheckpointScheduler, RankPosition
-from elastic.worker.job import Job
-from elastic.worker.session import GenerationEnded
+from elastic.worker.job.job import Job
+from elastic.worker.link.session import GenerationEnded
+from elastic.worker.snapshots.agent_snapshots import AgentSnapshots
+from elastic.worker.snapshots.checkpoint_scheduler import CheckpointScheduler, RankPosition
 from elastic.worker.standalone import NoLink
 from elastic.worker.state.state import State
 

@@ -18,9 +18,9 @@ from elastic.checkpoint.memory import fill as fill_module
 from elastic.checkpoint.memory import memcpy
 from elastic.checkpoint.memory.arena import Arena
 from elastic.checkpoint.memory.fill import Fill
-from elastic.worker.agent_snapshots import AgentSnapshots
-from elastic.worker.checkpoint_scheduler import CheckpointScheduler, RankPosition
-from elastic.worker.job import Job
+from elastic.worker.job.job import Job
+from elastic.worker.snapshots.agent_snapshots import AgentSnapshots
+from elastic.worker.snapshots.checkpoint_scheduler import CheckpointScheduler, RankPosition
 from elastic.worker.standalone import NoLink
 from elastic.worker.state.state import State
 

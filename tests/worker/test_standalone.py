@@ -14,7 +14,7 @@ from elastic.checkpoint.format.errors import NoGoodCheckpoint
 from elastic.checkpoint.format.manifest import MANIFEST
 from elastic.checkpoint.format.names import tmp_name
 from elastic.checkpoint.interval import IntervalRule
-from elastic.worker.job import Job
+from elastic.worker.job.job import Job
 from elastic.worker.standalone import run_standalone
 from elastic.worker.state.state import State
 from elastic.worker.state.state_source import NoStateError

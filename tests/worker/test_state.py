@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 from elastic.contract.worker.tensor_table import TensorInfo
-from elastic.worker.state.json_codec import CannotEncodeError, decode, encode
+from elastic.worker.state.parts.json_codec import CannotEncodeError, decode, encode
 from elastic.worker.state.state import State
 
 

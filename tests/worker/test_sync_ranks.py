@@ -22,12 +22,12 @@ from elastic.checkpoint.format.errors import NoGoodCheckpoint
 from elastic.contract.worker.messages import LoggedRow
 from elastic.worker.comm.errors import GroupAborted, is_communication_error
 from elastic.worker.comm.group import Group
-from elastic.worker.state import broadcast, pull, restore, sync
-from elastic.worker.state.parts import OptimizerPart
-from elastic.worker.state.restore import Disk
+from elastic.worker.state.handover import broadcast, pull, restore, sync
+from elastic.worker.state.handover.restore import Disk
+from elastic.worker.state.handover.sync import Saved, synchronise
+from elastic.worker.state.parts.parts import OptimizerPart
 from elastic.worker.state.state import State
 from elastic.worker.state.state_source import NoStateError
-from elastic.worker.state.sync import Saved, synchronise
 
 pytestmark = pytest.mark.slow
 

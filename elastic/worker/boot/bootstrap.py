@@ -22,8 +22,8 @@ from elastic.contract.worker import messages
 from elastic.contract.worker.worker_config import WorkerConfig
 from elastic.util.capped_log import output_stream
 from elastic.util.processes import die_with
-from elastic.worker import misuse
-from elastic.worker.session import CHANNEL_ENV, PAGE_ENV, WORKER_ENV
+from elastic.worker.link import misuse
+from elastic.worker.link.session import CHANNEL_ENV, PAGE_ENV, WORKER_ENV
 
 from . import random_state, signals
 from .main_module import run_as_main
@@ -121,7 +121,7 @@ def _run(argv: tuple[str, ...]) -> int:
         return become_program(argv[1:])
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-    from elastic.worker import torch_private  # noqa: F401 - with it a DistributedDataParallel may outlive its group
+    from elastic.worker.torch_internals import torch_private  # noqa: F401 - with it a DistributedDataParallel may outlive its group
 
     handler = get_error_handler()
     handler.initialize()

@@ -26,7 +26,7 @@ def cpu_build() -> bool:
     """
     import torch
 
-    from elastic.worker.torch_private import registered_device
+    from elastic.worker.torch_internals.torch_private import registered_device
 
     version = torch.version
     accelerators = (version.cuda, getattr(version, "hip", None), getattr(version, "xpu", None))
@@ -87,7 +87,7 @@ def _in_child(writer: int) -> None:
     try:
         import torch
 
-        from elastic.worker.torch_private import cuda_was_forked
+        from elastic.worker.torch_internals.torch_private import cuda_was_forked
 
         if cuda_was_forked():
             said = "CUDA was started before the fork"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from elastic.worker import torch_private
+from elastic.worker.torch_internals import torch_private
 
 from .in_flight import IN_FLIGHT
 

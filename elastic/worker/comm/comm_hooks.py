@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from elastic.worker import torch_private
-from elastic.worker.misuse import MisuseTypeError, MisuseValueError
+from elastic.worker.link.misuse import MisuseTypeError, MisuseValueError
+from elastic.worker.torch_internals import torch_private
 
 from .errors import GroupAborted
 from .in_flight import IN_FLIGHT

@@ -19,14 +19,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from elastic.worker import torch_private
-from elastic.worker.misuse import MisuseRuntimeError
+from elastic.worker.link.misuse import MisuseRuntimeError
+from elastic.worker.torch_internals import torch_private
 
 from .comm_hooks import Exchange, GradientHook, Sampler, plain
 from .ddp_models import FixedLayout, Told, bucket_options
 from .errors import FailedSums
-from .own_gradients import OwnGradients
-from .parts_loop import HELD, LEFT, TWICE, UNEXCHANGED, USED, PartsLoop, gradients, samples, two_loops
+from .parts_loop import HELD, LEFT, TWICE, UNEXCHANGED, USED, OwnGradients, PartsLoop, gradients, samples, two_loops
 
 
 class GradientWeight(FailedSums):

@@ -12,11 +12,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from elastic.worker import torch_private
-from elastic.worker.misuse import MisuseRuntimeError, MisuseValueError
+from elastic.worker.link.misuse import MisuseRuntimeError, MisuseValueError
+from elastic.worker.torch_internals import torch_private
 
 from .buffers import broadcast_coalesced
-from .own_gradients import OwnGradients
+from .parts_loop import OwnGradients
 
 BUCKET_MB = 25
 """MiB in a bucket, but for the first: stock DDP's default."""

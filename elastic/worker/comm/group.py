@@ -26,8 +26,8 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from elastic.util.resolver import without_dns
 from elastic.util.sealed_store import SealedStore
-from elastic.worker import torch_private
-from elastic.worker.misuse import MisuseRuntimeError, found_in
+from elastic.worker.link.misuse import MisuseRuntimeError, found_in
+from elastic.worker.torch_internals import torch_private
 
 from . import direct, nccl, sockets
 from .errors import FormError, GroupAborted, is_communication_error

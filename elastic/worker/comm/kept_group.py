@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from elastic.worker.misuse import MisuseRuntimeError
+from elastic.worker.link.misuse import MisuseRuntimeError
 
 _TWICE = "default process group twice"
 """Of torch's message for an `init_process_group` beside the job's group."""

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from elastic.worker import torch_private
+from elastic.worker.torch_internals import torch_private
 
 OLDEST_TORCH = (2, 10)
 """Older versions were not examined for the torch internals used here and the behaviour of its threads assumed here."""

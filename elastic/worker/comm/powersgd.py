@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from elastic.worker.misuse import MisuseRuntimeError, MisuseValueError
+from elastic.worker.link.misuse import MisuseRuntimeError, MisuseValueError
 
 
 class PowerSGD:

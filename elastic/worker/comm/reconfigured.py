@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch._C._distributed_c10d import Store
 
-from elastic.worker import torch_private
+from elastic.worker.torch_internals import torch_private
 
 from . import sockets
 from .group import Backend, Group

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset
 
-from elastic.worker.misuse import MisuseTypeError, MisuseValueError
+from elastic.worker.link.misuse import MisuseTypeError, MisuseValueError
 
 from .sharding import BatchPlan
 

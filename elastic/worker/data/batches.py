@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import default_collate
 
 from elastic.worker.comm.ddp import GradientWeight
-from elastic.worker.data_progress import DataProgress
-from elastic.worker.misuse import MisuseRuntimeError, MisuseTypeError
+from elastic.worker.link.misuse import MisuseRuntimeError, MisuseTypeError
+from elastic.worker.state.parts.data_progress import DataProgress
 
 from .arguments import at_most, plan_of
 from .columns import cut

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from elastic.worker.misuse import MisuseTypeError, MisuseValueError
+from elastic.worker.link.misuse import MisuseTypeError, MisuseValueError
 
 from .containers import opened
 

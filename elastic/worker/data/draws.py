@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from numpy.random.mtrand import get_bit_generator
 
-from elastic.worker import torch_private
+from elastic.worker.torch_internals import torch_private
 
 _WORDS = 624
 _TORCH_HEAD, _UNLIKELY = 256, 0x9D5C_31A7_E2B4_8F60

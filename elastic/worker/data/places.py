@@ -10,7 +10,7 @@ from collections.abc import Generator, Iterator
 from types import CodeType
 from typing import Any, NamedTuple
 
-from elastic.worker.misuse import MisuseRuntimeError
+from elastic.worker.link.misuse import MisuseRuntimeError
 
 
 class _Place(NamedTuple):

@@ -12,11 +12,10 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, StackDataset, Subset, default_collate
 
-from elastic.worker import torch_private
 from elastic.worker.boot.inherited_sockets import leave_parents_sockets
+from elastic.worker.torch_internals import torch_private
 
-from .collate import collated
-from .containers import moved
+from .containers import collated, moved
 from .draws import draws
 from .seeds import held_by, scatter, seed_from, seed_held, word
 from .sharding import BatchPlan, SampleOrder, rank_range

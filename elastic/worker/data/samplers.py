@@ -12,7 +12,7 @@ import numpy as np
 import xxhash
 from torch.utils.data import DistributedSampler
 
-from elastic.worker.misuse import MisuseTypeError, MisuseValueError
+from elastic.worker.link.misuse import MisuseTypeError, MisuseValueError
 
 from .seeds import held_by, seed_everything, seed_held, word
 

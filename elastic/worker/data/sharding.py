@@ -18,7 +18,7 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
-from elastic.worker.misuse import MisuseValueError
+from elastic.worker.link.misuse import MisuseValueError
 
 Ints = TypeVar("Ints", bound=Any)
 """int, or a numpy array of uint64 (this module does not import numpy)."""

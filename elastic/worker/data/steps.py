@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 from torch.utils.data import DataLoader, IterableDataset
 
-from elastic.worker import torch_private
 from elastic.worker.boot.inherited_sockets import leave_parents_sockets
-from elastic.worker.data_progress import DataProgress
-from elastic.worker.misuse import MisuseValueError
+from elastic.worker.link.misuse import MisuseValueError
+from elastic.worker.state.parts.data_progress import DataProgress
+from elastic.worker.torch_internals import torch_private
 
 from .batches import HasStep, refuse_uncommitted
 from .reading import Reader

@@ -24,10 +24,11 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import IterableDataset, default_collate
 
-from elastic.worker import shared_values, torch_private
 from elastic.worker.boot.inherited_sockets import leave_parents_sockets
 from elastic.worker.comm.ddp import GradientWeight
-from elastic.worker.misuse import MisuseValueError
+from elastic.worker.link.misuse import MisuseValueError
+from elastic.worker.state.handover import shared_values
+from elastic.worker.torch_internals import torch_private
 
 from .batches import Batch, refuse_uncommitted
 from .columns import joined

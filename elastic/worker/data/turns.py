@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import msgspec
 import torch
 
-from elastic.worker.data_progress import DataProgress, LoopPlan
-from elastic.worker.misuse import MisuseValueError
+from elastic.worker.link.misuse import MisuseValueError
+from elastic.worker.state.parts.data_progress import DataProgress, LoopPlan
 
 from .arguments import at_most, whole
 from .containers import copied, moved

@@ -13,13 +13,12 @@ from collections.abc import Mapping, MutableMapping, Sequence
 
 import torch
 
-from elastic.worker import torch_private
-
-from .copies import Copy, Mark, counted, equal, mark, unmarked, writable
-from .object_parts import ValuePart
-from .optimizer_marks import OptimizerMarks
-from .parts import OptimizerPart, Part, Slot
-from .watch import TensorWatch, versions
+from elastic.worker.state.guards.optimizer_marks import OptimizerMarks
+from elastic.worker.state.guards.watch import TensorWatch, versions
+from elastic.worker.state.parts.copies import Copy, Mark, counted, equal, mark, unmarked, writable
+from elastic.worker.state.parts.object_parts import ValuePart
+from elastic.worker.state.parts.parts import OptimizerPart, Part, Slot
+from elastic.worker.torch_internals import torch_private
 
 COPIED_BYTES = 16 * 1024 * 1024
 """Buffers, and tensors held by other parts, are copied at each commit up to this size; larger ones are watched."""

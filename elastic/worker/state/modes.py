@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from .hooks import Hooks
+from elastic.worker.state.guards.hooks import Hooks
 
 Flags = tuple[list[bool], list[bool]]
 """(training of each module, requires_grad of each parameter)"""

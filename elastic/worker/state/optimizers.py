@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from elastic.worker import torch_private
-from elastic.worker.misuse import MisuseRuntimeError, MisuseTypeError
-
-from .described import storage_of
-from .unkept import Unkept
+from elastic.worker.link.misuse import MisuseRuntimeError, MisuseTypeError
+from elastic.worker.state.guards.unkept import Unkept
+from elastic.worker.state.parts.described import storage_of
+from elastic.worker.torch_internals import torch_private
 
 SHARDED = "ZeroRedundancyOptimizer"
 

@@ -9,25 +9,23 @@ from typing import Any
 import torch
 
 from elastic.contract.worker.tensor_table import Table, TensorInfo
-from elastic.worker import gc_pause
-from elastic.worker.data_progress import DataProgress, HasProgress
-from elastic.worker.misuse import MisuseRuntimeError, MisuseTypeError, MisuseValueError
-from elastic.worker.torch_private import pytree
+from elastic.worker.link.misuse import MisuseRuntimeError, MisuseTypeError, MisuseValueError
+from elastic.worker.state.guards.hooks import Hooks
+from elastic.worker.state.parts.data_progress import DataProgress, HasProgress
+from elastic.worker.state.parts.described import Described
+from elastic.worker.state.parts.json_codec import Codecs
+from elastic.worker.state.parts.object_parts import ValuePart, object_part
+from elastic.worker.state.parts.parts import ModulePart, OptimizerPart, Part
+from elastic.worker.state.parts.wrapped import optimizer_part
+from elastic.worker.torch_internals import gc_pause
+from elastic.worker.torch_internals.torch_private import pytree
 
-from . import left_behind
-from .built import Built
 from .commit_point import CommitPoint
-from .described import Described
-from .hooks import Hooks
-from .json_codec import Codecs
+from .guards import left_behind
 from .modes import Modes
-from .object_parts import ValuePart, object_part
 from .optimizers import Optimizers, is_sharded, sharded
-from .parts import ModulePart, OptimizerPart, Part
-from .refused import listed, refuse_lazy, refuse_sharded
 from .state_source import Version
-from .survey import Survey, mismatch, own_tensors, reorder
-from .wrapped import optimizer_part
+from .survey import Built, Survey, listed, mismatch, own_tensors, refuse_lazy, refuse_sharded, reorder
 
 FORMAT = 1
 """Format of `State.extra`."""

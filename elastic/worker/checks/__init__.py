@@ -1,0 +1,1 @@
+"""Checks of the numbers: gradients, losses, replicas."""

@@ -1,0 +1,236 @@
+"""Whether the ranks have the same state where nothing else makes it so: a parameter that an optimizer steps and whose
+gradients `job.ddp` does not exchange, or that was stepped with gradients of one rank alone, and an optimizer that keeps
+a part of its state on each rank. Of parameters whose gradients are exchanged some are looked at as well: a rank may
+change them by itself.
+
+Two numbers of each rank go with the plan that the ranks exchange for their snapshots anyway. Only where one of them
+differs, which every rank then knows, the ranks exchange more to find the names.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import xxhash
+
+from elastic.worker.comm.ddp import GradientWeight
+from elastic.worker.state.handover import shared_values
+from elastic.worker.state.state import State
+
+ELEMENTS = 1 << 16
+"""Elements that are looked at, over all parameters that are compared; at least one of each."""
+
+DIGEST_BITS = 63
+"""Of a digest: it fits an int64, and so does its negative."""
+
+WINDOW = 1024
+"""So many parameters are compared at one time though their gradients are exchanged; of more, others the next time."""
+
+NAMES = 3
+"""Names in one error."""
+
+Rows = dict[str, str]
+"""Name -> what must be the same on all ranks."""
+
+
+class Replicas:
+    """One per process. All ranks call `enter`, `digest` and `refuse` at the same points."""
+
+    def __init__(self, gradients: GradientWeight, *, only_say: bool = False) -> None:
+        """`only_say`: a difference is printed, and is no error."""
+        self._gradients = gradients
+        self._only_say = only_say
+        self._exchanges = 0
+        self._said = self._said_drift = self._said_plain = False
+
+    def enter(self) -> None:
+        """A generation begins."""
+        self._exchanges, self._said, self._said_drift, self._said_plain = 0, False, False, False
+
+    def _window(self, state: State) -> dict[str, torch.Tensor]:
+        """The same parameters on all ranks; none once it was said that some differ."""
+        if self._said_drift:
+            return {}
+        found = list(_compared(state).items())
+        start = self._exchanges.bit_length() * WINDOW % max(1, len(found))
+        return dict((found[start:] + found[:start])[:WINDOW])
+
+    def digest(self, state: State) -> tuple[int, int]:
+        """To be exchanged after a commit; the same on all ranks whose state is alike: of what is an error where it
+        differs, and of what is only said. 0 if this is not the 1st, 2nd, 4th, 8th, … call of a generation: what is
+        wrong is wrong from the beginning, or for long."""
+        self._exchanges += 1
+        if self._said or self._exchanges & (self._exchanges - 1):
+            return 0, 0
+        unexchanged = _unexchanged(state, self._gradients.exchanged)
+        said = {**_values(self._window(state)), **({} if self._said_plain else _plain(state))}
+        return _digest({**_values(unexchanged), **_table(state)}), _digest(said)
+
+    def refuse(self, state: State, *, rank: int, world_size: int, step: int) -> None:
+        """The digests of `state` differ. All ranks call. Raises RuntimeError, the same on all, that names what differs;
+        prints it instead with `only_say`, or if nothing is known to exchange gradients in this generation, unless an
+        optimizer's tensor has another shape or type on a rank. A parameter whose gradients are exchanged is named, and
+        is no error: nodes with unlike hardware may round its last digits differently."""
+        unexchanged = set(_unexchanged(state, self._gradients.exchanged))
+        # Of all parameters: one rank may have seen gradients of its own where another one has not.
+        values = _differing(_values(_compared(state)), rank, world_size, unexchanged)
+        table = _differing(_table(state), rank, world_size)
+        drift = values if values.names else _differing(_values(self._window(state)), rank, world_size, unexchanged)
+        exchanges = self._gradients.exchanges
+        # State that a rank lacks may be that of parameters which it has not stepped yet: their values then differ too.
+        if table.names and (table.unlike or not values.own):
+            told, error = _table_text(step, table, lacks=not table.unlike), table.unlike or exchanges
+        elif values.own:
+            told, error = _values_text(step, values), exchanges
+        elif drift.names and not self._said_drift:
+            told, error = _drift_text(step, drift), False
+        elif not self._said_plain and (plain := _differing(_plain(state), rank, world_size)).names:
+            self._said_plain = True
+            if rank == 0:
+                print(f"elastic: {_plain_text(step, plain)}", file=sys.stderr, flush=True)
+            return
+        else:
+            return
+        if error and not self._only_say:
+            raise RuntimeError(told)
+        self._said_drift = True
+        self._said = bool(table.names or values.own)
+        if rank == 0:
+            print(f"elastic: {told}", file=sys.stderr, flush=True)
+
+
+def _digest(rows: Rows) -> int:
+    found = xxhash.xxh3_64()
+    for name, token in rows.items():
+        found.update(f"{name} {token}\n".encode())
+    return found.intdigest() >> (64 - DIGEST_BITS)
+
+
+def _compared(state: State) -> dict[str, torch.Tensor]:
+    """The parameters that an optimizer of the state may step, by name."""
+    return {
+        name: param
+        for name, param in state.stepped()
+        if param.requires_grad and param.numel() and param.layout is torch.strided
+    }
+
+
+def _unexchanged(state: State, exchanged: set[int]) -> dict[str, torch.Tensor]:
+    """Of these, those that are not in `exchanged`."""
+    return {name: param for name, param in _compared(state).items() if id(param) not in exchanged}
+
+
+def _values(params: Mapping[str, torch.Tensor]) -> Rows:
+    """A hash of some elements of each, evenly spread. One copy from each device."""
+    each = max(1, ELEMENTS // max(1, len(params)))
+    by_device: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
+    for name, param in params.items():
+        sample = _sample(param.detach(), -(-param.numel() // each)).resolve_conj().resolve_neg().contiguous()
+        by_device.setdefault(param.device, []).append((name, sample.view(torch.uint8)))
+    found: Rows = {}
+    for samples in by_device.values():
+        whole, start = torch.cat([sample for _, sample in samples]).cpu().numpy().tobytes(), 0
+        for name, sample in samples:
+            stop = start + sample.numel()
+            found[name] = xxhash.xxh3_64_hexdigest(whole[start:stop])
+            start = stop
+    return found
+
+
+def _sample(tensor: torch.Tensor, stride: int) -> torch.Tensor:
+    """Each element whose index is a multiple of `stride`. Of one that is not contiguous (channels last, a transposed
+    table) no whole copy is made: the device may have no room for it."""
+    if tensor.is_contiguous():
+        return tensor.view(-1)[::stride]
+    indices = torch.arange(0, tensor.numel(), stride, device=tensor.device)
+    return tensor[torch.unravel_index(indices, tensor.shape)]
+
+
+def _table(state: State) -> Rows:
+    return {name: f"{tensor.dtype} {list(tensor.shape)}" for name, tensor in state.optimizer_tensors()}
+
+
+def _plain(state: State) -> Rows:
+    """Plain values and generators, and of tensors within them the names."""
+    extra = state.extra()
+    values = {name: extra["parts"][name] for name, kind in extra["kinds"].items() if kind in ("value", "generator")}
+    return {name: xxhash.xxh3_64_hexdigest(repr(value).encode(errors="replace")) for name, value in values.items()}
+
+
+class _Difference(NamedTuple):
+    names: list[str]
+    """The first rows that differ from rank 0's on any rank; if any of these is `own`, only such."""
+    ranks: list[int]
+    """On which they do."""
+    own: bool
+    """Whether a row that differs is one that this rank, or rank 0, does not exchange or does not have."""
+    unlike: bool
+    """Whether any of all rows differs, and is not merely missing on a rank."""
+
+
+def _differing(rows: Rows, rank: int, world_size: int, own: Collection[str] = ()) -> _Difference:
+    """The same on all ranks. `own`: the rows that this rank does not exchange."""
+    place: dict[str, Any] = {"rank": rank, "world_size": world_size, "device": torch.device("cpu")}
+    first, first_own = shared_values.broadcast_value([rows, list(own)], **place)
+    kept = {*own, *first_own, *(first.keys() ^ rows.keys())}
+    mine = [name for name in {**first, **rows} if first.get(name) != rows.get(name)]
+    unlike = any(name in first and name in rows for name in mine)
+    mine = [name for name in mine if name in kept] or mine
+    everywhere: Sequence[Any] = shared_values.gather([mine[:NAMES], not kept.isdisjoint(mine), unlike], **place)
+    any_own = any(each for _, each, _ in everywhere)
+    told = [names if each or not any_own else [] for names, each, _ in everywhere]
+    names = dict.fromkeys(name for theirs in told for name in theirs)
+    ranks = [other for other, theirs in enumerate(told) if theirs]
+    return _Difference(list(names)[:NAMES], ranks, any_own, any(each for _, _, each in everywhere))
+
+
+def _values_text(step: int, found: _Difference) -> str:
+    return (
+        f"state.{', state.'.join(found.names)} differs between the ranks after step {step} "
+        f"({_listed(found.ranks)} from rank 0): an optimizer steps it, and nothing averages its gradients, so that "
+        "each rank applies its own. Wrap its module in train(), criterion = job.ddp(state.criterion), or put it into "
+        "the module that job.ddp wraps; call what job.ddp has returned, model(x) and not state.model(x), and keep the "
+        "last backward of a step out of no_sync(). After unfreezing a parameter call job.ddp again: it exchanges what "
+        "wants gradients then"
+    )
+
+
+def _drift_text(step: int, found: _Difference) -> str:
+    return (
+        f"state.{', state.'.join(found.names)} differs between the ranks after step {step} "
+        f"({_listed(found.ranks)} from rank 0), though its gradients are exchanged: something changes it on each rank "
+        "by itself (Embedding(max_norm=…), noise that is added to gradients after their exchange, an optimizer that "
+        "draws numbers, nodes whose hardware rounds differently). A rank that is replaced begins with the weights of "
+        "one other rank, so after a failure the weights are not those of an undisturbed run. Draw the same numbers on "
+        "all ranks, or change the parameter on rank 0 and send it: job.broadcast. fingerprint_every_steps makes this "
+        "a failure"
+    )
+
+
+def _table_text(step: int, found: _Difference, *, lacks: bool) -> str:
+    other = (
+        ". Or the parameter was stepped on some ranks only, as nothing averages its gradients: wrap its module in "
+        "train(), job.ddp(state.model)"
+    )
+    return (
+        f"state.{', state.'.join(found.names)} is not the same tensor on each rank after step {step} "
+        f"({_listed(found.ranks)} against rank 0): the optimizer keeps a part of its state on each rank, and a rank "
+        "that is lost would take its part with it, as elastic restores a replacement from one other rank. Use the form "
+        f"of the optimizer that runs on all parameters on each rank, with job.ddp{other if lacks else ''}"
+    )
+
+
+def _plain_text(step: int, found: _Difference) -> str:
+    return (
+        f"state.{', state.'.join(found.names)} is not the same on each rank after step {step} "
+        f"({_listed(found.ranks)} from rank 0). The state is one for all ranks, and one of them gives it to those that "
+        "are replaced: what rank 0 alone keeps is lost with it. Set it on all ranks, where they know different things "
+        "by job.broadcast(…)"
+    )
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -1,0 +1,1 @@
+"""The `Job` that a script is given."""

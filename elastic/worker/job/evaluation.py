@@ -1,0 +1,167 @@
+"""`Job.evaluate`: sums over a dataset, shared out to the ranks, that are the same for any world size.
+
+The dataset is cut into batches of a fixed size, whatever the world size; nothing is padded, so no sample counts twice.
+Each rank evaluates a contiguous range of them. The sums of every batch are exchanged in float64 and added without
+rounding in between (`math.fsum`), so the result depends neither on the number of ranks nor on the order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.utils.data import default_collate
+
+from elastic.worker.comm.p2p import control_device
+from elastic.worker.data.arguments import plan_of
+from elastic.worker.data.batches import Batch, MapDataset
+from elastic.worker.data.reading import elsewhere, loaded, move
+from elastic.worker.data.seeds import seed_everything
+from elastic.worker.data.sharding import BatchPlan, rank_range
+from elastic.worker.link.misuse import MisuseTypeError, MisuseValueError
+
+Measure = Callable[[Batch], Mapping[str, "torch.Tensor | float"]]
+"""A batch -> sums over its samples, by name: tensors of one element, or numbers."""
+
+COUNT = "count"
+"""Name under which the number of samples is returned."""
+
+
+def evaluate(
+    dataset: MapDataset,
+    measure: Measure,
+    *,
+    batch_size: int,
+    rank: int,
+    world_size: int,
+    step: int,
+    device: torch.device,
+    agree: Callable[[list[str]], list[str]],
+    seed: int = 0,
+    num_workers: int = 0,
+    collate: Callable[[list[Any]], Any] | None = None,
+    pin_memory: bool = False,
+) -> dict[str, float]:
+    """The sums that `measure` returns, over all samples, and their number as `count`. All ranks call it.
+
+    `batch_size`: samples of one call of `measure`. `agree` returns rank 0's argument on every rank. `seed`,
+    `num_workers`, `collate` and `pin_memory` are those of `batches`; random numbers drawn in `dataset[i]` or `measure`
+    depend on the seed and the batch only, if `num_workers` is 0.
+
+    Raises ValueError for an empty dataset and if the ranks' names differ, TypeError for a value of several elements and
+    as `batches` does.
+    """
+    plan = plan_of(dataset, batch_size)
+    mine = range(*rank_range(0, plan.steps_per_epoch, rank, world_size))
+    parts = _Parts(dataset, plan, seed, collate or default_collate)
+    names: list[str] | None = None
+    rows: list[torch.Tensor] = []
+    with loaded(parts, mine, num_workers, pin_memory) as found:
+        for number, (indices, data) in zip(mine, found, strict=True):
+            batch = Batch(
+                data=move(elsewhere(device), data),
+                indices=indices,
+                step=step,
+                epoch=0,
+                global_size=plan.at(number).size,
+            )
+            seed_everything(seed, 2, number)
+            sums = measure(batch)
+            if names is None:
+                names = _checked(sums)
+            if sorted(sums) != names:
+                raise MisuseValueError(f"job.evaluate: measure returned {sorted(sums)} for a batch, and {names} before")
+            rows.append(_row(sums, names, device))
+    agreed = agree(names or [])  # rank 0 always has a batch
+    table = torch.zeros(plan.steps_per_epoch + 1, len(agreed), dtype=torch.float64)
+    if names not in (None, agreed):
+        table[-1] = 1.0
+    elif rows:
+        table[mine.start : mine.stop] = torch.stack(rows).cpu()
+    if world_size > 1:
+        table = _summed(table)
+    if bool(table[-1].any()):
+        raise MisuseValueError(
+            f"job.evaluate: measure returned {agreed} on rank 0 and other names elsewhere (here: {names})"
+        )
+    columns = table[:-1].t().tolist()
+    return {name: exact_sum(column) for name, column in zip(agreed, columns, strict=True)} | {COUNT: plan.samples}
+
+
+def exact_sum(values: Sequence[float]) -> float:
+    """Their sum, rounded once; NaN or infinite if any of them is."""
+    if all(map(math.isfinite, values)):
+        with contextlib.suppress(OverflowError):
+            return math.fsum(values)
+    return sum(values)
+
+
+@contextlib.contextmanager
+def unnoticed() -> Iterator[None]:
+    """Generators and gradients' mode are as before after the span."""
+    numpy = np.random.get_state()
+    python, cpu = random.getstate(), torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(cpu)
+        if cuda:
+            torch.cuda.set_rng_state_all(cuda)
+
+
+class _Parts:
+    """`parts[number]`: (indices, collated samples) of that batch. Picklable if the dataset is."""
+
+    def __init__(self, dataset: MapDataset, plan: BatchPlan, seed: int, collate: Callable[[list[Any]], Any]) -> None:
+        self._dataset, self._plan, self._seed, self._collate = dataset, plan, seed, collate
+
+    def __getitem__(self, number: int) -> tuple[tuple[int, ...], Any]:
+        whole = self._plan.at(number)
+        indices = tuple(range(whole.start, whole.stop))
+        seed_everything(self._seed, 2, number)
+        many = getattr(self._dataset, "__getitems__", None)
+        samples = list(many(list(indices))) if many else [self._dataset[index] for index in indices]
+        return indices, self._collate(samples)
+
+
+def _checked(sums: object) -> list[str]:
+    """The names. Raises TypeError."""
+    if not isinstance(sums, Mapping) or not all(isinstance(name, str) for name in sums):
+        raise MisuseTypeError(
+            f"job.evaluate: measure returned {type(sums).__name__}: return sums by name, such as "
+            '{"loss": F.mse_loss(model(batch.x), batch.y, reduction="sum")}'
+        )
+    if COUNT in sums:
+        raise MisuseValueError(
+            f"job.evaluate: {COUNT!r} is the number of samples, which is added by itself; rename yours"
+        )
+    return sorted(sums)
+
+
+def _row(sums: Mapping[str, Any], names: Sequence[str], device: torch.device) -> torch.Tensor:
+    """On `device`, so that the host need not wait for each batch."""
+    found = []
+    for name in names:
+        value = sums[name]
+        if isinstance(value, torch.Tensor) and value.numel() != 1:
+            raise MisuseTypeError(
+                f"job.evaluate: {name!r} has shape {list(value.shape)}: return one number, the sum over the batch"
+            )
+        found.append(torch.as_tensor(value, dtype=torch.float64, device=device).reshape(()).detach())
+    return torch.stack(found) if found else torch.zeros(0, dtype=torch.float64, device=device)
+
+
+def _summed(table: torch.Tensor) -> torch.Tensor:
+    moved = table.to(control_device())
+    dist.all_reduce(moved)
+    return moved.cpu()

@@ -1,0 +1,386 @@
+"""The argument of `setup` and `train`: the job as seen by one worker."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from elastic.contract.timeouts import QUIET_S
+from elastic.worker.checks.first_bad import FirstBad
+from elastic.worker.checks.gradient_samples import GradientSampler
+from elastic.worker.checks.kept_gradients import KeptGradients
+from elastic.worker.checks.numerics import Fingerprint, disagreeing, refuse_different
+from elastic.worker.checks.replicas import Replicas
+from elastic.worker.comm import comm_hooks, ddp, ddp_models
+from elastic.worker.comm.p2p import control_device
+from elastic.worker.comm.powersgd import PowerSGD
+from elastic.worker.data import batches as data
+from elastic.worker.link.link import Link
+from elastic.worker.link.misuse import MisuseError, MisuseRuntimeError, MisuseTypeError, MisuseValueError
+from elastic.worker.state.state import State
+
+from .job_data import JobData
+from .logged import JobLog, LossReader
+from .lr_scaling import ScaledSteps
+
+
+class CheckpointScheduler(Protocol):
+    """Takes snapshots and checkpoints."""
+
+    def exchanges_at(self, step: int) -> bool:
+        """Whether `after` exchanges anything with the other ranks at `step`; the same on all ranks."""
+
+    def after(self, state: State, *, keep: bool, digest: tuple[int, int]) -> bool:
+        """Called after each commit, on every rank at the same step; copies this rank's shard when a snapshot is due.
+        Returns whether the ranks' `digest` differ.
+
+        With `keep` False, because this rank's state is bad, no rank takes one.
+        """
+
+    def settle(self) -> None:
+        """Complete the copy under way: the state is about to change, or no step follows for long."""
+
+
+class _Given:
+    """An attribute that `enter` sets. Not by `__getattr__`: with one, each attribute of a job takes twice the time."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, job: Job | None, owner: type) -> NoReturn:
+        raise MisuseRuntimeError(
+            f"job.{self._name} in setup(): the ranks are given after it, and this process may become any of them. What "
+            "one process of each node does here, such as a download, is for `if job.local_rank == 0`; what depends "
+            "on the rank or the world size belongs in train()"
+        )
+
+
+_GIVEN = ("rank", "world_size")
+
+
+class Job(JobData):
+    """One training run, as seen by this worker in the current generation."""
+
+    name: str
+    device: torch.device
+    """The device of this worker's tensors."""
+    local_rank: int
+    """This worker's slot on its node: the index of its GPU."""
+    rank: int
+    """Of this generation. Where an agent starts the workers, the ranks are given after `setup`."""
+    world_size: int
+    if not TYPE_CHECKING:
+        rank, world_size = _Given(), _Given()
+    generation: int = 0
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        device: torch.device,
+        local_rank: int,
+        link: Link,
+        fingerprint_every_steps: int = 0,
+        ignore_bad_numbers: bool = False,
+        debug: tuple[int, bool] = (0, False),
+    ) -> None:
+        """`debug`: steps between samples of the gradients (0: none), and whether each layer's output is looked at."""
+        self.name = name
+        self.device = device
+        self.local_rank = local_rank
+        self._link = link
+        self._keeper: CheckpointScheduler | None = None
+        self._group_s = math.inf
+        self._gradient_weight = ddp.GradientWeight()
+        self._began_s = 0.0
+        self._loss = LossReader()
+        self._fingerprint_every = fingerprint_every_steps
+        self._ignore_bad_numbers = ignore_bad_numbers
+        self._replicas = Replicas(self._gradient_weight, only_say=ignore_bad_numbers)
+        self._quiet_until_s = 0.0
+        self._scaled = ScaledSteps()
+        self._state: State | None = None
+        self.rows = JobLog(link.logged)
+        self.sampler = GradientSampler(debug[0], link.sampled)
+        self._every_layer = debug[1]
+        self._first_bad = FirstBad()
+        self._suspect = 0
+        """Step whose loss was not finite: until it is done again, each layer's output is looked at."""
+        self._kept = KeptGradients()
+        self._batch: data.Batch | None = None
+        """The one that the script has now."""
+
+    def __repr__(self) -> str:
+        rank, of = (vars(self).get(name, "?") for name in _GIVEN)
+        return f"<Job {self.name}: rank {rank} of {of}, generation {self.generation}>"
+
+    def enter(
+        self,
+        *,
+        rank: int,
+        world_size: int,
+        generation: int,
+        keeper: CheckpointScheduler | None,
+        group_s: float = math.inf,
+        state: State | None = None,
+    ) -> None:
+        """Begin a generation: `train` is about to be called with `state`. Collectives time out after `group_s` seconds.
+        Not for scripts."""
+        step = state.step if state is not None else 0
+        self._state = state
+        self.rank, self.world_size, self.generation = rank, world_size, generation
+        self._keeper = keeper
+        self._group_s = group_s if world_size > 1 else math.inf
+        self._gradient_weight.detach_all()
+        self.refused = None
+        self._replicas.enter()
+        self._scaled.clear()
+        self._began_s = time.monotonic()
+        self._loss = LossReader()  # the last one's value may be of a step that is undone
+        self.rows.enter(step, first=rank == 0)
+        self._tell(self._kept.entered(step))
+        self.sampler.begin(step)
+        if state is not None:
+            state.data_progress.enter()
+        if state is not None and (self._every_layer or self._suspect > step):
+            self._first_bad.watch(state.modules())
+        self._link.entered()
+
+    def forget(self) -> None:
+        """Drop every reference to the state and to what `train` has made of it. Not for scripts."""
+        self._state = self._batch = None
+        for name in _GIVEN:
+            vars(self).pop(name, None)
+        self._gradient_weight.detach_all()
+        self._first_bad.off()
+
+    def left(self, state: State) -> None:
+        """`train` has returned on this rank. Not for scripts."""
+        self._goes_on()
+        if state.data_progress.due:
+            self._tell(state.data_progress.check(state.step))
+        self.rows.finish(state.step)
+
+    # ── for scripts ─────────────────────────────────────────────────────────────────────────────────────────
+
+    def ddp(
+        self,
+        model: nn.Module,
+        *,
+        compress: Literal["bf16", "fp16"] | PowerSGD | None = None,
+        hook: comm_hooks.Hook | None = None,
+        hook_state: Any = None,
+        **options: Any,
+    ) -> DistributedDataParallel | nn.Module:
+        """`model` with its gradients averaged over the global batch.
+
+        Call it in `train`, on each entry: the wrapper belongs to one generation. Without a process group (standalone)
+        `model` itself is returned. `options`: `sync_buffers` (see `ddp.wrap`) and those of DistributedDataParallel.
+
+        `compress`: exchange the gradients in 16 bits, or by a `PowerSGD` that is part of the state. `hook`: a
+        communication hook of torch's kind, called as ``hook(hook_state, bucket)``; its mean over the ranks becomes the
+        mean over the samples. What it keeps in `hook_state` is not restored after a failure. Raises ValueError for
+        other values, for both, and for a `process_group` of some ranks only; RuntimeError if the ranks begin with
+        different parameters.
+        """
+        exchange = comm_hooks.chosen(compress, hook, hook_state)
+        if not torch.distributed.is_initialized():
+            self._gradient_weight.attach(model)  # for `Batch.parts`
+            return model
+        ddp_models.refuse_subgroup(options, self.world_size)
+        link = self._link
+        link.contributed()  # it begins with a collective that compares the parameters' shapes
+        wrapped = ddp.wrap(
+            model,
+            weight=self._gradient_weight,
+            on_contributed=link.contributed,
+            on_received=link.entered,
+            on_failed=self._gradient_weight.fail,
+            on_buffers=(link.contributed, link.entered),
+            exchange=exchange,
+            sampler=self.sampler,
+            **options,
+        )
+        if self._state is not None and not self._state.step:  # later it would cost each recovery a pass over the model
+            refuse_different(model, world_size=self.world_size, device=control_device())
+        if isinstance(compress, PowerSGD):
+            compress.begin(model)
+        link.entered()
+        return wrapped
+
+    def commit(self, state: State, loss: torch.Tensor | float | None = None) -> None:
+        """Commit this step on this rank. Call it once per optimizer step, as the last statement.
+
+        `loss` is checked for NaN and infinity on each rank; ``elasticctl status`` shows rank 0's. May not return: at
+        the end of a generation it raises out of `train`, which is called again in the next one. Changes that the loop
+        makes to the state after `commit` are then lost; loops over `batches` and `streams` raise RuntimeError for such
+        changes, other loops do not.
+
+        Raises CannotEncodeError or TypeError if the state holds anything that could not be sent to a replacement, and,
+        standalone, FloatingPointError for a loss that is NaN or infinite.
+        """
+        try:
+            self._commit(state, loss)
+        except MisuseError as error:
+            self.refused = error
+            raise
+
+    def log(self, **values: torch.Tensor | float) -> None:
+        """Log numbers by name for the step under way, such as ``job.log(accuracy=0.93, lr=1e-3)``.
+
+        They count once the step is committed. Those of rank 0 are shown by ``elasticctl status``, exported as metrics
+        and, with the job's `tensorboard` set, written to files: each step once, also if it was lost and done again.
+        All ranks should call it with the same names: if rank 0 is lost within its last step, those of another rank
+        take their place. Nothing is exchanged, and no GPU is waited for. A later value of the same name in the same
+        step replaces the earlier one; names with other characters: ``job.log(**{"loss/train": loss})``.
+
+        Raises TypeError for what is neither a number nor a tensor of one element, ValueError for more than 64 names.
+        """
+        self.rows.add(values)
+
+    @contextlib.contextmanager
+    def quiet(self, what: str, limit_s: float = QUIET_S) -> Iterator[None]:
+        """Context for a span without steps, such as an evaluation: not taken for a hang for at most `limit_s` seconds.
+
+        The other ranks may be waiting in a collective meanwhile, so `limit_s` must be below `timeouts.group_s`;
+        ValueError is raised otherwise, or if it is not positive. A nested span has its own limit; after it the outer
+        one continues.
+        """
+        if limit_s <= 0:
+            raise MisuseValueError(f"quiet({what!r}, limit_s={limit_s}): a positive number of seconds")
+        if limit_s >= self._group_s:
+            raise MisuseValueError(
+                f"quiet({what!r}, limit_s={limit_s:g}): must be below timeouts.group_s ({self._group_s:g} s), after "
+                "which the ranks that wait for this one give up; lower the one, or raise the other in elasticd.toml"
+            )
+        outer_s, self._quiet_until_s = self._quiet_until_s, time.monotonic() + limit_s
+        self._link.quiet(limit_s)
+        try:
+            if self._keeper is not None:
+                # Otherwise a copy begun by the last commit would not be completed until the next optimizer step.
+                self._keeper.settle()
+            yield
+        finally:
+            self._quiet_until_s = outer_s
+            self._link.quiet(max(0.0, outer_s - time.monotonic()))
+
+    # ── internal ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _commit(self, state: State, loss: torch.Tensor | float | None) -> None:
+        self._goes_on()
+        progress = state.data_progress
+        if compared := progress.due:
+            self._tell(progress.check(state.step))
+        if skipped := state.clean():  # no optimizer has stepped
+            if self._queued():
+                self._before_optimizer(applies=False)  # gradients applied in any other way were not guarded
+            else:
+                # A step skipped by GradScaler is committed with the buffers of its forward.
+                self._gradient_weight.share_buffers()
+        value = self._loss.read(loss)
+        empty = self._gradient_weight.empty
+        state.committed(self.generation)
+        step = state.step
+        self._gradient_weight.committed()
+        self._tell(self._kept.committed(state, step, applied=not skipped))
+        now_s = time.monotonic()
+        step_s, self._began_s = now_s - self._began_s, now_s
+        self._link.committed(step, step_s, value)
+        self.rows.committed(step)
+        if self.sampler.on:
+            self.sampler.committed(state, generation=self.generation, step=step, rank=self.rank, empty=empty)
+        self.sampler.begin(step)
+        bad = value is not None and not math.isfinite(value) and not self._ignore_bad_numbers
+        if bad:
+            self._suspect = step
+            detail = "; ".join(filter(None, (f"loss is {value}", self._first_bad.told(self._batch))))
+            self._link.bad_numbers(step, "bad loss", detail, (self.rank,))
+        if self._first_bad.on:
+            self._looked(step)
+        if compared and self.world_size > 1 and torch.distributed.is_initialized():
+            self._compare_loops(progress)
+        if self._fingerprint_every and step % self._fingerprint_every == 0:
+            self._compare_replicas(state)
+        waits = self._keeper is not None and self._keeper.exchanges_at(step)
+        digest = self._replicas.digest(state) if waits and self.world_size > 1 else (0, 0)
+        if waits:
+            self._link.contributed()
+        if self._keeper is not None and self._keeper.after(state, keep=not bad, digest=digest):
+            self._replicas.refuse(state, rank=self.rank, world_size=self.world_size, step=step)
+        self._link.check(step)
+        if waits:
+            self._link.entered()
+
+    def guard(self) -> Callable[[], None]:
+        """The function that the optimizers' pre-step hook calls: the state is about to change."""
+        return self._before_optimizer
+
+    def _tell(self, said: str) -> None:
+        """On stderr, once for all ranks."""
+        if said and self.rank == 0:
+            print(f"elastic: {said}", file=sys.stderr, flush=True)
+
+    def _looked(self, step: int) -> None:
+        """After the commit of `step`: the outputs of its layers are not needed any more."""
+        self._first_bad.begin()
+        if not self._every_layer and step > self._suspect:
+            self._first_bad.off()
+
+    def _queued(self) -> bool:
+        """Whether kernels that an abort could interrupt may be queued on the device."""
+        return self.device.type == "cuda" and self.world_size > 1
+
+    def _before_optimizer(self, *, applies: bool = True) -> None:
+        """Apply no gradient whose all-reduce was not seen to complete on this rank.
+
+        An abort ends the kernels in flight with arbitrary contents in their buffers, and work queued behind them still
+        runs. So the host waits for the queued work, the all-reduces and any collective of the script, and only then
+        checks whether the group was aborted: the flag is set before the abort begins, so sums that an abort interrupted
+        are never taken for complete.
+        """
+        self._goes_on()
+        self._gradient_weight.before_step(applies=applies)
+        if self._queued():
+            self._link.contributed()
+            torch.cuda.current_stream(self.device).synchronize()
+        self._link.applying()
+        if self.sampler.on and self._state is not None:
+            self.sampler.applied(self._state)
+        if self._keeper is not None:
+            self._keeper.settle()
+
+    def _compare_replicas(self, state: State) -> None:
+        if self.world_size == 1:
+            return
+        # Of the tensors that the state has now: one that was replaced is no part of it any more.
+        own = self._gradient_weight.own_buffers
+        fingerprint = Fingerprint([tensor for _, tensor in state.tensors(own=False) if id(tensor) not in own])
+        digest = fingerprint.of(state.step // self._fingerprint_every)
+        self._link.contributed()
+        outliers = disagreeing(digest, world_size=self.world_size, device=control_device())
+        self._link.entered()
+        if outliers and not self._ignore_bad_numbers:
+            self._link.bad_numbers(state.step, "drift", "weights differ from the other replicas'", outliers)
+
+
+Setup = Callable[[Job], State]
+"""Builds the state. Called once per process, and again only if the state is lost on all ranks and none was ever
+saved."""
+
+Train = Callable[[Job, State], None]
+"""Called once per generation."""
+
+
+def checked(made: object) -> State:
+    """The value that `setup` returned. Raises TypeError if it is not a State."""
+    if not isinstance(made, State):
+        raise MisuseTypeError(f"setup returned {type(made).__name__}: return elastic.State(model=…, optimizer=…)")
+    return made

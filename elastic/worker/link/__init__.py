@@ -1,0 +1,1 @@
+"""The connection to the agent, and misuse that is reported through it."""

@@ -1,0 +1,39 @@
+"""What receives a worker's progress."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from elastic.contract.worker.messages import GradientSample, LoggedRow
+
+
+class Link(Protocol):
+    """Receiver of this worker's progress: an agent, or none."""
+
+    def entered(self) -> None:
+        """The script's own code runs."""
+
+    def contributed(self) -> None:
+        """This rank has contributed to the current collective: it can now only wait for the other ranks."""
+
+    def applying(self) -> None: ...
+
+    def quiet(self, limit_s: float) -> None:
+        """No sign of progress is expected for `limit_s` seconds; 0 ends the span."""
+
+    def waited(self, data_s: float) -> None:
+        """The script has waited so long for its next batch."""
+
+    def committed(self, step: int, step_s: float, loss: float | None) -> None: ...
+
+    def bad_numbers(self, step: int, kind: str, detail: str, ranks: tuple[int, ...]) -> None: ...
+
+    def sampled(self, sample: GradientSample) -> None:
+        """Norms of the gradients of a step."""
+
+    def logged(self, begun: int, rows: Sequence[LoggedRow], repeated: bool) -> None:
+        """Rows of `job.log`; see `messages.Logged`."""
+
+    def check(self, step: int) -> None:
+        """Raises GenerationEnded if this generation is over, or is to stop at `step`."""

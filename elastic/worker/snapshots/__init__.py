@@ -1,0 +1,1 @@
+"""When a rank takes its snapshots, and who keeps them."""

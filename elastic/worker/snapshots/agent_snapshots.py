@@ -1,0 +1,294 @@
+"""Snapshot backend of a worker that has an agent: copies into arenas that the agent owns.
+
+The agent writes the arenas to disk, even after this process has died. It is told of a snapshot once that is copied.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import queue
+import threading
+import time
+import warnings
+from collections.abc import Callable, Sequence
+
+import torch
+
+from elastic.checkpoint.format.errors import ArenaError
+from elastic.checkpoint.format.layout import arena_nbytes
+from elastic.checkpoint.memory.arena import Arena
+from elastic.checkpoint.memory.buffers import Buffers
+from elastic.checkpoint.memory.memcpy import WORTH_A_THREAD_BYTES
+from elastic.contract.worker import messages
+from elastic.contract.worker.beat import Doing
+from elastic.contract.worker.tensor_table import ALONE, Beside, Table
+from elastic.worker.link.session import Session
+
+from .checkpoint_scheduler import SnapshotPart
+
+ARENA_WAIT_S = 30.0
+ASK_AGAIN_S = 60.0
+"""Pause after the agent has refused memory for more than the shards to be written, because the node has not enough."""
+NO_MEMORY = -1
+
+
+class AgentSnapshots:
+    """Main thread only, except that `prepare` leaves its work to a thread, which `put` joins."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._buffers = Buffers()
+        self._copied: tuple[SnapshotPart, float] | None = None
+        """The copy in progress, and the seconds that starting it took."""
+        self._cold: set[int] = set()
+        """Indices of buffers whose pages may not be present yet."""
+        self._refused_s = -math.inf
+        self._sized: tuple[Table, Beside, int] = ((), ALONE, arena_nbytes(()))
+        self._preparing: threading.Thread | None = None
+        self._awaited = True
+        """The main thread waits for the work done here, which then counts as progress of this worker."""
+        self._offers: queue.SimpleQueue[tuple[messages.Arena, int]] = queue.SimpleQueue()
+        self._request = 0
+        """Number of the newest request for buffers."""
+        self._results: queue.SimpleQueue[messages.SaveResult] = queue.SimpleQueue()
+        self._durable_s = 0.0
+        self._failed_step = -1
+        session.on(messages.Arena, self._on_arena)
+        session.on(messages.SaveResult, self._on_saved)
+
+    def _on_arena(self, message: messages.Message, descriptors: list[int]) -> None:
+        assert isinstance(message, messages.Arena)
+        for descriptor in descriptors or [NO_MEMORY]:
+            self._offers.put((message, descriptor))
+
+    def _on_saved(self, message: messages.Message, _: list[int]) -> None:
+        assert isinstance(message, messages.SaveResult)
+        self._results.put(message)
+
+    @property
+    def durable_s(self) -> float:
+        return self._durable_s
+
+    def wanted(self) -> bool:
+        if not self._session.save_wanted:
+            return False
+        self._session.save_wanted = False  # only now: the monitor thread may set it at any moment
+        return True
+
+    def stops(self) -> bool:
+        return self._session.stop_wanted
+
+    def free(self) -> bool:
+        if not self._buffers.arenas:
+            return True  # which buffers are busy is only learned when the agent sends them
+        self._take_results()
+        return self._buffers.free() is not None
+
+    def failed(self, step: int) -> bool:
+        self._take_results()
+        return self._failed_step == step
+
+    def wait(self, limit_s: float) -> None:
+        deadline_s = time.monotonic() + limit_s
+        while not self.free() and (left_s := deadline_s - time.monotonic()) > 0:
+            try:
+                self._take(self._results.get(timeout=left_s))
+            except queue.Empty:
+                return
+
+    # ── one snapshot ────────────────────────────────────────────────────────────────────────────────────────
+
+    def put(self, part: SnapshotPart) -> bool:
+        """Copy `part` into a free buffer, or begin to.
+
+        Returns False if the agent has no memory for it, or is still writing both buffers, which the previous worker
+        filled. Without memory for the other nodes' shards, only the own shard is put, if it is to be written to disk.
+        """
+        self.settle()
+        self._session.beat(Doing.SAVING)
+        self._prepared()
+        if not self._has_room(part, optional=bool(part.beside.table) or not part.save):
+            part = part.own()
+            if not part.save or not self._has_room(part, optional=False):
+                return False
+        self._take_results()
+        buffer = self._buffers.free()
+        if buffer is None:
+            return False
+        began_s = time.monotonic()
+        arena = self._buffers.arenas[buffer]
+        if buffer in self._cold and part.tensors and part.tensors[0].is_cuda:
+            arena.touch(self._session.copied)  # registering with CUDA would do that too, but without reporting progress
+        arena.layout(
+            part.table, shard=part.shard, shards=part.shards, beside=part.beside, part=part.part, parts=part.parts
+        )
+        done = self._buffers.begin(buffer, part.tensors, volatile=part.volatile, progress=self._session.copied)
+        self._copied = part, time.monotonic() - began_s
+        if done:
+            self._settle()
+        return True
+
+    @property
+    def copying(self) -> bool:
+        return self._buffers.copying
+
+    @property
+    def beside_s(self) -> float:
+        return self._buffers.beside_s
+
+    def leave(self) -> None:
+        """As `settle` if the copy is complete or done by a GPU; otherwise it is dropped, as the other ranks wait."""
+        if self._buffers.drop():
+            self.settle()
+
+    def settle(self) -> None:
+        """Complete the copy and report the snapshot to the agent. Until it is sealed, the arena counts as half filled.
+
+        Raises RuntimeError if the device failed.
+        """
+        if not self._buffers.copying:
+            return
+        began_s = time.monotonic()
+        try:
+            self._settle()
+        finally:
+            self._session.stood_still(time.monotonic() - began_s)
+
+    def _settle(self) -> None:
+        began_s = time.monotonic()
+        buffer = self._buffers.finish()
+        assert buffer is not None
+        assert self._copied is not None
+        (part, launched_s), self._copied = self._copied, None
+        arena = self._buffers.arenas[buffer]
+        try:
+            arena.seal(part.step, part.commit_generation, extra=part.extra)
+        except ArenaError as error:
+            warnings.warn(f"no snapshot of step {part.step}: {error}", stacklevel=2)
+            self._failed_step = part.step
+            return
+        if part.save:
+            self._buffers.busy.add(buffer)
+        self._session.send(
+            messages.Filled(
+                generation=part.commit_generation,
+                step=part.step,
+                buffer=buffer,
+                nbytes=arena.header().nbytes,
+                shard=part.shard,
+                shards=part.shards,
+                stall_s=launched_s + time.monotonic() - began_s,
+                interval=part.interval,
+                save=part.save,
+                kept=part.kept,
+                skipped=part.skipped,
+            )
+        )
+        self._cold.discard(buffer)
+        if self._cold:
+            self._prepare_by_thread(self._warm, part.tensors)
+
+    # ── the buffers ─────────────────────────────────────────────────────────────────────────────────────────
+
+    def prepare(self, part: SnapshotPart) -> None:
+        """Get the buffers, make their pages present and register them with CUDA while training continues: on fresh
+        memory that takes several times as long as a copy."""
+        if self._preparing is not None or self._buffers.arenas:
+            return
+
+        def act(device: torch.device | None) -> None:
+            if self._has_room(part, optional=bool(part.beside.table)) or self._has_room(part.own(), optional=False):
+                self._warm(device)
+
+        self._prepare_by_thread(act, part.tensors)
+
+    def _prepare_by_thread(self, act: Callable[[torch.device | None], None], tensors: Sequence[torch.Tensor]) -> None:
+        device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
+        self._awaited = False
+        thread = threading.Thread(target=act, args=[device], name="elastic-arenas", daemon=True)
+        with contextlib.suppress(RuntimeError):  # no thread can be started: the next copy does the work
+            thread.start()
+            self._preparing = thread
+
+    def _prepared(self) -> None:
+        self._awaited = True
+        if self._preparing is not None:
+            self._preparing.join()  # the thread has its own deadline
+            self._preparing = None
+
+    def _touched(self, nbytes: int) -> None:
+        if self._awaited:
+            self._session.copied(nbytes)
+
+    def _warm(self, device: torch.device | None) -> None:
+        """Make the pages of the buffers present, and register them with CUDA."""
+        for buffer, arena in enumerate(self._buffers.arenas):
+            with contextlib.suppress(ArenaError):  # raised again when the arena is filled
+                if buffer in self._cold:
+                    arena.touch(self._touched)
+                if device is not None:
+                    arena.pin(device, self._touched)
+        self._cold.clear()
+
+    def _has_room(self, part: SnapshotPart, *, optional: bool) -> bool:
+        if self._sized[:2] != (part.table, part.beside):
+            self._sized = part.table, part.beside, arena_nbytes(part.table, beside=part.beside.table)
+        nbytes = self._sized[2]
+        if self._buffers.fits(nbytes):
+            return True
+        if optional and time.monotonic() - self._refused_s < ASK_AGAIN_S:
+            return False
+        if self._make_room(nbytes, optional):
+            return True
+        if optional:
+            self._refused_s = time.monotonic()
+        return False
+
+    def _make_room(self, nbytes: int, optional: bool) -> bool:
+        """Get two buffers of at least `nbytes` bytes from the agent. Returns False if it does not provide them."""
+        self._buffers.replace(())
+        self._cold = set()
+        self._request += 1
+        self._session.send(messages.NeedArena(nbytes=nbytes, request=self._request, optional=optional))
+        arenas: dict[int, Arena] = {}
+        busy: set[int] = set()
+        deadline_s = time.monotonic() + ARENA_WAIT_S
+        while len(arenas) < 2:
+            try:
+                offer, descriptor = self._offers.get(timeout=max(0.0, deadline_s - time.monotonic()))
+                if offer.request != self._request:
+                    if descriptor != NO_MEMORY:
+                        os.close(descriptor)  # the late answer to an earlier request that timed out or failed
+                    continue
+                if descriptor == NO_MEMORY:
+                    raise ArenaError("the agent has no memory for it")
+                arenas[offer.buffer] = arena = Arena.from_fd(descriptor, warm=False)
+                if offer.busy:
+                    busy.add(offer.buffer)
+                if nbytes < WORTH_A_THREAD_BYTES:
+                    arena.touch(self._touched)
+            except (queue.Empty, ArenaError):
+                for arena in arenas.values():
+                    arena.close()
+                return False
+        self._cold = set() if nbytes < WORTH_A_THREAD_BYTES else set(range(len(arenas)))
+        self._buffers.replace([arenas[0], arenas[1]], busy)
+        return True
+
+    # ── messages from the agent ─────────────────────────────────────────────────────────────────────────────
+
+    def _take_results(self) -> None:
+        while True:
+            try:
+                message = self._results.get_nowait()
+            except queue.Empty:
+                return
+            self._take(message)
+
+    def _take(self, message: messages.SaveResult) -> None:
+        self._buffers.busy.discard(message.buffer)
+        self._durable_s = message.seconds or self._durable_s
+        if message.error:
+            self._failed_step = message.step

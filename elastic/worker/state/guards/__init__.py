@@ -1,0 +1,1 @@
+"""Checks that the state holds all that the loop changes."""

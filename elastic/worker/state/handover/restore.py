@@ -1,0 +1,254 @@
+"""Converts between checkpoints or snapshots and this worker's state: what is saved beside the tensors, and loading."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import xxhash
+
+from elastic.checkpoint.format.errors import NoGoodCheckpoint
+from elastic.checkpoint.memory.arena import Arena
+from elastic.checkpoint.memory.progress import Progress, unreported
+from elastic.checkpoint.stored import find, read
+from elastic.checkpoint.stored.remote import RemoteError, fetch_newest, list_remote, unusable_step
+from elastic.checkpoint.stored.retention import Entry
+from elastic.contract.origin import Origin
+from elastic.contract.worker import messages
+from elastic.contract.worker.tensor_table import Table, TensorInfo
+from elastic.worker.link.session import Session
+from elastic.worker.state.state import State
+from elastic.worker.state.state_source import Passed, Version
+from elastic.worker.torch_internals import gc_pause
+
+from .sync import Saved
+
+ASK_S = 90.0
+"""Longer than the agent takes to answer in any case."""
+
+
+def extra_of(extra: dict[str, Any], positions: Sequence[int]) -> dict[str, Any]:
+    """The data of a shard beside its tensors: the state's `extra`, and the positions of its tensors in the complete
+    table.
+
+    `positions` in the order of the shard's file (`layout.file_order`).
+    """
+    return {"state": extra, "positions": list(positions)}
+
+
+def whole_table(shards: Iterable[tuple[Mapping[str, Any], Table]]) -> Table:
+    """The table of the complete state, assembled from the shards' (extra, table)."""
+    placed: list[tuple[int, TensorInfo]] = []
+    for extra, table in shards:
+        placed += zip(extra["positions"], table, strict=True)
+    return tuple(info for _, info in sorted(placed, key=lambda pair: pair[0]))
+
+
+class HeldSnapshots:
+    """The newest complete snapshot in the memory of this node's agent."""
+
+    def __init__(self, arenas: Sequence[Arena]) -> None:
+        self._arenas = arenas
+
+    def version(self) -> Version | None:
+        if not self._arenas:
+            return None
+        header = self._arenas[0].header()
+        return (header.generation, header.step) if header.whole else None
+
+    @gc_pause.paused()
+    def load(self, state: State, progress: Progress = unreported) -> str:
+        """Copy it into `state`; returns a description. Raises IncompleteSnapshot if an arena is being overwritten."""
+        extras = [arena.extra() for arena in self._arenas]
+        besides = [arena.beside() for arena in self._arenas]
+        own = ((extra, arena.table()) for extra, arena in zip(extras, self._arenas, strict=True))
+        others = (({"positions": beside.positions}, beside.table) for beside in besides)
+        table = whole_table([*own, *others])
+        here = {info.name: t for info, t in zip(table, state.adopt(table, extras[0]["state"]), strict=True)}
+        for arena in self._arenas:
+            arena.load(here, progress)
+        state.filled()
+        return f"snapshot step {state.step} in this node's memory"
+
+    def close(self) -> None:
+        for arena in self._arenas:
+            arena.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Disk:
+    """The job's checkpoints on a file system, with an optional remote copy."""
+
+    directory: str
+    job: str
+    remote: str = ""
+    known: Version = (0, 0)
+    """The newest checkpoint that the job is known to have had; (0, 0): none."""
+
+    def newest(self, passed: Sequence[Passed] = ()) -> tuple[Version | None, int]:
+        """The version that `load` would most likely load, and its place; reads names and manifests only. `passed`: what
+        other ranks have found damaged."""
+        place = _place(self.directory)
+        found = _not_passed(find.peek(self.directory, self.job), place, passed)
+        if self.remote and (not found or found[0] < self.known):
+            there = _not_passed(self._at_remote(optional=bool(found)), _hashed(self.remote), passed)
+            if there and (not found or there[0] > found[0]):
+                return there[0], _hashed(self.remote)
+        return (found[0], place) if found else (None, 0)
+
+    def _at_remote(self, *, optional: bool) -> list[Entry]:
+        """The copies there. Raises RemoteError if there is no answer; with `optional` prints that, and returns none."""
+        try:
+            return list_remote(self.remote, self.job)
+        except RemoteError as error:
+            if not optional:
+                raise
+            self._say_older(str(error))
+            return []
+
+    def _fetch_newer(self) -> None:
+        """This node may have been away for long: fetch the newest copy if it is newer than what is here."""
+        here = _not_passed(find.peek(self.directory, self.job), 0, ())
+        if not self.remote or not here or here[0] >= self.known:
+            return
+        there = _not_passed(self._at_remote(optional=True), 0, ())
+        if not there or there[0] <= here[0]:
+            return
+        try:
+            fetch_newest(self.remote, self.job, self.directory)
+        except (RemoteError, NoGoodCheckpoint) as error:
+            self._say_older(str(error))
+
+    def _say_older(self, why: str) -> None:
+        _, step = self.known
+        said = f"the checkpoint in {self.directory} is older than that of step {step}, which the job has had"
+        print(f"elastic: {said}: {why}", file=sys.stderr, flush=True)
+
+    def saved(self, snapshot: Version | None = None) -> Saved:
+        """`newest`, beside `snapshot`. If there is none, the checkpoints that cannot be loaded count: training must not
+        begin anew beside them."""
+        newest, place = self.newest()
+        unusable = 0 if newest else self._unusable_step()
+        return Saved(snapshot, newest, unusable, place, self.newest)
+
+    def _unusable_step(self) -> int:
+        there = unusable_step(self.remote, self.job) if self.remote else 0
+        return max(there, find.unusable_step(self.directory, self.job))
+
+    def load(self, state: State, progress: Progress = unreported) -> str:
+        """Load the newest intact checkpoint into `state`; returns a description. Damaged ones are quarantined on the
+        way.
+
+        Raises NoGoodCheckpoint if there are checkpoints but none is intact (restarting from step 0 is for an operator
+        to decide), FileNotFoundError if there is none.
+        """
+
+        def prepare(found: find.Found) -> read.Into:
+            shards = ((shard.extra, shard.tensors) for shard in found.manifest.shards)
+            table = whole_table(shards)
+            came = state.adopt(table, found.manifest.extra["state"])
+            here = {info.name: tensor for info, tensor in zip(table, came, strict=True)}
+            return lambda info: here[info.name]
+
+        self._fetch_newer()
+        found = read.load_newest(self.directory, self.job, prepare, remote=self.remote, progress=progress)
+        if found is None:
+            raise FileNotFoundError(f"no checkpoint of job {self.job!r} in {self.directory}")
+        state.filled()
+        said = f"checkpoint step {found.step} at {found.path}"
+        return said + "".join(f"; quarantined {one}" for one in found.aside)
+
+
+def _not_passed(found: Iterable[Entry], place: int, passed: Sequence[Passed]) -> list[Version]:
+    versions = [(generation, step) for step, generation, _ in found]
+    return [
+        version for version in versions if not any(one.place == place != 0 and one.covers(version) for one in passed)
+    ]
+
+
+def _place(folder: str) -> int:
+    """By host: what cannot be read on one may be readable on another. 0: not known."""
+    try:
+        found = os.stat(folder)
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return _hashed(f"{file.read()} {found.st_dev} {found.st_ino}")
+    except OSError:
+        return 0
+
+
+def _hashed(place: str) -> int:
+    """63 bits: it is sent as a signed number."""
+    return xxhash.xxh3_64_intdigest(place.encode()) >> 1
+
+
+class Store:
+    """All saved states within reach of one worker: the agent's memory and, if there are checkpoints, the disk."""
+
+    def __init__(
+        self, session: Session, disk: Disk | None, state: State, generation: int, restore: str = "newest"
+    ) -> None:
+        """`restore` as in `state_source.choose`; 'snapshot' leaves out snapshots taken for memory only."""
+        self._session = session
+        self._disk = disk
+        self._state: State | None = state
+        self._generation = generation
+        self._saved_only = restore == "snapshot"
+        self._kept = HeldSnapshots([])
+        self._answers: queue.SimpleQueue[list[int] | None] = queue.SimpleQueue()
+        """None: descriptors were lost on the way."""
+        self._closed = False
+
+    def saved(self) -> Saved:
+        """The agent answers once pending writes are on disk. Raises GenerationEnded, RuntimeError if this process has
+        no room for the descriptors of the answer: older state must not be taken for the newest."""
+        self._session.on(messages.InMemorySnapshot, self._on_kept)
+        self._session.send(messages.RequestSnapshot(generation=self._generation, saved=self._saved_only))
+        self._session.wait(lambda: not self._answers.empty(), self._generation, ASK_S)
+        descriptors = [] if self._answers.empty() else self._answers.get_nowait()
+        if descriptors is None:
+            raise RuntimeError(
+                "the snapshot in the agent's memory cannot be received: this process has too many open files "
+                "(RLIMIT_NOFILE, ulimit -n)"
+            )
+        self._kept = HeldSnapshots([Arena.from_fd(descriptor, warm=False) for descriptor in descriptors])
+        return self._disk.saved(self._kept.version()) if self._disk else Saved(self._kept.version())
+
+    def _on_kept(self, message: messages.Message, descriptors: list[int]) -> None:
+        """In the monitor thread. Closes the descriptors of an answer that came too late or for an earlier
+        generation."""
+        assert isinstance(message, messages.InMemorySnapshot)
+        whole = len(descriptors) == message.arenas
+        if message.generation != self._generation or not whole:
+            _close_all(descriptors)
+        if message.generation == self._generation:
+            self._answers.put(descriptors if whole else None)
+            if self._closed:
+                self._drop_answers()
+
+    def _drop_answers(self) -> None:
+        while not self._answers.empty():
+            with contextlib.suppress(queue.Empty):  # the other thread was faster
+                _close_all(self._answers.get_nowait() or ())
+
+    def load(self, origin: Origin) -> str:
+        assert self._state is not None, "loaded after close"
+        if origin is Origin.SNAPSHOT:
+            return self._kept.load(self._state, self._session.copied)
+        assert self._disk is not None, "a job without a checkpoint directory offers no checkpoint"
+        return self._disk.load(self._state, self._session.copied)
+
+    def close(self) -> None:
+        self._closed = True
+        self._state = None  # the session holds `_on_kept`, and so this
+        self._drop_answers()
+        self._kept.close()
+
+
+def _close_all(descriptors: Iterable[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)

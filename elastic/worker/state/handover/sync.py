@@ -1,0 +1,411 @@
+"""After a group has formed: find out which ranks have the state, and send it to all that do not."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from elastic.checkpoint.format.errors import NoGoodCheckpoint
+from elastic.checkpoint.memory.memcpy import device_type
+from elastic.contract.origin import Origin
+from elastic.contract.worker.messages import LoggedRow
+from elastic.contract.worker.tensor_table import Table
+from elastic.worker.comm import p2p
+from elastic.worker.state.parts.described import Described
+from elastic.worker.state.state import State
+from elastic.worker.state.state_source import (
+    Choice,
+    NoStateError,
+    Offer,
+    Passed,
+    Version,
+    choose,
+    counted_before,
+    reached,
+)
+from elastic.worker.state.survey import Survey
+from elastic.worker.torch_internals import gc_pause
+
+from . import broadcast, pull
+
+LookAgain = Callable[[Sequence[Passed]], tuple[Version | None, int]]
+"""Returns the newest checkpoint, and its place, by now and without those that other ranks have passed over."""
+
+
+class Saved(NamedTuple):
+    """What a rank could load by itself."""
+
+    snapshot: Version | None = None
+    """The newest one."""
+    checkpoint: Version | None = None
+    """The newest one, by its manifest: only `Load` finds out whether it is intact."""
+    unusable_step: int = 0
+    """Newest step of the checkpoints that cannot be loaded, if there are no others; 0: none."""
+    place: int = 0
+    """See `Offer`."""
+    look_again: LookAgain = lambda _: (None, 0)
+
+
+SavedVersions = Callable[[], Saved]
+"""May take a while."""
+
+Load = Callable[[Origin], str]
+"""Load this rank's newest snapshot or checkpoint into the state (adopt, fill, filled). Returns a description, such
+as 'checkpoint step 40 at /ckpt/step-40'. Raises if nothing can be loaded."""
+
+Logged = Callable[[], Sequence[LoggedRow]]
+
+Given = tuple[str, int, Sequence[LoggedRow]]
+"""Description of the source; bytes and rows of `job.log` that this rank has received."""
+
+_NONE: Version = (-1, -1)
+
+Message = TypeVar("Message", bound=msgspec.Struct)
+
+
+@dataclass(frozen=True, slots=True)
+class SyncResult:
+    step: int
+    origin: Origin
+    source: str
+    """The same in words, as 'checkpoint step 40 at PATH'."""
+    seconds: float
+    nbytes: int
+    """Bytes received by this rank; 0 if it had the state."""
+    source_rank: int
+    logged: Sequence[LoggedRow]
+    """With the state: rows of `job.log` that rank 0 may lack."""
+    reason: str
+    """Reason for this source, as text."""
+    reached: int
+    """The newest step that any rank has a record of as committed."""
+
+
+EARLY_TENSORS = 1000
+"""From so many tensors on, the source sends its list of them before it checks that they are still those: meanwhile the
+receivers make what they lack. With fewer that gains less than a message takes."""
+
+
+class SourceTensors(msgspec.Struct, frozen=True):
+    """The tensors of the source, in the order of the table."""
+
+    table: Table
+    devices: tuple[str, ...]
+    """Device type of each tensor: NCCL and gloo must not wait for each other."""
+
+    @staticmethod
+    def of(described: Sequence[Described]) -> SourceTensors:
+        return SourceTensors(tuple([each.info for each in described]), tuple([each.device for each in described]))
+
+
+class StateHeader(msgspec.Struct, frozen=True):
+    """Header sent before the contents of the tensors."""
+
+    tensors: SourceTensors | None
+    """None: those that were sent early."""
+    extra: dict[str, Any]
+    source: str
+    window: pull.Window
+    """Where ranks on the source's host can read the tensors."""
+    logged: tuple[LoggedRow, ...] = ()
+    """As JSON; see `SyncResult`."""
+
+
+def synchronise(
+    state: State,
+    *,
+    rank: int,
+    world_size: int,
+    restore: str = "newest",
+    generation: int = 0,
+    saved: SavedVersions | None = None,
+    load: Load | None = None,
+    known_step: int = 0,
+    known_commit: Version = (0, 0),
+    logged: Logged = tuple,
+    check: Callable[[], None] = lambda: None,
+) -> SyncResult:
+    """Make every rank's `state` the newest there is, over torch's default group. All ranks call it.
+
+    `saved` returns the versions that `load` could load on this rank; it is called only if no rank's live state
+    qualifies, and must be given on all ranks or none. `known_step`: step of the newest checkpoint that the job is known
+    to have had. `known_commit`: version of the newest commit that this rank's agent has a record of. `logged`: the
+    rows of `job.log` that this rank has. `check` raises once the group was aborted.
+
+    If this raises half-way, `state.clean()` is False and the rank needs the state from another one. Raises NoStateError
+    (StateLostError: on all ranks), ValueError (this rank's model differs), broadcast.CorruptError, and what `load`
+    raises.
+    """
+    begun_s = time.monotonic()
+    mine = Offer(
+        rank=rank,
+        version=state.version,
+        clean=state.clean(),
+        established=state.established,
+        known_step=known_step,
+        reached=known_commit,
+        described=len(state.last_described()),
+    )
+    offers, found = _gather(mine, world_size), Saved()
+    if saved is not None and (restore != "newest" or not _live(offers, generation)):
+        found = saved()
+        check()
+        known_step = max(known_step, found.unusable_step)
+        mine = msgspec.structs.replace(
+            mine, snapshot=found.snapshot, checkpoint=found.checkpoint, place=found.place, known_step=known_step
+        )
+        offers = _gather(mine, world_size)
+    with gc_pause.paused():
+        choice, said = _chosen(state, mine, offers, restore, generation, load, found.look_again, check)
+        given = _bring(state, choice, said, rank, generation, load, logged, check, offers[choice.source].described)
+    check()
+    return SyncResult(
+        step=state.step,
+        origin=choice.origin,
+        source=given[0],
+        seconds=time.monotonic() - begun_s,
+        nbytes=given[1],
+        source_rank=choice.source,
+        logged=given[2],
+        reason=choice.reason,
+        reached=reached(offers),
+    )
+
+
+def _live(offers: Sequence[Offer], generation: int) -> bool:
+    """Whether any rank has live state that counts. That of an older generation may belong to a node that was
+    partitioned while the others trained on and saved."""
+    return any(offer.clean and offer.established and offer.version[0] >= generation - 1 for offer in offers)
+
+
+def _gather(mine: Offer, world_size: int) -> list[Offer]:
+    snapshot, checkpoint = mine.snapshot or _NONE, mine.checkpoint or _NONE
+    numbers = [*mine.version, int(mine.clean), int(mine.established), mine.known_step, *mine.reached]
+    numbers += [*snapshot, *checkpoint, mine.place, mine.described]
+    if world_size == 1:
+        return [mine]
+    device = p2p.control_device()
+    sent = torch.tensor(numbers, dtype=torch.int64, device=device)
+    rows = [torch.empty_like(sent) for _ in range(world_size)]
+    dist.all_gather(rows, sent)
+    return [_offer(rank, row.tolist()) for rank, row in enumerate(rows)]
+
+
+def _offer(rank: int, numbers: Sequence[int]) -> Offer:
+    generation, step, clean, established, known_step, reached_in, reached_step, *kept = numbers
+    snapshot, checkpoint = (kept[0], kept[1]), (kept[2], kept[3])
+    return Offer(
+        rank=rank,
+        version=(generation, step),
+        clean=bool(clean),
+        established=bool(established),
+        known_step=known_step,
+        reached=(reached_in, reached_step),
+        snapshot=None if snapshot == _NONE else snapshot,
+        checkpoint=None if checkpoint == _NONE else checkpoint,
+        place=kept[4],
+        described=kept[5],
+    )
+
+
+def _chosen(
+    state: State,
+    mine: Offer,
+    offers: Sequence[Offer],
+    restore: str,
+    generation: int,
+    load: Load | None,
+    look_again: LookAgain,
+    check: Callable[[], None],
+) -> tuple[Choice, str]:
+    """The source, and, on that rank, the description of the checkpoint it has loaded; '' if it has loaded none yet.
+
+    Only loading shows that a checkpoint is damaged. The one before it may be older than what another rank has, so all
+    ranks choose again, by what was really loaded. All make the same number of exchanges.
+    """
+    said, damaged = "", None
+    loaded: set[int] = set()
+    passed: list[Passed] = []
+    before = counted_before(offers, restore, generation)
+    while True:
+        try:
+            choice = choose(offers, restore, before)
+        except NoStateError:
+            if damaged is not None:
+                raise damaged from None  # it lists the checkpoints
+            raise
+        if choice.origin is not Origin.CHECKPOINT or choice.source in loaded:
+            return choice, said
+        loaded.add(choice.source)
+        if mine.rank == choice.source:
+            try:
+                said = _loaded(load, choice.origin)
+                version = state.version
+            except NoGoodCheckpoint as error:
+                print(f"elastic: {error}", file=sys.stderr, flush=True)
+                damaged, version = error, None
+            known_step, clean = (
+                max(mine.known_step, choice.version[1]),
+                mine.clean and version is None and state.clean(),
+            )
+            mine = msgspec.structs.replace(mine, clean=clean, checkpoint=version, known_step=known_step)
+        place = offers[choice.source].place
+        offers = _gather(mine, len(offers))
+        check()
+        if (version := offers[choice.source].checkpoint) != choice.version:
+            passed.append(Passed(place, version or _NONE, choice.version))
+            if mine.rank not in loaded:  # else each rank of a shared folder would offer the damaged one, and load it
+                newest, place = look_again(passed)
+                mine = msgspec.structs.replace(mine, checkpoint=newest, place=place)
+            offers = _gather(mine, len(offers))
+
+
+def _loaded(load: Load | None, origin: Origin) -> str:
+    if load is None:
+        raise AssertionError("a rank without `load` offers nothing to load")
+    return load(origin)
+
+
+def _bring(
+    state: State,
+    choice: Choice,
+    said: str,
+    rank: int,
+    generation: int,
+    load: Load | None,
+    logged: Logged,
+    check: Callable[[], None],
+    described: int,
+) -> Given:
+    """`described`: see `Offer`; of the source."""
+    # What a rank has loaded meanwhile is in other tensors than those that it has listed.
+    early = choice.origin in (Origin.LIVE, Origin.SETUP) and described >= EARLY_TENSORS
+    said = said if choice.origin is Origin.CHECKPOINT else choice.origin.value
+    if rank == choice.source:
+        if choice.origin is Origin.SETUP:
+            state.establish(generation)
+        elif choice.origin is Origin.SNAPSHOT:
+            said = _loaded(load, choice.origin)
+    elif rank not in choice.needs:
+        return said, 0, ()
+    if rank == choice.source:
+        if choice.needs:
+            _give(state, said, choice, logged, check, early=early)
+        return said, 0, ()
+    return _take(state, choice, rank, check, early=early)
+
+
+def _give(state: State, said: str, choice: Choice, logged: Logged, check: Callable[[], None], *, early: bool) -> None:
+    extra: dict[str, Any] = {}
+    rows = tuple(row.as_json() for row in logged()) if 0 in choice.needs else ()
+    sent = SourceTensors.of(state.last_described()) if early else None
+    if sent is not None:
+        p2p.send_bytes(msgspec.json.encode(sent), choice.needs[0])
+    held = state.described(extra)  # nothing changes here until all ranks have it
+    described, tensors = [each for each, _ in held], [tensor for _, tensor in held]
+    ours = SourceTensors.of(described)
+    with pull.open_to_readers([each.address for each in described]) as window:
+        head = StateHeader(None if ours == sent else ours, extra, said, window, rows)
+        p2p.send_bytes(msgspec.json.encode(head), choice.needs[0])
+        readers = [bool(_number(source=rank)) for rank in choice.needs]
+        for rank in choice.needs:
+            p2p.exchange(torch.tensor(readers, dtype=torch.int64), target=rank)
+        dense, rest = _split(tensors, window)
+        _relay(rest, (choice.source, *choice.needs), choice.source, check)
+        waiting = [rank for rank, reads in zip(choice.needs, readers, strict=True) if not reads]
+        _relay(dense, (choice.source, *waiting), choice.source, check)
+        reading = [rank for rank in choice.needs if rank not in waiting]
+        if reading:
+            digests = torch.tensor(pull.digests(*_readable(ours.table, window), check), dtype=torch.int64)
+            for rank in reading:
+                p2p.exchange(digests, target=rank)
+            for rank in reading:
+                _number(source=rank)  # until that rank has read everything, nothing here may change
+    check()
+
+
+def _take(state: State, choice: Choice, rank: int, check: Callable[[], None], *, early: bool) -> Given:
+    chain = (choice.source, *choice.needs)
+    previous, following = _neighbours(chain, rank)
+    assert previous is not None
+    theirs = _received(SourceTensors, previous, following) if early else SourceTensors((), ())
+    survey = state.survey(theirs.table, theirs.devices)
+    head = _received(StateHeader, previous, following)
+    if head.tensors is not None:
+        theirs = head.tensors
+        survey.made.clear()  # before others are made: the memory may not be there twice
+    reads = pull.can_read(head.window)
+    p2p.exchange(torch.tensor([int(reads)]), target=choice.source)
+    readers = torch.zeros(len(choice.needs), dtype=torch.int64)
+    p2p.exchange(readers, source=choice.source)
+    tensors = _adopt(state, theirs, head.extra, survey)
+    dense, rest = _split(tensors, head.window)
+    _relay(rest, chain, rank, check)
+    if reads:
+        where = _readable(theirs.table, head.window)
+        found = torch.tensor(pull.pull(dense, *where, head.window.pid, check), dtype=torch.int64)
+        sent = torch.empty_like(found)
+        p2p.exchange(sent, source=choice.source)
+        p2p.exchange(torch.ones(1, dtype=torch.int64), target=choice.source)
+        broadcast.compare(found, sent)
+    else:
+        waiting = [r for r, flag in zip(choice.needs, readers.tolist(), strict=True) if not flag]
+        _relay(dense, (choice.source, *waiting), rank, check)
+    check()
+    state.filled()
+    rows = [row.from_json() for row in head.logged]
+    return head.source, sum(info.nbytes for info in theirs.table), rows
+
+
+def _received(kind: type[Message], previous: int, following: int | None) -> Message:
+    """What rank `previous` has sent, once it is passed on to rank `following`."""
+    raw = p2p.receive_bytes(previous)
+    p2p.send_bytes(raw, following)
+    return msgspec.json.decode(raw, type=kind)
+
+
+def _adopt(state: State, theirs: SourceTensors, extra: dict[str, Any], survey: Survey) -> list[torch.Tensor]:
+    tensors = state.adopt(theirs.table, extra, survey)
+    for info, tensor, device in zip(theirs.table, tensors, theirs.devices, strict=True):
+        if device_type(tensor) != device:
+            raise ValueError(f"{info.name} lies on {tensor.device.type} here and on {device} at the source")
+    return tensors
+
+
+def _split(tensors: Sequence[torch.Tensor], window: pull.Window) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Returns (tensors that can be read from the source's memory, the others)."""
+    dense: list[torch.Tensor] = []
+    rest: list[torch.Tensor] = []
+    for tensor, address in zip(tensors, window.addresses, strict=True):
+        (dense if address else rest).append(tensor)
+    return dense, rest
+
+
+def _readable(table: Table, window: pull.Window) -> tuple[list[int], list[int]]:
+    """(addresses, bytes) of the tensors that can be read from the source's memory."""
+    sizes = [info.nbytes for info, address in zip(table, window.addresses, strict=True) if address]
+    return [address for address in window.addresses if address], sizes
+
+
+def _relay(tensors: Sequence[torch.Tensor], chain: Sequence[int], rank: int, check: Callable[[], None]) -> None:
+    previous, following = _neighbours(chain, rank)
+    if len(chain) > 1 and any(tensor.numel() for tensor in tensors):
+        broadcast.relay(tensors, previous=previous, following=following, check=check)
+
+
+def _neighbours(chain: Sequence[int], rank: int) -> tuple[int | None, int | None]:
+    place = chain.index(rank)
+    return chain[place - 1] if place else None, chain[place + 1] if place + 1 < len(chain) else None
+
+
+def _number(*, source: int) -> int:
+    number = torch.zeros(1, dtype=torch.int64)
+    p2p.exchange(number, source=source)
+    return int(number)

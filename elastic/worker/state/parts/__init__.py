@@ -1,0 +1,1 @@
+"""The parts of a state, and how each is read and loaded."""

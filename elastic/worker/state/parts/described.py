@@ -1,0 +1,129 @@
+"""A tensor's description in the table of a state, created once and checked at each use; and a tensor for one."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+
+import torch
+
+from elastic.checkpoint.format.dtypes import CODES, code_of, dtype_of, nbytes_of
+from elastic.checkpoint.memory.memcpy import device_type, movable
+from elastic.contract.worker.tensor_table import TensorInfo
+from elastic.worker.link.misuse import MisuseTypeError
+
+from .copies import writable
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+class Described:
+    """A tensor's entry in the table, created once: with thousands of tensors that is most of the cost of a snapshot.
+    And where its bytes are: to ask each of them again takes as long as all that is asked by `still`."""
+
+    __slots__ = ("_dtype", "_place", "_pointer", "_shape", "_stride", "_tensor", "address", "device", "info")
+
+    def __init__(self, name: str, tensor: torch.Tensor) -> None:
+        self.info = _info(name, tensor)
+        self.device = device_type(tensor)
+        """Type of its device."""
+        self._pointer = tensor.data_ptr()
+        self.address = self._pointer if movable(tensor) else 0
+        """Where its bytes lie in CPU memory, as in a file; 0: they do not, or there are none."""
+        self._tensor = weakref.ref(tensor)
+        self._shape, self._stride, self._dtype = self.info.shape, tensor.stride(), tensor.dtype
+        self._place: object = None
+
+    def place(self, tensor: torch.Tensor) -> object:
+        """A key that is equal for tensors with the same memory and the same view of it. `tensor`: the described
+        tensor."""
+        if self._place is None:
+            self._place = _place(tensor)
+        return self._place
+
+    def still(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` is the described tensor, with the same storage, shape, dtype and order of its elements in
+        memory. One without elements may be on another device now: it is described anew."""
+        return (
+            self._tensor() is tensor
+            and self._pointer == tensor.data_ptr() != 0
+            and self._shape == tensor.shape
+            and self._dtype is tensor.dtype
+            and (
+                tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+                if self.address
+                else self._stride == tensor.stride()
+            )
+        )
+
+
+def _info(name: str, tensor: torch.Tensor) -> TensorInfo:
+    if (code := CODES.get(tensor.dtype)) is not None and type(tensor) in _PLAIN and tensor.layout is torch.strided:
+        return TensorInfo(name, code, tuple(tensor.shape), tensor.nbytes)
+    # A subclass that dispatches by itself has its bytes elsewhere: DTensor, 8-bit optimizer states, NF4 weights.
+    other = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    if tensor.is_quantized or tensor.layout is not torch.strided or other:
+        odd = "quantised" if tensor.is_quantized else "sparse" if tensor.layout is not torch.strided else ""
+        kind = type(tensor).__name__
+        raise MisuseTypeError(
+            f"state.{name} is {odd or f'a {kind}'} ({kind}, {tensor.layout}, {tensor.dtype}): only dense tensors that "
+            f"are whole on each rank can be kept; keep it dense (tensor.to_dense(), tensor.dequantize()) in the state "
+            f"and make the other form of it where it is used"
+        )
+    return TensorInfo(name, code_of(tensor.dtype), tuple(tensor.shape), nbytes_of(tensor))
+
+
+def _place(tensor: torch.Tensor) -> object:
+    if tensor.numel() == 0 or tensor.device.type == "meta":
+        return id(tensor)
+    return tensor.data_ptr(), tensor.device, tensor.dtype, tuple(tensor.shape), tensor.stride()
+
+
+def fitting(mine: torch.Tensor | None, info: TensorInfo, device: str, like: torch.Tensor | None = None) -> torch.Tensor:
+    """`mine` if the bytes of `info` can be written into it, else new storage on a device of type `device`."""
+    dtype = dtype_of(info.dtype)
+    if mine is not None:
+        fits = mine.dtype == dtype and mine.shape == info.shape and device_type(mine) == device
+        if fits and writable(mine):
+            return mine
+    if like is None:
+        return torch.empty(info.shape, dtype=dtype, device=torch.device(device))
+    return Like(like).empty(info, device)
+
+
+class Like:
+    """Makes new storage for what an optimizer keeps for a parameter: with thousands of tensors, half of the time to
+    make one would be questions about the parameter."""
+
+    __slots__ = ("_code", "_shape", "_tensor", "device")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor, self._code, self.device = tensor, CODES.get(tensor.dtype), device_type(tensor)
+        self._shape = tensor.shape if writable(tensor) else None
+
+    def empty(self, info: TensorInfo, device: str) -> torch.Tensor:
+        """With the parameter's memory layout if it has its shape, on a device of type `device`."""
+        fits = device == self.device and info.shape == self._shape
+        if fits and info.dtype == self._code:
+            return torch.empty_like(self._tensor)
+        dtype = dtype_of(info.dtype)
+        if fits:
+            return torch.empty_like(self._tensor, dtype=dtype)
+        if device == "cpu" and not info.shape:
+            return torch.empty_like(_number(dtype))
+        on = self._tensor.device if device == self.device else torch.device(device)
+        return torch.empty(info.shape, dtype=dtype, device=on)
+
+
+@functools.cache
+def _number(dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of one element: another like it is made in half the time that its description takes torch."""
+    return torch.empty((), dtype=dtype)
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Address of the tensor's storage; 0: it has none."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):  # sparse tensors, and subclasses without storage
+        return 0

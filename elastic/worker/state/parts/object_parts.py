@@ -1,0 +1,152 @@
+"""Parts of a `State` that are no modules and no optimizers: objects with `state_dict`, generators, plain values."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from elastic.worker.torch_internals import torch_private
+
+from . import copies as taken
+from .copies import Copy
+from .described import fitting
+from .json_codec import Codecs, decode, encode
+from .parts import Infos, Named, Slot, Watched
+
+
+class ObjectPart:
+    """Anything with state_dict and load_state_dict, whose state_dict is JSON except for tensors."""
+
+    kind = "object"
+
+    def __init__(self, name: str, value: Any, codecs: Codecs) -> None:
+        self.name = name
+        self.value = value
+        self._codecs = codecs
+        self._coming: dict[str, torch.Tensor] | None = None
+        self._coming_extra: Any = None  # as JSON
+        self._coming_value: Any = None
+
+    def held(self) -> tuple[Named, Any]:
+        encoded, found = self._encoded()
+        return list((found if self._coming is None else self._coming).items()), encoded
+
+    def tensors(self) -> Named:
+        return list((self._coming if self._coming is not None else self._encoded()[1]).items())
+
+    def extra(self) -> Any:
+        return self._encoded()[0]
+
+    def adopt(self, infos: Infos, extra: Any) -> Mapping[str, torch.Tensor]:
+        mine = self._encoded()[1]
+        coming: dict[str, torch.Tensor] = {}
+
+        def target(name: str, device: str) -> torch.Tensor:
+            if name not in infos:
+                raise ValueError(f"{name} is named by the state that came, but is not in its table")
+            coming[name] = fitting(mine.get(name), infos[name], device)
+            return coming[name]
+
+        self._coming_extra, self._coming_value = extra, decode(extra, target, self._codecs)
+        self._coming = coming
+        return coming
+
+    def filled(self) -> None:
+        if self._coming is not None:
+            given, value = (self._coming_extra, self._coming), self._coming_value
+            self._coming = self._coming_extra = self._coming_value = None
+            self._put(value)
+            self._compare(*given)
+
+    def to(self, device: torch.device) -> None:
+        pass  # left to the object; most hold no tensors
+
+    def slots(self) -> list[Slot]:
+        return []
+
+    def rest(self, before: Copy | None, watched: Watched) -> Copy | None:
+        return Copy(self._get(), self.name, self._codecs, before, watched)
+
+    def put_back(self, held: Any) -> None:
+        tensors: dict[str, torch.Tensor] = {}
+        given = encode(held, self.name, tensors, self._codecs)
+        self._put(held)
+        self._compare(given, tensors)
+
+    def _compare(self, extra: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+        taken.told(self.name, (extra, tensors), self._encoded())
+
+    def _encoded(self) -> tuple[Any, dict[str, torch.Tensor]]:
+        tensors: dict[str, torch.Tensor] = {}
+        return encode(self._get(), self.name, tensors, self._codecs), tensors
+
+    def _get(self) -> Any:
+        return self.value.state_dict()
+
+    def _put(self, held: Any) -> None:
+        self.value.load_state_dict(held)
+
+
+class ValuePart(ObjectPart):
+    """A plain value, an attribute of the state."""
+
+    kind = "value"
+
+    def _get(self) -> Any:
+        return self.value
+
+    def _put(self, held: Any) -> None:
+        self.value = held
+
+    def _compare(self, extra: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+        pass  # it is what it was set to
+
+
+class ScalerPart(ObjectPart):
+    """torch's GradScaler. Its `state_dict()` waits for the device, which costs too much at every commit."""
+
+    def rest(self, before: Copy | None, watched: Watched) -> Copy | None:
+        held = {key: value for key, value in vars(self.value).items() if key in torch_private.SCALER_STATE}
+        return Copy(held, self.name, self._codecs, before, watched)
+
+    def put_back(self, held: Any) -> None:
+        vars(self.value).update(held)
+
+
+class GeneratorPart(ObjectPart):
+    """A random generator of torch, numpy or Python."""
+
+    kind = "generator"
+
+    def _get(self) -> Any:
+        match self.value:
+            case torch.Generator():
+                return self.value.get_state().numpy().tobytes()
+            case np.random.Generator():
+                return self.value.bit_generator.state
+        return self.value.getstate()
+
+    def _put(self, held: Any) -> None:
+        match self.value:
+            case torch.Generator():
+                self.value.set_state(torch.frombuffer(bytearray(held), dtype=torch.uint8))
+            case np.random.Generator():
+                self.value.bit_generator.state = held
+            case _:
+                self.value.setstate(held)
+
+
+def object_part(name: str, value: Any, codecs: Codecs) -> ObjectPart:
+    """The part of a value that is no module and no optimizer."""
+    if isinstance(value, torch.amp.GradScaler):
+        return ScalerPart(name, value, codecs)
+    generator = isinstance(value, torch.Generator | np.random.Generator) or type(value) is random.Random
+    if generator and not isinstance(value, tuple(codecs)):
+        return GeneratorPart(name, value, codecs)
+    if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
+        return ObjectPart(name, value, codecs)
+    return ValuePart(name, value, codecs)

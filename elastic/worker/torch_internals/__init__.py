@@ -1,0 +1,1 @@
+"""Everything that relies on torch's private API or on the interpreter's memory."""
