@@ -28,10 +28,10 @@ from elastic.contract.agent_files import EtcdAccess
 from elastic.contract.keys import ClusterKeys
 from elastic.contract.records.job_records import JobState, Phase, encode
 from elastic.etcd.client import ClusterSigner, Etcd
+from elasticd.access.authority import Authority, Peer
 from elasticd.api import actions
-from elasticd.authority import Authority, Peer
-from elasticd.published_state import PublishedState
-from elasticd.settings import PerUserSettings
+from elasticd.base.settings import PerUserSettings
+from elasticd.cluster.published_state import PublishedState
 
 LARGE = {"args": ["x" * 60_000]}
 ROOT = Peer(0, 0, "root")

@@ -18,18 +18,23 @@ import msgspec
 import elastic
 from elastic.contract.agent_files import EtcdAccess
 from elastic.contract.timeouts import RELATIONS
+from elasticd.base.errors import AlreadyRuns, CannotStart, DaemonError, InvalidConfig, Unsaved
+from elasticd.base.masking import masked_setting
+from elasticd.base.safe_text import block
+from elasticd.base.sd_notify import Notify
+from elasticd.base.settings import Settings
+from elasticd.machine.first_process import become_init
+from elasticd.processes.shutdown import stop_all, unsaved
+from elasticd.views.instant import Identity
+from elasticd.views.views import SCHEMA, Json
 
-from . import addresses, config, host, launch, lean, node_name, ownership, shutdown
-from .api.views import SCHEMA, Identity, Json
-from .errors import AlreadyRuns, CannotStart, DaemonError, InvalidConfig, Unsaved
+from .agents import node_name
+from .base import config, ownership
 from .etcd import cluster_key, trust
-from .first_process import become_init
-from .masking import masked_setting
-from .notify import Notify
+from .machine import addresses, host
+from .machine import first_process as lean
 from .page import access
-from .safe_text import block
-from .settings import Settings
-from .shutdown import stop_all, unsaved
+from .processes import launch, shutdown
 
 FLAGS = ("cluster", "node", "address", "state_dir", "socket", "slots", "log_level")
 """Settings with a flag of their own; all others are set by --set."""
@@ -114,12 +119,13 @@ def _run(
     state_dir = Path(settings.state_dir)
     lock, settings = _own(state_dir), _under_its_name(settings, state_dir)
     lean.start()
-    from . import log as logs
+    from .base import log as logs
 
     log = logs.start(settings.log_level, settings.node)
     log.info("daemon.settings", version=elastic.__version__, **_plain(settings, sources))
+    from elasticd.base.threads import Threads, fail_stop_whatever_fails
+
     from .etcd.embedded import EmbeddedEtcd
-    from .threads import Threads, fail_stop_whatever_fails
 
     fail_stop_whatever_fails(log)
     threads, launcher = Threads(log), launch.launcher()
@@ -170,7 +176,7 @@ def _run(
 
 def _under_its_name(settings: Settings, state_dir: Path) -> Settings:
     """Raises CannotStart."""
-    from . import log as logs
+    from .base import log as logs
 
     try:
         name = node_name.kept(state_dir, settings.node)

@@ -13,10 +13,29 @@ from elastic.contract.agent_files import EtcdAccess
 from elastic.contract.keys import ClusterKeys
 from elastic.etcd.client import ClusterSigner, Etcd, EtcdError
 from elastic.etcd.signing import ending
+from elasticd.access.accounts import Accounts, account, group_id
+from elasticd.access.audit import Audit
+from elasticd.access.authority import Authority, Peer
+from elasticd.agents.agents import Agents
+from elasticd.agents.cleaner import Cleaner
+from elasticd.agents.etcd_grants import EtcdGrants
+from elasticd.agents.run_as import RunAs, groups
+from elasticd.base.errors import CannotStart, Refused
+from elasticd.base.log import Log
+from elasticd.base.sd_notify import Notify
+from elasticd.base.settings import HttpSettings, Settings
+from elasticd.base.threads import Threads
+from elasticd.cluster.published_state import PublishedState
+from elasticd.machine.gpus import Health
+from elasticd.machine.host import Gpus
+from elasticd.node.asks import AnswerQueue, Asker
+from elasticd.node.event_queue import EventQueue, Stop
+from elasticd.node.loop import DaemonLoop
+from elasticd.node.writer import ClusterWriter
+from elasticd.processes.launch import Launcher
+from elasticd.views.instant import Identity
+from elasticd.views.views import Json
 
-from . import asks, doctor, host, machine_shutdown
-from .accounts import Accounts, account, group_id
-from .agents import Agents
 from .api import remote_answers
 from .api import server as api
 from .api.actions import Actions
@@ -24,29 +43,12 @@ from .api.doctor_routes import Doctor
 from .api.httpd import Server
 from .api.observations import Requests
 from .api.routes import Service
-from .api.views import Identity, Json
-from .asks import AnswerQueue, Asker
-from .audit import Audit
-from .authority import Authority, Peer
-from .cleaner import Cleaner
-from .errors import CannotStart, Refused
 from .etcd.members import Members
-from .etcd_grants import EtcdGrants
-from .event_queue import EventQueue, Stop
-from .gpus import Health
-from .host import Gpus
-from .launch import Launcher
-from .log import Log
-from .loop import DaemonLoop
-from .notify import Notify
-from .published_state import PublishedState
-from .run_as import RunAs, groups
-from .settings import HttpSettings, Settings
-from .threads import Threads
-from .writer import ClusterWriter
+from .machine import doctor, host
+from .node import asks, machine_shutdown
 
 if TYPE_CHECKING:
-    from .notifier import Notifier
+    from elasticd.notify.notifier import Notifier
 
 REMOVAL_S = 3600.0
 """How long after its start the daemon looks for the drain of an earlier shutdown, if etcd is away."""
@@ -223,7 +225,7 @@ class Daemon:
         settings = self._settings
         if not (settings.notify.webhook or settings.notify.command):
             return None
-        from .notifier import Notifier, ways  # not imported by the many daemons without notifications
+        from elasticd.notify.notifier import Notifier, ways  # not imported by the many daemons without notifications
 
         sent = ways(settings.notify)
         return Notifier(settings.notify, settings.cluster, settings.node, sent, self._board, self._log)
@@ -233,7 +235,7 @@ class Daemon:
         settings = self._settings
         if settings.preemption == "none":
             return
-        from . import preemption
+        from .machine import preemption
 
         announced = preemption.source(settings.preemption, settings.preemption_url)
         if announced is None:

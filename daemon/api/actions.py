@@ -29,13 +29,13 @@ from elastic.contract.records.node_records import AskedRecord, CordonRecord, Dra
 from elastic.contract.records.phases import PhaseTrigger, after, allows
 from elastic.etcd.client import Absent, Compare, Delete, Etcd, EtcdError, EtcdForged, EtcdUnavailable, ModIs, Op, Put
 from elastic.etcd.signing import ending
-from elasticd.authority import Account, Authority, Peer
-from elasticd.cluster import Cluster, Job
-from elasticd.errors import Refused
-from elasticd.published_state import PublishedState, Snapshot
-from elasticd.quotas import Quotas, check_spec
-from elasticd.settings import PerUserSettings
-from elasticd.writer import KEY_MISSING
+from elasticd.access.authority import Account, Authority, Peer
+from elasticd.base.errors import Refused
+from elasticd.base.settings import PerUserSettings
+from elasticd.cluster.cluster import Cluster, Job
+from elasticd.cluster.published_state import PublishedState, Snapshot
+from elasticd.cluster.quotas import Quotas, check_spec
+from elasticd.node.writer import KEY_MISSING
 
 SEEN_S = 2.0
 """How long an answer waits until this daemon's view of etcd contains its own write."""

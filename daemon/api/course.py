@@ -6,9 +6,8 @@ import msgspec
 
 from elastic.contract.agent_files import History
 from elastic.contract.records.job_records import GenerationRecord, SpecRecord
-from elasticd.folders import Folder, read_file
-
-from .views import Json
+from elasticd.base.folders import Folder, read_file
+from elasticd.views.views import Json
 
 MOST_BYTES = 1024 * 1024
 """An agent's file has 60 kB at most; it may be another user's."""

@@ -11,15 +11,15 @@ import msgspec
 
 from elastic.contract.agent_files import GRADIENTS_BYTES, GradientSamples
 from elastic.contract.records.job_records import ProgressRecord
-from elasticd.asks import ask_each
+from elasticd.base.errors import Refused
+from elasticd.base.folders import Folder, read_file
 from elasticd.diagnosis import gradients
-from elasticd.errors import Refused
-from elasticd.folders import Folder, read_file
+from elasticd.node.asks import ask_each
+from elasticd.views.views import SCHEMA, Json, newest_progress
 
 from . import query_values
 from .actions import no_job
 from .job_routes import asking, other_nodes
-from .views import SCHEMA, Json, newest_progress
 
 if TYPE_CHECKING:
     from .routes import Request

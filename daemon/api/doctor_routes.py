@@ -11,19 +11,18 @@ import msgspec
 import elastic
 from elastic.contract.keys import ClusterKeys
 from elastic.etcd.client import Etcd, EtcdError
-from elasticd import addresses, doctor, reach
-from elasticd.asks import CLOCKS, Asker, User, ask_each
-from elasticd.cluster import Cluster
-from elasticd.config import port_range
+from elasticd.base.config import port_range
+from elasticd.base.log import Log
+from elasticd.base.settings import Settings
+from elasticd.cluster.cluster import Cluster
+from elasticd.cluster.published_state import Snapshot
 from elasticd.diagnosis import why
-from elasticd.doctor import ERROR, WARNING, Finding
-from elasticd.etcd import expiring
-from elasticd.log import Log
-from elasticd.published_state import Snapshot
-from elasticd.settings import Settings
+from elasticd.machine import addresses, doctor, expiring, reach
+from elasticd.machine.doctor import ERROR, WARNING, Finding
+from elasticd.node.asks import CLOCKS, Asker, User, ask_each
+from elasticd.views.views import SCHEMA, Json
 
 from .job_routes import asking
-from .views import SCHEMA, Json
 
 if TYPE_CHECKING:
     from .routes import Request

@@ -24,10 +24,10 @@ from urllib.parse import parse_qs
 
 import h11
 
-from elasticd.config import host_port
-from elasticd.errors import CannotStart, Fault, Refused
-from elasticd.faults import our_faults
-from elasticd.log import Log
+from elasticd.base.config import host_port
+from elasticd.base.errors import CannotStart, Fault, Refused
+from elasticd.base.faults import our_faults
+from elasticd.base.log import Log
 
 MAX_HEAD_BYTES = 32 * 1024
 MAX_BODY_BYTES = 1024 * 1024

@@ -9,10 +9,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 
 from elastic.contract.records.job_records import Phase
 from elastic.contract.records.ledger import STALL_S, STEP_S, Bucket, Ledger, Spread
-from elasticd.cluster import Job
-from elasticd.published_state import Snapshot
+from elasticd.cluster.cluster import Job
+from elasticd.cluster.published_state import Snapshot
+from elasticd.views import views
 
-from . import views
 from .observations import JobHistory
 
 Row = views.Json

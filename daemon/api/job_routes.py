@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from elasticd import stacks
-from elasticd.asks import User, ask_each
-from elasticd.errors import Refused
-from elasticd.published_state import Snapshot
+from elasticd.base.errors import Refused
+from elasticd.cluster.published_state import Snapshot
+from elasticd.node.asks import User, ask_each
+from elasticd.views.views import SCHEMA, Json
 
 from . import query_values
 from .actions import no_job
-from .views import SCHEMA, Json
 
 if TYPE_CHECKING:
     from .routes import Request

@@ -11,18 +11,19 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from elastic.contract.records.job_records import Phase
-from elasticd.asks import ask_each
-from elasticd.authority import owns
-from elasticd.cluster import Job
-from elasticd.errors import Refused
-from elasticd.logs import PAST_BYTES, Line, Tail
-from elasticd.published_state import Snapshot
+from elasticd.access.authority import owns
+from elasticd.agents.logs import PAST_BYTES, Line, Tail
+from elasticd.base.errors import Refused
+from elasticd.cluster.cluster import Job
+from elasticd.cluster.published_state import Snapshot
+from elasticd.node.asks import ask_each
+from elasticd.views import views
+from elasticd.views.instant import now
+from elasticd.views.views import Json
 
-from . import query_values, views
+from . import query_values
 from .actions import no_job
-from .instant import now
 from .job_routes import asking, other_nodes
-from .views import Json
 
 if TYPE_CHECKING:
     from .routes import Request

@@ -19,10 +19,10 @@ from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
-from elasticd.etcd.expiring import Certificate
-from elasticd.published_state import Snapshot
+from elasticd.cluster.published_state import Snapshot
+from elasticd.machine.expiring import Certificate
+from elasticd.views import views
 
-from . import views
 from .histogram import Histograms
 from .job_metrics import job_families
 from .observations import Histories, Requests

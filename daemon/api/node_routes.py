@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from elasticd import drain_effects
-from elasticd.published_state import Snapshot
+from elasticd.cluster import drain_effects
+from elasticd.cluster.published_state import Snapshot
+from elasticd.views import views
+from elasticd.views.views import SCHEMA, Json
 
-from . import query_values, views
+from . import query_values
 from .actions import known_nodes, no_node
-from .views import SCHEMA, Json
 
 if TYPE_CHECKING:
     from .routes import Request

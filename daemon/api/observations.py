@@ -7,8 +7,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from elastic.contract.records.job_records import IncidentRecord
-from elasticd.cluster import Job
-from elasticd.published_state import Snapshot
+from elasticd.cluster.cluster import Job
+from elasticd.cluster.published_state import Snapshot
 
 from .histogram import Histograms
 

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Mapping
 
-from elasticd.errors import Refused
+from elasticd.base.errors import Refused
 
 COUNT = re.compile("[0-9]{1,9}")
 

@@ -7,13 +7,13 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from elasticd.asks import MAX_BYTES, User
-from elasticd.authority import Peer
-from elasticd.errors import Refused
+from elasticd.access.authority import Peer
+from elasticd.base.errors import Refused
+from elasticd.node.asks import MAX_BYTES, User
+from elasticd.views.views import Json
 
 from . import routes
 from .routes import Service
-from .views import Json
 
 ANSWERED = re.compile(r"/v1/(doctor/local|config|jobs/[^/]+/(logs|stacks|gradients))")
 """Paths that another node's daemon may ask for: all of them only read."""

@@ -9,33 +9,25 @@ from typing import Any, Protocol
 from urllib.parse import unquote
 
 from elastic.contract.keys import check_name
-from elasticd import log_privacy, masking
-from elasticd.accounts import named
-from elasticd.asks import Asker, ask_each
-from elasticd.audit import Audit
-from elasticd.authority import Authority, Peer
-from elasticd.cleaner import Cleaner
-from elasticd.errors import Refused
-from elasticd.folders import Folder
-from elasticd.log import Log
-from elasticd.published_state import PublishedState, Snapshot
+from elasticd.access.accounts import named
+from elasticd.access.audit import Audit
+from elasticd.access.authority import Authority, Peer
+from elasticd.agents.cleaner import Cleaner
+from elasticd.base import masking
+from elasticd.base import masking as log_privacy
+from elasticd.base.errors import Refused
+from elasticd.base.folders import Folder
+from elasticd.base.log import Log
+from elasticd.cluster.published_state import PublishedState, Snapshot
+from elasticd.node.asks import Asker, ask_each
+from elasticd.views import views
+from elasticd.views.instant import Identity, now
+from elasticd.views.views import SCHEMA, Json
 
-from . import (
-    course,
-    debug_routes,
-    doctor_routes,
-    event_routes,
-    job_routes,
-    log_routes,
-    node_routes,
-    query_values,
-    views,
-)
+from . import course, debug_routes, doctor_routes, event_routes, job_routes, log_routes, node_routes, query_values
 from .actions import Actions, no_job
 from .doctor_routes import Doctor
-from .instant import now
 from .observations import Requests
-from .views import SCHEMA, Identity, Json
 
 LONGEST_WAIT_S = 60.0
 MAX_DEADLINE_S = 1e9

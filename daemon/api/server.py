@@ -18,17 +18,18 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from elasticd.accounts import account
-from elasticd.authority import UNKNOWN, Peer
-from elasticd.errors import CannotStart, Refused
-from elasticd.log import Log
-from elasticd.published_state import PublishedState
+from elasticd.access.accounts import account
+from elasticd.access.authority import UNKNOWN, Peer
+from elasticd.base.errors import CannotStart, Refused
+from elasticd.base.log import Log
+from elasticd.cluster.published_state import PublishedState
+from elasticd.views import views
+from elasticd.views.instant import now
+from elasticd.views.views import Json
 
-from . import routes, views
+from . import routes
 from .httpd import MAX_ARRIVING, ClientConnection, HttpRequest, Places, Server, host_of, listen_on
-from .instant import now
 from .routes import Service
-from .views import Json
 
 MAX_REQUESTS = 128
 """Concurrent requests, including followed logs."""

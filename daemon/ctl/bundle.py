@@ -18,7 +18,7 @@ from pathlib import Path
 
 import click
 
-from elasticd import masking, safe_text
+from elasticd.base import masking, safe_text
 
 from . import complete
 from .client import Client, Failed, Unreachable, name

@@ -12,8 +12,8 @@ import sys
 
 import click
 
-from elasticd import safe_text
-from elasticd.api.views import SCHEMA
+from elasticd.base import safe_text
+from elasticd.views.views import SCHEMA
 
 from .client import Client, Failed, Json, Unreachable, name
 

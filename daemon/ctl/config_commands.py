@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from elasticd import safe_text
+from elasticd.base import safe_text
 
 from .client import Client, Failed
 from .exit_codes import ERROR, OK
@@ -45,8 +45,8 @@ def show(client: Client, explain: bool, as_json: bool) -> None:
 @click.argument("file", required=False, type=click.Path(path_type=Path))
 def check(file: Path | None) -> None:
     """Check FILE as elasticd would at its start, without starting it. Default: $ELASTICD_CONFIG, else the service's."""
-    from elasticd.config import SettingSource, load
-    from elasticd.errors import DaemonError
+    from elasticd.base.config import SettingSource, load
+    from elasticd.base.errors import DaemonError
 
     given = os.environ.get("ELASTICD_CONFIG")
     path = file or (Path(given) if given else next((Path(p) for p in PLACES if os.path.exists(p)), None))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import click
 
-from elasticd import safe_text
+from elasticd.base import safe_text
 
 from .client import Client, Failed, name
 from .complete import JOB

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import click
 
-from elasticd import safe_text
+from elasticd.base import safe_text
 
 from .client import Client, Failed, name
 from .complete import JOB

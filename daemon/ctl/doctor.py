@@ -6,7 +6,7 @@ import sys
 
 import click
 
-from elasticd import safe_text
+from elasticd.base import safe_text
 
 from .client import Client, name
 from .complete import JOB

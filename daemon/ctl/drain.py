@@ -7,7 +7,7 @@ import time
 
 import click
 
-from elasticd import safe_text
+from elasticd.base import safe_text
 
 from .client import Client, name
 from .complete import NODE

@@ -7,7 +7,7 @@ import time
 
 import click
 
-from elasticd.safe_text import line
+from elasticd.base.safe_text import line
 
 from . import complete as ctl_complete
 from .client import Client

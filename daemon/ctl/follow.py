@@ -15,7 +15,7 @@ from typing import NoReturn, TextIO
 
 import click
 
-from elasticd import safe_text
+from elasticd.base import safe_text
 
 from .client import Client, Failed, Json, Unreachable, name
 from .exit_codes import INTERRUPTED, OF_PHASE, TERMINATED

@@ -6,7 +6,7 @@ import sys
 
 import click
 
-from elasticd import safe_text
+from elasticd.base import safe_text
 
 from .client import Client
 from .exit_codes import ERROR, OK

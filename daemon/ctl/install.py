@@ -12,7 +12,7 @@ from pathlib import Path
 
 import click
 
-from elasticd.ownership import OPEN_PYTHON, closed_to
+from elasticd.base.ownership import OPEN_PYTHON, closed_to
 
 from .client import Failed
 

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import click
 
 import elastic
-from elasticd import safe_text
+from elasticd.base import safe_text
 
 from . import complete as ctl_complete
 from . import late as ctl_late

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from elasticd import safe_text
+from elasticd.base import safe_text
 
 Json = dict[str, Any]
 

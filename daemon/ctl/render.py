@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from elasticd.base.safe_text import shown
 from elasticd.diagnosis import goodput, step_time
-from elasticd.safe_text import shown
 
 from .screen import HOME_AND_CLEAR, Console, Text, WatchScreen
 from .table import Column, Rows

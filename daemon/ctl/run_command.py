@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from elasticd import safe_text
+from elasticd.base import safe_text
 
 from . import follow, job_file, torchrun
 from .client import Client, Failed, Unreachable

@@ -87,8 +87,8 @@ def of_job(data: Json) -> Json:
 
 def screen(data: Json, width: int, height: int | None = None, live: bool = True) -> list[Text]:
     """The answer of `look` for a screen of `width` cells; cut at `height` lines."""
+    from elasticd.base.safe_text import shown
     from elasticd.diagnosis import step_time
-    from elasticd.safe_text import shown
 
     from . import render
     from .table import Column, Rows

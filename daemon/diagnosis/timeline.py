@@ -17,8 +17,8 @@ from elastic.contract.keys import KEPT_EVENTS, ClusterKeys
 from elastic.contract.records.job_records import IncidentRecord, Phase, ProtocolVersionMismatch, decode, encode
 from elastic.contract.records.node_records import EventRecord
 from elastic.etcd.client import MemberHealth, Put
-from elasticd import reconcile
-from elasticd.cluster import Cluster, Job, Node
+from elasticd.cluster import reconcile
+from elasticd.cluster.cluster import Cluster, Job, Node
 
 from . import gradients, step_time, verdict
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from elastic.contract.records.job_records import Phase
 from elastic.contract.records.node_records import AgentRow
-from elasticd.cluster import Cluster, Job, Node
-from elasticd.published_state import Snapshot
-from elasticd.reconcile import SET_ASIDE_S, agent_rows
+from elasticd.cluster.cluster import Cluster, Job, Node
+from elasticd.cluster.published_state import Snapshot
+from elasticd.cluster.reconcile import SET_ASIDE_S, agent_rows
 
 from . import step_time
 

@@ -22,8 +22,8 @@ from typing import Any
 
 from elastic.etcd.admin import USER
 from elastic.util.files import read_file, replace_file
-from elasticd.errors import CannotStart
-from elasticd.ownership import lent, private
+from elasticd.base.errors import CannotStart
+from elasticd.base.ownership import lent, private
 
 CA_DAYS = 3650
 VALID_DAYS = 365

@@ -17,8 +17,8 @@ from elastic.etcd import admin
 from elastic.etcd.login import NAME
 from elastic.etcd.types import EtcdDenied, EtcdError, EtcdUnavailable
 from elastic.util.files import read_file, replace_file
-from elasticd import launch
-from elasticd.log import Log
+from elasticd.base.log import Log
+from elasticd.processes import launch
 
 PREFIX = "/elastic/"
 ROOT_NAME = "root-login"

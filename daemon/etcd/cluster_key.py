@@ -12,8 +12,8 @@ from pathlib import Path
 
 from elastic.etcd.client import KEY_BYTES, key_id
 from elastic.util.files import replace_file
-from elasticd.errors import CannotStart, InvalidConfig
-from elasticd.settings import Settings
+from elasticd.base.errors import CannotStart, InvalidConfig
+from elasticd.base.settings import Settings
 
 CREDENTIAL = "cluster.key"
 """Name of the systemd credential (LoadCredential=, SetCredentialEncrypted=)."""

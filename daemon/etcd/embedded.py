@@ -17,8 +17,10 @@ It outlives the daemon (restart, upgrade, SIGKILL), and the next one finds it by
 from __future__ import annotations
 
 import contextlib
+import enum
 import importlib.util
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -29,19 +31,48 @@ from pathlib import Path
 
 from elastic.util.files import last_line
 from elastic.util.processes import wait_until_gone
-from elasticd import host, launch, sandbox, shutdown
-from elasticd.accounts import named
-from elasticd.authority import Account
-from elasticd.config import MAX_SOCKET_PATH, host_port
-from elasticd.errors import CannotStart
-from elasticd.log import Log
-from elasticd.ownership import lent, private
-from elasticd.settings import Settings
-from elasticd.threads import Threads
+from elasticd.access.accounts import named
+from elasticd.access.authority import Account
+from elasticd.base.config import MAX_SOCKET_PATH, host_port
+from elasticd.base.errors import CannotStart
+from elasticd.base.log import Log
+from elasticd.base.ownership import lent, private
+from elasticd.base.settings import Settings
+from elasticd.base.threads import Threads
+from elasticd.machine import host
+from elasticd.processes import launch, sandbox, shutdown
 
 from . import certificates
 from .closing import Closing
-from .versions import VersionSupport, judge
+
+
+class VersionSupport(enum.Enum):
+    SOUND = "sound"
+    OLD = "old"  # known faults that do not lose data
+    UNSOUND = "unsound"  # may lose or corrupt data
+    UNKNOWN = "unknown"  # too old to be supported, or not a version
+
+
+def version(text: str) -> tuple[int, int, int] | None:
+    """'etcd Version: 3.5.1' or '3.5.1' -> (3, 5, 1)."""
+    found = re.search(r"(\d+)\.(\d+)\.(\d+)", text)
+    return (int(found[1]), int(found[2]), int(found[3])) if found else None
+
+
+def judge(text: str) -> tuple[VersionSupport, str]:
+    """Support of this version, and the reason as text."""
+    number = version(text)
+    if number is None:
+        return VersionSupport.UNKNOWN, f"{text.strip()[:60]!r} is not a version of etcd"
+    name = ".".join(map(str, number))
+    if number < (3, 4, 0):
+        return VersionSupport.UNKNOWN, f"etcd {name} is too old: 3.4 or newer is needed"
+    if (3, 5, 0) <= number <= (3, 5, 2):
+        return VersionSupport.UNSOUND, f"etcd {name} can lose data when it is killed under load (fixed in 3.5.3)"
+    if (3, 5, 3) <= number < (3, 5, 13):
+        return VersionSupport.OLD, f"etcd {name} has known faults: take 3.5.13 or newer"
+    return VersionSupport.SOUND, f"etcd {name}"
+
 
 UNIT = USER = "elasticd-etcd"
 DAY_S = 86_400.0

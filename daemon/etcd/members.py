@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 
 from elastic.etcd.client import Etcd, MemberHealth
-from elasticd.log import Log
+from elasticd.base.log import Log
 
 LOOK_S = 10.0
 """Interval between queries."""

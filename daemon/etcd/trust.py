@@ -6,9 +6,9 @@ import os
 import stat
 from pathlib import Path
 
-from elasticd.config import host_port, is_loopback
-from elasticd.errors import InvalidConfig
-from elasticd.settings import EtcdSettings
+from elasticd.base.config import host_port, is_loopback
+from elasticd.base.errors import InvalidConfig
+from elasticd.base.settings import EtcdSettings
 
 CURE = (
     "give etcd.user and etcd.password_file, or etcd.ca_file with etcd.cert_file and etcd.key_file; or set "

@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from elasticd.config import MAKE_TOKEN, is_loopback
-from elasticd.errors import InvalidConfig, Refused
+from elasticd.base.config import MAKE_TOKEN, is_loopback
+from elasticd.base.errors import InvalidConfig, Refused
+from elasticd.base.settings import PageSettings
 from elasticd.etcd.trust import check_secret
-from elasticd.settings import PageSettings
 
 if TYPE_CHECKING:
-    from elasticd.log import Log  # imports structlog, which `lean` must import first
+    from elasticd.base.log import Log  # imports structlog, which `lean` must import first
 
 FEWEST_CHARS = 16
 """Of a token: it is the only defence against guessing."""

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 from urllib.parse import quote
 
+from elasticd.base.safe_text import shown
 from elasticd.diagnosis import goodput
-from elasticd.safe_text import shown
 
 from . import report, svg
 from .report import clock, text

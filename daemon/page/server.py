@@ -8,17 +8,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from urllib.parse import unquote
 
-from elasticd import log_privacy
-from elasticd.api import course, event_routes, routes, views
+from elasticd.api import course, event_routes, routes
 from elasticd.api.actions import no_job
 from elasticd.api.httpd import MAX_ARRIVING, ClientConnection, HttpRequest, Places, Server, host_of, listen_on
-from elasticd.api.instant import now
+from elasticd.base import masking as log_privacy
+from elasticd.base.errors import Refused
+from elasticd.base.folders import Folder
+from elasticd.base.log import Log
+from elasticd.base.settings import PageSettings
+from elasticd.cluster.published_state import PublishedState, Snapshot
 from elasticd.diagnosis import timeline
-from elasticd.errors import Refused
-from elasticd.folders import Folder
-from elasticd.log import Log
-from elasticd.published_state import PublishedState, Snapshot
-from elasticd.settings import PageSettings
+from elasticd.views import views
+from elasticd.views.instant import Identity, now
 
 from . import access, live
 
@@ -53,7 +54,7 @@ class PageSource:
     """What the page is made of: as the API shows it to a user who is neither owner nor admin."""
 
     board: PublishedState
-    identity: views.Identity
+    identity: Identity
     logs: Callable[[str], Folder]
 
     def fragment(self, job: str) -> str:

@@ -50,7 +50,7 @@ from elastic.recovery.machine.effects import Publish, PutState
 from elastic.recovery.machine.events import Event, PublishFailed
 from elastic.recovery.machine.model import CROWD, Agent, changed
 from elastic.util import store_secret
-from elasticd.api.views import steps_lost
+from elasticd.views.views import steps_lost
 
 KEYS = ClusterKeys("c").job("job")
 

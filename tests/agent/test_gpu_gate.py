@@ -40,8 +40,8 @@ from elastic.contract.agent_files import AgentConfig, EtcdAccess
 from elastic.contract.job.spec import JobSpec
 from elastic.contract.worker.messages import Preload
 from elastic.worker.boot import fork_safety, zygote
-from elasticd import host
-from elasticd.gpus import TESTING, Health, _same, self_test
+from elasticd.machine import host
+from elasticd.machine.gpus import TESTING, Health, _same, self_test
 
 
 @pytest.fixture
@@ -248,7 +248,7 @@ def test_a_job_sees_its_own_cards_numbered_as_nvml_does() -> None:
 
 @pytest.fixture
 def health(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> Iterator[Health]:
-    monkeypatch.setattr("elasticd.gpus.LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr("elasticd.machine.gpus.LOOK_EVERY_S", 0.05)
     health = Health((0, 1), structlog.get_logger(), self_test=False)
     thread = threading.Thread(target=health.run, daemon=True)
     thread.start()
@@ -302,7 +302,7 @@ def test_a_card_without_counters_or_events_is_well(
     """An old card, a driver older than nvidia-ml-py, a container."""
     nvml.uncorrectable = nvml.remapped = nvml.throttle = no
     nvml.hears = no
-    monkeypatch.setattr("elasticd.gpus.LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr("elasticd.machine.gpus.LOOK_EVERY_S", 0.01)
     health = Health((0,), structlog.get_logger(), self_test=False)
     thread = threading.Thread(target=health.run, daemon=True)
     thread.start()
@@ -325,7 +325,7 @@ def test_a_node_takes_no_work_before_its_self_test_is_passed(nvml: FakeNvml, mon
     health = Health((0,), structlog.get_logger(), self_test=True)
     assert health.reason == TESTING
     assert health.sick == ""  # what runs here stays
-    monkeypatch.setattr("elasticd.gpus.self_test", lambda: "cuda:0: 3 of 8 words came back changed from a copy")
+    monkeypatch.setattr("elasticd.machine.gpus.self_test", lambda: "cuda:0: 3 of 8 words came back changed from a copy")
     health.run()
     assert health.sick == health.reason == "cuda:0: 3 of 8 words came back changed from a copy"
     assert nvml.open == 0
@@ -335,7 +335,7 @@ def test_a_self_test_that_passes_does_not_clear_another_problem_of_the_node(
     nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problem = "interface eth9 does not exist"
-    monkeypatch.setattr("elasticd.gpus.self_test", lambda: "")
+    monkeypatch.setattr("elasticd.machine.gpus.self_test", lambda: "")
     health = Health((0,), structlog.get_logger(), self_test=True, problem=problem)
     assert health.sick == health.reason == problem
     thread = threading.Thread(target=health.run, daemon=True)
@@ -356,8 +356,8 @@ def test_a_self_test_that_cannot_be_started_is_tried_again(nvml: FakeNvml, monke
             raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
         return "cuda:0: a bad copy"
 
-    monkeypatch.setattr("elasticd.gpus.self_test", short)
-    monkeypatch.setattr("elasticd.gpus.TEST_AGAIN_S", 0.0)
+    monkeypatch.setattr("elasticd.machine.gpus.self_test", short)
+    monkeypatch.setattr("elasticd.machine.gpus.TEST_AGAIN_S", 0.0)
     health.run()
     assert [sick for _, sick in seen] == ["", "", ""]
     assert "cannot be started: [Errno 11]" in seen[2][0]

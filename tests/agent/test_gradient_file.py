@@ -11,7 +11,7 @@ from elastic.agent.reports.gradient_file import MOST_ROWS, GradientFile, collaps
 from elastic.contract.agent_files import GRADIENTS_BYTES
 from elastic.contract.worker.messages import GradientRow, GradientSample
 from elasticd.api import debug_routes
-from elasticd.folders import Folder
+from elasticd.base.folders import Folder
 
 
 def rows(count: int, name: str = "layer") -> tuple[GradientRow, ...]:

@@ -19,11 +19,11 @@ from elastic.contract.keys import ClusterKeys
 from elastic.contract.records.job_records import ProgressRecord
 from elastic.contract.records.rank_records import RanksRecord
 from elastic.etcd.client import KV, Etcd, EtcdUnavailable
-from elasticd.agents import Agents
-from elasticd.errors import CannotStart
-from elasticd.launch import ServiceProcess, Started
-from elasticd.retention import AGENT_FILES
-from elasticd.threads import Threads
+from elasticd.agents.agents import Agents
+from elasticd.agents.retention import AGENT_FILES
+from elasticd.base.errors import CannotStart
+from elasticd.base.threads import Threads
+from elasticd.processes.launch import ServiceProcess, Started
 
 NOTHING = ((0, 0), 0.0)
 SUBMITTED_S = 100.0

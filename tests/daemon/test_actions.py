@@ -13,17 +13,17 @@ from elastic.contract.keys import ClusterKeys
 from elastic.contract.records.job_records import Failure, JobState, MemberRecord, Phase, SpecRecord, decode, encode
 from elastic.contract.records.node_records import AskedRecord, NodeRecord
 from elastic.etcd.client import Etcd, EtcdUnavailable, TxnResult
+from elasticd.access.authority import Authority, Peer
 from elasticd.api import actions
 from elasticd.api.actions import Actions
-from elasticd.authority import Authority, Peer
-from elasticd.cluster import Cluster, ClusterReader, Job
-from elasticd.errors import Refused
-from elasticd.event_queue import Event, EventQueue, NodeLeaseLost, NodeRegistered, Stop, Written
-from elasticd.published_state import PublishedState, Snapshot
-from elasticd.quotas import Quotas
-from elasticd.reconcile import job_state
-from elasticd.settings import PerUserSettings
-from elasticd.writer import ClusterWriter
+from elasticd.base.errors import Refused
+from elasticd.base.settings import PerUserSettings
+from elasticd.cluster.cluster import Cluster, ClusterReader, Job
+from elasticd.cluster.published_state import PublishedState, Snapshot
+from elasticd.cluster.quotas import Quotas
+from elasticd.cluster.reconcile import job_state
+from elasticd.node.event_queue import Event, EventQueue, NodeLeaseLost, NodeRegistered, Stop, Written
+from elasticd.node.writer import ClusterWriter
 
 KEYS = ClusterKeys("main")
 JOB = KEYS.job("j")

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from elastic.contract.agent_files import AgentStatus
-from elasticd.reconcile import agent_rows, worker_rows
+from elasticd.cluster.reconcile import agent_rows, worker_rows
 
 
 def status(**facts: object) -> AgentStatus:

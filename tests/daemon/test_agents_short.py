@@ -15,12 +15,12 @@ from support.wait import eventually
 
 from elastic.contract.agent_files import AgentConfig, AgentStatus, EtcdAccess
 from elastic.contract.timeouts import Timeouts
-from elasticd import agents as agents_module
-from elasticd.agents import SHORT_OF_S, Agents, Gone, Running
-from elasticd.errors import CannotStart
-from elasticd.launch import ServiceProcess, Started
-from elasticd.reconcile import FAILED_STARTS
-from elasticd.threads import Threads
+from elasticd.agents import agents as agents_module
+from elasticd.agents.agents import SHORT_OF_S, Agents, Gone, Running
+from elasticd.base.errors import CannotStart
+from elasticd.base.threads import Threads
+from elasticd.cluster.reconcile import FAILED_STARTS
+from elasticd.processes.launch import ServiceProcess, Started
 
 
 class Refuses:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elasticd.agents import last_words
+from elasticd.agents.agents import last_words
 
 
 @pytest.mark.parametrize(

@@ -16,15 +16,15 @@ from rich.cells import cell_len
 from support.pictures import job, progress, row, snapshot
 
 from elastic.contract.records.job_records import JobState, Phase, WorkerError
-from elasticd import safe_text
-from elasticd.api import views
-from elasticd.api.views import Identity, Now
-from elasticd.assignment import Assignment
+from elasticd.base import safe_text
+from elasticd.cluster.assignment import Assignment
+from elasticd.cluster.published_state import Contact
 from elasticd.ctl import main as ctl
 from elasticd.ctl import render
 from elasticd.ctl.client import Failed
 from elasticd.ctl.screen import Console
-from elasticd.published_state import Contact
+from elasticd.views import views
+from elasticd.views.instant import Identity, Now
 
 NOW = Now(monotonic_s=100.0, wall_s=1000.0)
 IDENTITY = Identity("main", "a", "0.1", 7, 40.0, ("127.0.0.1:2379",), False, "")

@@ -27,8 +27,8 @@ from elastic.contract.records.job_records import (
     encode,
 )
 from elastic.contract.records.node_records import EventRecord
+from elasticd.access.authority import UNKNOWN
 from elasticd.api import actions
-from elasticd.authority import UNKNOWN
 from elasticd.ctl import main as ctl
 from elasticd.ctl.client import Client, Failed
 

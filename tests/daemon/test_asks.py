@@ -19,10 +19,11 @@ from support.wait import eventually
 from elastic.contract.keys import ClusterKeys
 from elastic.etcd.client import Etcd, EtcdUnavailable
 from elastic.etcd.stamps import Stamps
-from elasticd import asks
 from elasticd.api.doctor_routes import unanswered
 from elasticd.api.remote_answers import ANSWERED
-from elasticd.asks import (
+from elasticd.base.errors import Refused
+from elasticd.node import asks
+from elasticd.node.asks import (
     CLOCKS,
     FRESH_S,
     MAX_BYTES,
@@ -37,7 +38,6 @@ from elasticd.asks import (
     sealed,
     why_not,
 )
-from elasticd.errors import Refused
 
 LOG = structlog.get_logger()
 KEY = b"k" * 32

@@ -19,9 +19,9 @@ from elastic.contract.records.job_records import (
     SpecRecord,
 )
 from elastic.contract.records.node_records import CordonRecord, DrainRecord, NodeRecord
-from elasticd.assignment import Assignment, plan
-from elasticd.cluster import Cluster, Job, Node, slots_wanted
-from elasticd.reconcile import Silent
+from elasticd.cluster.assignment import Assignment, plan
+from elasticd.cluster.cluster import Cluster, Job, Node, slots_wanted
+from elasticd.cluster.reconcile import Silent
 
 
 def node(name: str, slots: int = 2, create_revision: int = 0, **record: object) -> Node:

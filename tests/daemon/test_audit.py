@@ -13,9 +13,9 @@ from elastic.contract.keys import ClusterKeys
 from elastic.contract.records.job_records import decode
 from elastic.contract.records.node_records import EventRecord
 from elastic.etcd.client import Etcd
-from elasticd import audit
-from elasticd.audit import Audit
-from elasticd.authority import Peer
+from elasticd.access import audit
+from elasticd.access.audit import Audit
+from elasticd.access.authority import Peer
 
 KEYS = ClusterKeys("main")
 BOB = Peer(1001, 1001, "bob", pid=77)

@@ -6,12 +6,12 @@ import pytest
 
 from elastic.contract.job.spec import JobSpec
 from elastic.contract.records.job_records import SpecRecord
-from elasticd.accounts import Accounts, Looked
+from elasticd.access.accounts import Accounts, Looked
+from elasticd.access.authority import UNKNOWN, Account, Authority, Peer
+from elasticd.agents.run_as import NotAllowed, RunAs, groups, refusal
 from elasticd.api import routes
-from elasticd.authority import UNKNOWN, Account, Authority, Peer
-from elasticd.errors import Refused
-from elasticd.run_as import NotAllowed, RunAs, groups, refusal
-from elasticd.settings import RunAsSettings
+from elasticd.base.errors import Refused
+from elasticd.base.settings import RunAsSettings
 
 ADMINS = 70
 ALICE, BOB, ROOT, DAEMON = (Peer(u, u, n) for u, n in ((1000, "alice"), (1001, "bob"), (0, "root"), (990, "elasticd")))

@@ -23,17 +23,17 @@ from elastic.contract.agent_files import AgentStatus
 from elastic.contract.keys import ClusterKeys
 from elastic.contract.records.job_records import decode
 from elastic.contract.records.node_records import EventRecord
-from elasticd import launch
-from elasticd.agents import Agents, Running
+from elasticd.access.authority import Authority, Peer
+from elasticd.agents.agents import Agents, Running
+from elasticd.agents.cleaner import Cleaner
 from elasticd.api import node_routes
-from elasticd.authority import Authority, Peer
-from elasticd.cleaner import Cleaner
+from elasticd.base.errors import Refused
+from elasticd.base.settings import RetentionSettings, Settings
+from elasticd.base.threads import Threads
+from elasticd.cluster.published_state import Contact, LocalAgent, Snapshot
 from elasticd.ctl import main as ctl
 from elasticd.ctl.client import Client
-from elasticd.errors import Refused
-from elasticd.published_state import Contact, LocalAgent, Snapshot
-from elasticd.settings import RetentionSettings, Settings
-from elasticd.threads import Threads
+from elasticd.processes import launch
 
 OLD_S = 40 * 86_400.0
 HOLD = """

@@ -12,9 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elasticd import addresses, config, host, main
-from elasticd.errors import CannotStart, InvalidConfig
-from elasticd.settings import EtcdSettings, Settings
+from elasticd import main
+from elasticd.base import config
+from elasticd.base.errors import CannotStart, InvalidConfig
+from elasticd.base.settings import EtcdSettings, Settings
+from elasticd.machine import addresses, host
 
 
 def write(folder: pathlib.Path, text: str) -> pathlib.Path:

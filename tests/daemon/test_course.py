@@ -19,15 +19,16 @@ from elastic.contract.agent_files import History, Point
 from elastic.contract.records.job_records import IncidentRecord, JobState, Phase, WorkerError
 from elastic.contract.records.ledger import Bucket, Ledger
 from elasticd.api import course as answers
-from elasticd.api import routes, views
+from elasticd.api import routes
+from elasticd.base.errors import Refused
+from elasticd.base.folders import Folder
+from elasticd.cluster.published_state import PublishedState
 from elasticd.ctl import course
 from elasticd.ctl.client import Failed
 from elasticd.ctl.main import main
-from elasticd.errors import Refused
-from elasticd.folders import Folder
 from elasticd.page import report as report_page
 from elasticd.page import svg
-from elasticd.published_state import PublishedState
+from elasticd.views import views
 
 NOW = views.Now(monotonic_s=100.0, wall_s=1000.0)
 LEDGER = Ledger(until_ms=0, wall_ms=100_000, ranks_ms={bucket.value: 1000 for bucket in Bucket})

@@ -12,13 +12,13 @@ from click.testing import CliRunner, Result
 from support.door import Door
 from support.pictures import job, snapshot
 
-from elasticd.api import views
 from elasticd.api.actions import known_nodes
 from elasticd.api.doctor_routes import unanswered, without_daemon
-from elasticd.cluster import Node
+from elasticd.cluster.cluster import Node
+from elasticd.cluster.published_state import Contact
 from elasticd.ctl import main as ctl
-from elasticd.doctor import ERROR, WARNING
-from elasticd.published_state import Contact
+from elasticd.machine.doctor import ERROR, WARNING
+from elasticd.views import views
 
 AWAY = Contact(False, 40.0, "refused")
 

@@ -9,10 +9,10 @@ import pytest
 from support.pictures import job, progress, row, snapshot
 
 from elastic.contract.records.rank_records import RanksRecord, RankTimes
-from elasticd.api import views
-from elasticd.api.views import Now
 from elasticd.ctl import top as ctl_top
 from elasticd.ctl.screen import Console
+from elasticd.views import views
+from elasticd.views.instant import Now
 
 
 def detail(steps: list[int | None]) -> views.Json:

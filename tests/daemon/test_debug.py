@@ -12,9 +12,9 @@ from support.pictures import progress
 
 from elastic.contract.agent_files import GradientSamples, RankSample
 from elasticd.api.debug_routes import _passed, _shown, read
+from elasticd.base.folders import Folder
 from elasticd.ctl import debug
 from elasticd.ctl.client import Client, Failed
-from elasticd.folders import Folder
 
 
 class Api:

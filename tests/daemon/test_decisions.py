@@ -25,15 +25,16 @@ from elastic.contract.records.job_records import (
 )
 from elastic.contract.records.node_records import CordonRecord, DrainRecord, NodeRecord
 from elastic.recovery.facts.restart_budget import BAD_NODE_FAILURES, charge
-from elasticd import logs, reconcile
-from elasticd.cluster import Cluster, ClusterReader, Job, Node
+from elasticd.agents import logs
+from elasticd.agents.logs import Tail
+from elasticd.base.folders import Folder
+from elasticd.base.settings import EtcdSettings, Settings
+from elasticd.cluster import reconcile
+from elasticd.cluster.cluster import Cluster, ClusterReader, Job, Node
 from elasticd.ctl import job_file
-from elasticd.etcd import versions as etcd_versions
-from elasticd.etcd.versions import VersionSupport
-from elasticd.folders import Folder
-from elasticd.logs import Tail
-from elasticd.settings import EtcdSettings, Settings
-from elasticd.writer import taken
+from elasticd.etcd import embedded as etcd_versions
+from elasticd.etcd.embedded import VersionSupport
+from elasticd.node.writer import taken
 
 KEYS = ClusterKeys("main")
 NODE = NodeRecord(

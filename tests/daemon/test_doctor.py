@@ -8,9 +8,9 @@ import resource
 
 import pytest
 
-from elasticd import doctor
 from elasticd.ctl.doctor import lines
-from elasticd.doctor import ERROR, OK, WARNING, Finding
+from elasticd.machine import doctor
+from elasticd.machine.doctor import ERROR, OK, WARNING, Finding
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from elasticd import reach
-from elasticd.doctor import ERROR, OK, WARNING
+from elasticd.machine import reach
+from elasticd.machine.doctor import ERROR, OK, WARNING
 
 
 def test_the_port_is_the_first_free_one_of_the_range() -> None:

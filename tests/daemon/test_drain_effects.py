@@ -11,8 +11,8 @@ from support.pictures import SPEC, job, snapshot
 from elastic.contract.job.spec import Checkpoint
 from elastic.contract.records.job_records import JobState, Phase, SpecRecord
 from elastic.contract.records.node_records import DrainRecord, NodeRecord
-from elasticd.cluster import Cluster, Job, Node
-from elasticd.drain_effects import effects
+from elasticd.cluster.cluster import Cluster, Job, Node
+from elasticd.cluster.drain_effects import effects
 
 
 def cluster(*jobs: Job, nodes: str = "abc", slots: int = 4) -> Cluster:

@@ -21,12 +21,12 @@ from elastic.contract.job.spec import JobSpec
 from elastic.contract.keys import ClusterKeys
 from elastic.contract.records.job_records import JobState, Phase, SpecRecord, encode
 from elastic.contract.records.node_records import DrainRecord
-from elasticd import reconcile
-from elasticd.agents import Running
-from elasticd.api import views
-from elasticd.cluster import Cluster, Node
+from elasticd.agents.agents import Running
+from elasticd.cluster import reconcile
+from elasticd.cluster.cluster import Cluster, Node
+from elasticd.cluster.published_state import Snapshot
 from elasticd.ctl import main as ctl
-from elasticd.published_state import Snapshot
+from elasticd.views import views
 
 from .test_node_record import Daemon
 

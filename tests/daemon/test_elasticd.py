@@ -24,7 +24,7 @@ from support.wait import eventually, holds, stretched
 
 from elastic.contract.records.job_records import PROTOCOL
 from elastic.etcd.client import Etcd
-from elasticd.settings import HttpSettings
+from elasticd.base.settings import HttpSettings
 
 pytestmark = pytest.mark.etcd
 
@@ -104,7 +104,7 @@ def test_a_job_with_a_python_that_is_not_there_fails(node: Node) -> None:
 
 
 def test_stop_ends_a_job_even_if_its_agent_is_deaf(node: Node) -> None:
-    from elasticd import reconcile
+    from elasticd.cluster import reconcile
 
     assert reconcile.END_AFTER_S == 10, "the test below would take that long: it is tested in test_reconcile"
     node.submit("short", workers_per_node=1)
@@ -255,7 +255,7 @@ def test_stop_everything(nodes: Nodes) -> None:
     node = nodes.add("ended")
     node.submit("train")
     pids = [eventually(lambda: node.agent_pid("train"), 10), node.etcd_pid(), node.pid]
-    from elasticd.shutdown import stop_all
+    from elasticd.processes.shutdown import stop_all
 
     ended = stop_all(node.state)
     assert [line.split(" (")[0] for line in ended] == ["elasticd", "agent of train", "etcd"]
@@ -359,7 +359,7 @@ def test_damaged_files_cost_no_agent(nodes: Nodes) -> None:
 def test_a_thread_that_fails_ends_the_process() -> None:
     code = (
         "import structlog, time\n"
-        "from elasticd.threads import Threads\n"
+        "from elasticd.base.threads import Threads\n"
         "Threads(structlog.get_logger()).start('limb', lambda: 1 / 0)\n"
         "time.sleep(20)\n"
     )

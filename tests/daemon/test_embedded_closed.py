@@ -16,7 +16,7 @@ from elastic.contract.agent_files import EtcdAccess
 from elastic.etcd import admin, login
 from elastic.etcd.client import Etcd, EtcdDenied, EtcdError
 from elasticd.etcd.closing import AGAIN_S, PREFIX, Closing
-from elasticd.launch import holding
+from elasticd.processes.launch import holding
 
 pytestmark = pytest.mark.etcd
 

@@ -12,7 +12,7 @@ from support.daemons import Nodes
 from support.etcd_server import free_ports
 from support.wait import eventually
 
-from elasticd import launch
+from elasticd.processes import launch
 
 pytestmark = pytest.mark.etcd
 

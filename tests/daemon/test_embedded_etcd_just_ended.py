@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from elasticd import launch
+from elasticd.base.settings import EtcdSettings, Settings
 from elasticd.etcd import embedded as embedded_etcd
 from elasticd.etcd.embedded import EmbeddedEtcd
-from elasticd.settings import EtcdSettings, Settings
+from elasticd.processes import launch
 
 
 class Quiet:

@@ -7,11 +7,10 @@ import pathlib
 
 import pytest
 
-from elasticd.api.problems import plain_text
-from elasticd.api.views import Identity
-from elasticd.errors import InvalidConfig
+from elasticd.base.errors import InvalidConfig
+from elasticd.base.settings import EtcdSettings
 from elasticd.etcd import trust
-from elasticd.settings import EtcdSettings
+from elasticd.views.instant import Identity, plain_text
 
 REMOTE, LOCAL = ("10.0.0.1:2379",), ("127.0.0.1:2379", "localhost:2379", "[::1]:2379")
 USER = 1000

@@ -19,7 +19,7 @@ from elastic.contract.job.spec import JobSpec
 from elastic.contract.keys import ClusterKeys
 from elastic.contract.records.job_records import JobState, SpecRecord, encode
 from elastic.etcd.client import Etcd, EtcdDenied, EtcdError
-from elasticd.asks import answers_to, asks_of
+from elasticd.node.asks import answers_to, asks_of
 
 pytestmark = pytest.mark.etcd
 KEYS = ClusterKeys("main")

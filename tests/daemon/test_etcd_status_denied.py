@@ -10,7 +10,7 @@ import pytest
 from elastic.contract.agent_files import EtcdAccess
 from elastic.etcd import wire
 from elastic.etcd.client import Etcd, EtcdDenied, EtcdError, EtcdUnavailable
-from elasticd.writer import ClusterWriter
+from elasticd.node.writer import ClusterWriter
 
 
 def members(monkeypatch: pytest.MonkeyPatch, status: EtcdError, read: EtcdError | None) -> Any:

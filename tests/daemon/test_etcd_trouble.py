@@ -11,14 +11,14 @@ import structlog
 
 from elastic.contract.records.node_records import NodeRecord
 from elastic.etcd.client import Etcd, MemberHealth, View
-from elasticd import loop as loops
-from elasticd import reconcile
-from elasticd.api import views
-from elasticd.chores import Chores
-from elasticd.cluster import Cluster, Node
+from elasticd.base.settings import EtcdSettings, Settings
+from elasticd.cluster import reconcile
+from elasticd.cluster.cluster import Cluster, Node
+from elasticd.cluster.published_state import Contact, Snapshot
 from elasticd.etcd.members import AGAIN_S, LOOK_S, Members
-from elasticd.published_state import Contact, Snapshot
-from elasticd.settings import EtcdSettings, Settings
+from elasticd.node import loop as loops
+from elasticd.node.chores import Chores
+from elasticd.views import views
 
 
 def member(number: int, error: str = "", database_mb: float = 1.0) -> MemberHealth:

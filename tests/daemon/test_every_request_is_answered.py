@@ -22,9 +22,9 @@ from elasticd.api import actions, httpd
 from elasticd.api import server as api
 from elasticd.api.httpd import Places, Server
 from elasticd.api.routes import ROUTES
+from elasticd.base.errors import Refused
+from elasticd.cluster.published_state import PublishedState
 from elasticd.ctl.client import Client, Failed
-from elasticd.errors import Refused
-from elasticd.published_state import PublishedState
 
 
 @pytest.fixture(scope="module")

@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-from elasticd.threads import EXIT_CODE
+from elasticd.base.threads import EXIT_CODE
 
 HEAD = """
 import threading
-from elasticd import log as logs
-from elasticd.threads import Threads, fail_stop_whatever_fails
+from elasticd.base import log as logs
+from elasticd.base.threads import Threads, fail_stop_whatever_fails
 log = logs.start("info", "n")
 fail_stop_whatever_fails(log)
 

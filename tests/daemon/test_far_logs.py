@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from elastic.contract.records.job_records import Phase
+from elasticd.agents.logs import FAR_BYTES, Tail
 from elasticd.api import log_routes
 from elasticd.api.remote_answers import Captured
-from elasticd.asks import MAX_BYTES, User
-from elasticd.errors import Refused
-from elasticd.folders import Folder
-from elasticd.logs import FAR_BYTES, Tail
+from elasticd.base.errors import Refused
+from elasticd.base.folders import Folder
+from elasticd.node.asks import MAX_BYTES, User
 
 ADA = User(name="ada", uid=1000, admin=True)
 

@@ -11,10 +11,11 @@ from elastic.contract.records.job_records import JobState, Phase
 from elastic.contract.records.ledger import Bucket, Ledger
 from elastic.contract.records.rank_records import RanksRecord, RankTimes
 from elastic.contract.records.standings import Stillness
-from elasticd.api import job_metrics, views
-from elasticd.api.views import Now
+from elasticd.api import job_metrics
 from elasticd.diagnosis import goodput
 from elasticd.page import report
+from elasticd.views import views
+from elasticd.views.instant import Now
 
 NOW = Now(monotonic_s=100.0, wall_s=1000.0)
 LEDGER = Ledger(

@@ -12,8 +12,8 @@ from support.procs import alive
 from support.wait import eventually
 
 from elastic.contract.agent_files import MARK_ENV
-from elasticd.errors import CannotStart
-from elasticd.launch import Detached, GuardedChild, ServiceProcess
+from elasticd.base.errors import CannotStart
+from elasticd.processes.launch import Detached, GuardedChild, ServiceProcess
 
 AGENT = """
 import os, subprocess, sys, time

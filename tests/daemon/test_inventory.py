@@ -17,17 +17,18 @@ from support.pictures import job, snapshot
 from elastic.contract.keys import ClusterKeys
 from elastic.contract.records.job_records import decode, encode
 from elastic.contract.records.node_records import CordonRecord, DrainRecord, KnownNode, NodeRecord
-from elasticd.api import metrics, views
+from elasticd.api import metrics
 from elasticd.api.doctor_routes import absent
-from elasticd.api.views import Identity, Now
-from elasticd.assignment import plan
-from elasticd.cluster import Cluster, Node
+from elasticd.cluster.assignment import plan
+from elasticd.cluster.cluster import Cluster, Node
+from elasticd.cluster.inventory import LEFT_KEPT_S, LOST_AFTER_S, due
+from elasticd.cluster.published_state import Snapshot
 from elasticd.ctl import main as ctl
 from elasticd.diagnosis.timeline import happened
-from elasticd.doctor import ERROR, WARNING
-from elasticd.inventory import LEFT_KEPT_S, LOST_AFTER_S, due
+from elasticd.machine.doctor import ERROR, WARNING
 from elasticd.page import live
-from elasticd.published_state import Snapshot
+from elasticd.views import views
+from elasticd.views.instant import Identity, Now
 
 from .test_node_record import Daemon
 

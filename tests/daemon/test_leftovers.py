@@ -12,7 +12,7 @@ from support.procs import alive
 from support.wait import eventually
 
 from elastic.contract.agent_files import MARK_ENV, mark
-from elasticd import leftovers
+from elasticd.processes import shutdown as leftovers
 
 
 def marked(folder: pathlib.Path, *, inode: int = 0) -> str:
@@ -45,8 +45,8 @@ def test_leftover_cleanup_ends_only_marked_processes(
         env = {**os.environ, MARK_ENV: value}
         started.append(subprocess.Popen(["sleep", "600"], env=env, start_new_session=True))
     eventually(lambda: all(b"sleep" in pathlib.Path(f"/proc/{p.pid}/cmdline").read_bytes() for p in started), 5.0)
-    assert leftovers.end(mine) == [started[0].pid]
+    assert leftovers.end_leftovers(mine) == [started[0].pid]
     eventually(lambda: not alive(started[0].pid), 5.0)
     assert all(alive(process.pid) for process in started[1:])
-    assert leftovers.end(mine) == []
-    assert leftovers.end(mine / "absent") == []
+    assert leftovers.end_leftovers(mine) == []
+    assert leftovers.end_leftovers(mine / "absent") == []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elasticd.log import as_text
+from elasticd.base.log import as_text
 
 
 def test_a_line_on_a_terminal_is_text_without_control_characters() -> None:

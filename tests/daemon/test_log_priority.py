@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 CODE = """
-from elasticd import log
+from elasticd.base import log
 log = log.start("debug", "n")
 log.debug("a"); log.info("b"); log.warning("c"); log.error("d"); log.critical("e")
 """

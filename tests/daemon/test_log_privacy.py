@@ -16,16 +16,17 @@ from support.pictures import job, snapshot
 from elastic.agent.workers import worker_env
 from elastic.contract.agent_files import AgentConfig, EtcdAccess
 from elastic.contract.records.job_records import IncidentRecord, JobState, Phase, WorkerError
-from elasticd import log_privacy
-from elasticd.api import log_routes, views
+from elasticd.access.authority import Authority, Peer
+from elasticd.agents.logs import Tail
+from elasticd.agents.retention import LOG
+from elasticd.api import log_routes
 from elasticd.api.remote_answers import Captured
-from elasticd.asks import User
-from elasticd.authority import Authority, Peer
-from elasticd.folders import Folder
-from elasticd.logs import Tail
-from elasticd.masking import MASK
-from elasticd.published_state import PublishedState, Snapshot
-from elasticd.retention import LOG
+from elasticd.base import masking as log_privacy
+from elasticd.base.folders import Folder
+from elasticd.base.masking import MASK
+from elasticd.cluster.published_state import PublishedState, Snapshot
+from elasticd.node.asks import User
+from elasticd.views import views
 
 LINE = "Epoch 3: the customers' names are Ada and Grace"
 NOW = views.Now(100.0, 1000.0)

@@ -10,10 +10,10 @@ import structlog
 from support.pictures import job, snapshot
 
 from elastic.contract.records.node_records import DrainRecord
-from elasticd import machine_shutdown
-from elasticd.errors import Refused
-from elasticd.machine_shutdown import REASON, leave, ours
-from elasticd.published_state import LocalAgent, Snapshot
+from elasticd.base.errors import Refused
+from elasticd.cluster.published_state import LocalAgent, Snapshot
+from elasticd.node import machine_shutdown
+from elasticd.node.machine_shutdown import REASON, leave, ours
 
 LOG = structlog.get_logger()
 BUSY = replace(snapshot(job()), agents={"train": LocalAgent("train", 3, 2, None, None)})

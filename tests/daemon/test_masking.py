@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from elastic.contract.job.spec import Checkpoint, JobSpec
-from elasticd.masking import MASK, mask_in, masked, masked_setting
+from elasticd.base.masking import MASK, mask_in, masked, masked_setting
 
 SECRETS = {
     "env": {

@@ -20,12 +20,13 @@ from elastic.contract.records.node_records import NodeRecord
 from elastic.contract.records.rank_records import RanksRecord, RankTimes
 from elastic.contract.step_parts import StepParts
 from elastic.etcd.client import MemberHealth
-from elasticd.api import metrics, routes, views
+from elasticd.api import metrics, routes
 from elasticd.api.observations import Histories, Requests
-from elasticd.assignment import Assignment
-from elasticd.cluster import Job, Node
-from elasticd.etcd.expiring import Certificate
-from elasticd.published_state import Contact, Snapshot
+from elasticd.cluster.assignment import Assignment
+from elasticd.cluster.cluster import Job, Node
+from elasticd.cluster.published_state import Contact, Snapshot
+from elasticd.machine.expiring import Certificate
+from elasticd.views import views
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 IDENTITY = views.Identity("main", "a", "0.1", 7, 40.0, ("127.0.0.1:2379",), False, "")

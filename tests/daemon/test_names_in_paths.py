@@ -9,13 +9,13 @@ import re
 import pytest
 import structlog
 
-from elasticd.agents import Agents
+from elasticd.agents.agents import Agents
+from elasticd.agents.logs import Tail
 from elasticd.api import log_routes, routes
-from elasticd.errors import Refused
-from elasticd.folders import Folder
-from elasticd.launch import Detached
-from elasticd.logs import Tail
-from elasticd.threads import Threads
+from elasticd.base.errors import Refused
+from elasticd.base.folders import Folder
+from elasticd.base.threads import Threads
+from elasticd.processes.launch import Detached
 
 WRONG = ("..%2f..%2fetc", "..", "%2e%2e", "a%00b", "a%2fb", "x" * 300, "UPPER", "%c3%a9", ".hidden", "%ff")
 NAMED = [(verb, pattern.pattern) for verb, pattern, _ in routes.ROUTES if "(?P<" in pattern.pattern]

@@ -12,8 +12,8 @@ from support import procs
 from support.daemons import Nodes
 from support.wait import eventually
 
-from elasticd import node_name
-from elasticd.node_name import kept
+from elasticd.agents import node_name
+from elasticd.agents.node_name import kept
 
 
 def test_the_name_is_kept_while_agents_of_it_run(tmp_path: pathlib.Path) -> None:

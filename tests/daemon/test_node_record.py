@@ -18,19 +18,19 @@ from elastic.contract.keys import ClusterKeys
 from elastic.contract.records.job_records import JobState, Phase, SpecRecord, decode, encode
 from elastic.contract.records.node_records import NodeRecord
 from elastic.etcd.client import Etcd
-from elasticd import host
-from elasticd.agents import Agents, Running
-from elasticd.chores import ALARMS_S
-from elasticd.event_queue import EventQueue
-from elasticd.gpus import Health
-from elasticd.launch import Detached
-from elasticd.loop import RETRY_S, DaemonLoop
-from elasticd.notify import Notify
-from elasticd.older_records import SIGN_S
-from elasticd.published_state import PublishedState
-from elasticd.settings import Settings
-from elasticd.threads import Threads
-from elasticd.writer import ClusterWriter
+from elasticd.agents.agents import Agents, Running
+from elasticd.base.sd_notify import Notify
+from elasticd.base.settings import Settings
+from elasticd.base.threads import Threads
+from elasticd.cluster.published_state import PublishedState
+from elasticd.machine import host
+from elasticd.machine.gpus import Health
+from elasticd.node.chores import ALARMS_S
+from elasticd.node.event_queue import EventQueue
+from elasticd.node.loop import RETRY_S, DaemonLoop
+from elasticd.node.older_records import SIGN_S
+from elasticd.node.writer import ClusterWriter
+from elasticd.processes.launch import Detached
 
 KEY = ClusterKeys("main").node("a")
 

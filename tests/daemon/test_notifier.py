@@ -20,11 +20,12 @@ from support.daemons import Nodes
 from support.wait import eventually
 
 from elastic.contract.records.job_records import JobState, Phase
-from elasticd import config, masking, notifier, ownership
-from elasticd.errors import CannotStart, InvalidConfig
-from elasticd.notifier import Command, Notifier, NotSent, Webhook
-from elasticd.published_state import PublishedState
-from elasticd.settings import NotifySettings
+from elasticd.base import config, masking, ownership
+from elasticd.base.errors import CannotStart, InvalidConfig
+from elasticd.base.settings import NotifySettings
+from elasticd.cluster.published_state import PublishedState
+from elasticd.notify import notifier
+from elasticd.notify.notifier import Command, Notifier, NotSent, Webhook
 
 BODY = b'{"a": 1}'
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticd.notify import Notify
+from elasticd.base.sd_notify import Notify
 
 
 @pytest.fixture

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from elasticd import config
+from elasticd.access.authority import UNKNOWN, Authority, Peer
 from elasticd.api import routes
 from elasticd.api.actions import Actions
-from elasticd.authority import UNKNOWN, Authority, Peer
-from elasticd.errors import InvalidConfig, Refused
+from elasticd.base import config
+from elasticd.base.errors import InvalidConfig, Refused
 
 
 @pytest.mark.parametrize(

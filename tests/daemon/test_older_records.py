@@ -9,10 +9,10 @@ from elastic.contract.keys import ClusterKeys
 from elastic.contract.records.node_records import NodeRecord
 from elastic.etcd.client import KV, Refusal, View
 from elastic.etcd.stamps import Stamps
-from elasticd import older_records
-from elasticd.cluster import Cluster, Node
-from elasticd.older_records import AFTER_S, EACH_S, SIGN_S, UNSIGNED_S, OlderRecords
-from elasticd.writer import ClusterWriter
+from elasticd.cluster.cluster import Cluster, Node
+from elasticd.node import older_records
+from elasticd.node.older_records import AFTER_S, EACH_S, SIGN_S, UNSIGNED_S, OlderRecords
+from elasticd.node.writer import ClusterWriter
 
 KEYS = ClusterKeys("main")
 DRAIN, STATE = KEYS.drain("n"), KEYS.job("a").state

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from elasticd import main, ownership
+from elasticd import main
 from elasticd.api import server as api
-from elasticd.errors import CannotStart
+from elasticd.base import ownership
+from elasticd.base.errors import CannotStart
 
 
 def test_the_lock_is_for_its_user_alone(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from support.daemons import Nodes
 from support.wait import eventually
 
-from elasticd.preemption import RELUCTANT, Aws, Azure, Gcp, MetadataError, Notice, PreemptionWatch, source
+from elasticd.machine.preemption import RELUCTANT, Aws, Azure, Gcp, MetadataError, Notice, PreemptionWatch, source
 
 NOW_S = 1_800_000_000.0  # 2027-01-15T08:00:00Z
 

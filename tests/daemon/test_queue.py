@@ -11,9 +11,9 @@ import pytest
 
 from elastic.contract.records.job_records import GenerationNode, GenerationRecord, Phase
 from elastic.contract.records.node_records import KnownNode
-from elasticd import assignment
-from elasticd.assignment import RESERVED_AFTER_S, plan
-from elasticd.cluster import Cluster, Job, Node
+from elasticd.cluster import assignment
+from elasticd.cluster.assignment import RESERVED_AFTER_S, plan
+from elasticd.cluster.cluster import Cluster, Job, Node
 
 from .test_assignment import cluster, job, member, node, where
 

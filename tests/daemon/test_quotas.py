@@ -8,11 +8,11 @@ import pytest
 
 from elastic.contract.job.spec import JobSpec, parse_job
 from elastic.contract.records.job_records import SpecRecord
-from elasticd.authority import Account
-from elasticd.cluster import Job
-from elasticd.errors import Refused
-from elasticd.quotas import HOUR_S, SPEC_BYTES, Quotas, check_spec
-from elasticd.settings import PerUserSettings
+from elasticd.access.authority import Account
+from elasticd.base.errors import Refused
+from elasticd.base.settings import PerUserSettings
+from elasticd.cluster.cluster import Job
+from elasticd.cluster.quotas import HOUR_S, SPEC_BYTES, Quotas, check_spec
 
 ADA, BOB = Account(1000, 1000, "ada"), Account(1001, 1001, "bob")
 

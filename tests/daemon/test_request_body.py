@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elasticd.api.server import json_object as body
-from elasticd.errors import Refused
+from elasticd.base.errors import Refused
 
 
 def test_an_object() -> None:

@@ -13,9 +13,18 @@ from elastic.contract import agent_files
 from elastic.contract.job.spec import JobSpec
 from elastic.contract.records.decoding import Member
 from elastic.contract.records.job_records import JobState, MemberRecord, Phase, SpecRecord
-from elasticd.cluster import Job
-from elasticd.retention import AGENT_FILES, DAY_S, YOUNG_S, JobFolder, RegularFile, Removal, forgettable, removals
-from elasticd.settings import RetentionSettings
+from elasticd.agents.retention import (
+    AGENT_FILES,
+    DAY_S,
+    YOUNG_S,
+    JobFolder,
+    RegularFile,
+    Removal,
+    forgettable,
+    removals,
+)
+from elasticd.base.settings import RetentionSettings
+from elasticd.cluster.cluster import Job
 
 NOW_S = 1_000_000_000.0
 OLD_S = NOW_S - 31 * DAY_S

@@ -18,12 +18,14 @@ import structlog
 from elastic.contract.agent_files import AgentConfig, EtcdAccess
 from elastic.contract.job.spec import InvalidSpec, parse_job
 from elastic.util.files import read_file, replace_file
-from elasticd import job_folders, launch, ownership, sandbox
-from elasticd.agents import Agents
-from elasticd.authority import Account
-from elasticd.errors import CannotStart
-from elasticd.etcd_grants import EtcdGrants
-from elasticd.threads import Threads
+from elasticd.access.authority import Account
+from elasticd.agents import job_folders
+from elasticd.agents.agents import Agents
+from elasticd.agents.etcd_grants import EtcdGrants
+from elasticd.base import ownership
+from elasticd.base.errors import CannotStart
+from elasticd.base.threads import Threads
+from elasticd.processes import launch, sandbox
 
 ALICE, BOB = Account(1500, 1600, "alice"), Account(1501, 1600, "bob")
 RAW: dict[str, Any] = {"name": "j", "script": "/data/t.py", "workdir": "/data"}

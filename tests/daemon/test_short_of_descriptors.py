@@ -8,7 +8,7 @@ import pathlib
 
 import pytest
 
-from elasticd import host
+from elasticd.machine import host
 
 
 def refusing(code: int) -> object:

@@ -9,7 +9,7 @@ import msgspec
 
 from elastic.contract.agent_files import AgentStatus
 from elasticd import stacks
-from elasticd.published_state import LocalAgent
+from elasticd.cluster.published_state import LocalAgent
 
 
 def agent(*pids: int) -> LocalAgent:

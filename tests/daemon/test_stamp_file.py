@@ -10,8 +10,8 @@ import structlog
 from elastic.contract.keys import ClusterKeys
 from elastic.etcd.client import KV, ClusterSigner, Put
 from elastic.etcd.stamps import NewestRead, Stamps
-from elasticd import stamp_file
-from elasticd.stamp_file import StampFile
+from elasticd.node import stamp_file
+from elasticd.node.stamp_file import StampFile
 
 KEYS = ClusterKeys("main")
 JOB = KEYS.job("a")

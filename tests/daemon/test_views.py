@@ -16,15 +16,16 @@ from elastic.contract.agent_files import AgentStatus
 from elastic.contract.job.spec import JobSpec
 from elastic.contract.records.job_records import JobState, Phase, SpecRecord, WorkerError
 from elastic.contract.records.node_records import WorkerRow
-from elasticd import reconcile
-from elasticd.api import metrics, views
-from elasticd.api.views import Identity, Now
-from elasticd.assignment import Assignment
-from elasticd.cluster import Job, Node
+from elasticd.api import metrics
+from elasticd.base.masking import MASK
+from elasticd.cluster import reconcile
+from elasticd.cluster.assignment import Assignment
+from elasticd.cluster.cluster import Job, Node
+from elasticd.cluster.published_state import Contact, LocalAgent
 from elasticd.ctl import render
 from elasticd.ctl.screen import HOME_AND_CLEAR, Console
-from elasticd.masking import MASK
-from elasticd.published_state import Contact, LocalAgent
+from elasticd.views import views
+from elasticd.views.instant import Identity, Now
 
 NOW = Now(monotonic_s=100.0, wall_s=1000.0)
 IDENTITY = Identity("main", "a", "0.1", 7, 40.0, ("127.0.0.1:2379",), False, "")

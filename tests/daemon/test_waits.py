@@ -7,8 +7,8 @@ from support.pictures import job, snapshot
 
 from elastic.contract.records.job_records import JobState, Phase
 from elasticd.api.log_routes import WAITS_S, Waits, _told, news
-from elasticd.assignment import Assignment
-from elasticd.published_state import Snapshot
+from elasticd.cluster.assignment import Assignment
+from elasticd.cluster.published_state import Snapshot
 
 
 def pending(why: str) -> Snapshot:

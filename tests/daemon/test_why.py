@@ -19,14 +19,14 @@ from elastic.contract.records.job_records import Failure, JobState, MemberRecord
 from elastic.contract.records.node_records import AgentRow, CordonRecord, DrainRecord, NodeRecord
 from elastic.contract.records.standings import Stillness
 from elastic.contract.step_parts import StepParts
-from elasticd import reconcile
-from elasticd.api import views
 from elasticd.api.doctor_routes import older_agents
-from elasticd.api.views import Identity, Now
-from elasticd.assignment import Assignment
-from elasticd.cluster import Cluster, Job, Node
+from elasticd.cluster import reconcile
+from elasticd.cluster.assignment import Assignment
+from elasticd.cluster.cluster import Cluster, Job, Node
+from elasticd.cluster.published_state import Contact, LocalAgent, Snapshot
 from elasticd.diagnosis.why import _clock
-from elasticd.published_state import Contact, LocalAgent, Snapshot
+from elasticd.views import views
+from elasticd.views.instant import Identity, Now
 
 NOW = Now(monotonic_s=100.0, wall_s=1000.0)
 IDENTITY = Identity("main", "a", "0.1", 7, 40.0, ("127.0.0.1:2379",), False, "")

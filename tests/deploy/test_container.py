@@ -52,7 +52,7 @@ class Container:
         self.state = folder / "state"
         argv = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", *ELASTICD, "--state-dir", str(self.state)]
         argv += ["--set", "http.listen=", "--set", "slots=2"]
-        with (folder / "elasticd.log").open("ab") as log:
+        with (folder / "elasticd.base.log").open("ab") as log:
             self.process = procs.popen(argv, stdout=log, stderr=log)
         eventually(lambda: self.ctl("nodes").returncode == 0, 30.0, "elasticd is ready", every_s=0.2)
 

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 from support.source import ROOT
 
+from elasticd.base.settings import Settings
 from elasticd.ctl.main import main
-from elasticd.settings import Settings
 
 FOLDER = ROOT / "deploy" / "kubernetes"
 MANIFEST = (FOLDER / "elasticd.yaml").read_text()

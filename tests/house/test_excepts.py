@@ -9,7 +9,7 @@ import pytest
 from support.source import modules, tree, where
 
 BROAD = {
-    "elasticd.threads:Threads.run": "the daemon's loop and threads: ends the process",
+    "elasticd.base.threads:Threads.run": "the daemon's loop and threads: ends the process",
     "elastic.worker.boot.zygote:_import": "modules that the job names: any mistake in them is reported, not ours",
     "elastic.worker.boot.bootstrap:_run": "the top of the training process, as in the interpreter: report, exit code 1",
     "elastic.worker.run:ManagedWorker._one_generation": "user code: raised again unless the group's end caused it",
@@ -19,14 +19,14 @@ BROAD = {
 MAX_BROAD = 4
 
 PASSED_ON = {
-    "elasticd.faults:our_faults": "a request's error that is a bug of the daemon's: logged, and answered as one",
+    "elasticd.base.faults:our_faults": "a request's error that is a bug of the daemon's: logged, and answered as one",
     "elastic.checkpoint.stored.remote:_said": "each file system of fsspec raises the exceptions of its own library",
     "elastic.worker.comm.group:Group.form": "torch reports a group that was cut while forming as errors of many kinds",
 }
 """module:function -> why it may catch everything, although it always raises it again or another in its place."""
 
 SLEEPS = {
-    "elasticd.guard:_end_children": "no event tells of children that are spared; with a deadline",
+    "elasticd.processes.guard:_end_children": "no event tells of children that are spared; with a deadline",
     "elasticd.ctl.debug:_asked": "a command that asks again until a step is made; with a deadline",
     "elastic.checkpoint.saving.write:commit": "a shared folder gives no event of other hosts' files; with a deadline",
 }

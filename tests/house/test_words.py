@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from support.source import ROOT, modules, tracked, tree, where
 
-SETTINGS = ("elasticd.settings", "elastic.contract.job.spec", "elastic.contract.timeouts")
+SETTINGS = ("elasticd.base.settings", "elastic.contract.job.spec", "elastic.contract.timeouts")
 """Modules whose every field is a setting that people write."""
 
 EXEMPT = {

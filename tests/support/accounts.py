@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 
-from elasticd.accounts import Accounts, account
-from elasticd.run_as import RunAs
-from elasticd.settings import RunAsSettings
+from elasticd.access.accounts import Accounts, account
+from elasticd.agents.run_as import RunAs
+from elasticd.base.settings import RunAsSettings
 
 
 def own_user() -> RunAs:

@@ -31,7 +31,7 @@ class Node:
         self.state = self.folder / "state"
         self.state.mkdir(parents=True)
         self.socket = self.state / "elasticd.sock"
-        self.log = self.folder / "elasticd.log"
+        self.log = self.folder / "elasticd.base.log"
         self._started = started
         self._settings = {"node": name, "state_dir": str(self.state), "slots": 2, "http.listen": "127.0.0.1:0",
                           "etcd.insecure": "true", "timeouts.lease_ttl_s": 3.0,
@@ -132,7 +132,7 @@ class Nodes:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            for log in self.folder.glob("*/elasticd.log"):
+            for log in self.folder.glob("*/elasticd.base.log"):
                 print(f"== {log}\n{log.read_text()[-4000:]}", file=sys.stderr)
         self._procs.close()
         shutil.rmtree(self.folder, ignore_errors=True)

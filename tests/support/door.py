@@ -15,18 +15,18 @@ from support.pictures import job, snapshot
 
 from elastic.contract.keys import ClusterKeys
 from elastic.etcd.client import Etcd
+from elasticd.access.audit import Audit
+from elasticd.access.authority import Authority
+from elasticd.agents.cleaner import Cleaner
 from elasticd.api import server as api
 from elasticd.api.actions import Actions
 from elasticd.api.doctor_routes import Doctor
 from elasticd.api.routes import Service
-from elasticd.api.views import Identity
-from elasticd.asks import Asker
-from elasticd.audit import Audit
-from elasticd.authority import Authority
-from elasticd.cleaner import Cleaner
-from elasticd.folders import Folder
-from elasticd.published_state import PublishedState
-from elasticd.settings import PerUserSettings, Settings
+from elasticd.base.folders import Folder
+from elasticd.base.settings import PerUserSettings, Settings
+from elasticd.cluster.published_state import PublishedState
+from elasticd.node.asks import Asker
+from elasticd.views.instant import Identity
 
 
 class Heard:

@@ -21,8 +21,8 @@ from elastic.contract.records.job_records import (
     SpecRecord,
 )
 from elastic.contract.records.node_records import KnownNode, NodeRecord
-from elasticd.cluster import Cluster, Job, Node
-from elasticd.published_state import Contact, Snapshot
+from elasticd.cluster.cluster import Cluster, Job, Node
+from elasticd.cluster.published_state import Contact, Snapshot
 
 SPEC = JobSpec(name="train", script="/t.py", args=("-x",), nodes="1:2")
 

@@ -11,7 +11,8 @@ sys.path[0] = str(pathlib.Path(__file__).parents[1])
 
 from support import warm  # noqa: E402
 
-from elasticd import launch, main  # noqa: E402
+from elasticd import main  # noqa: E402
+from elasticd.processes import launch  # noqa: E402
 
 _detached = launch.Detached.start
 

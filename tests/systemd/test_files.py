@@ -28,8 +28,8 @@ def example() -> str:
     """The example configuration, from the settings and their documentation."""
     import msgspec
 
-    from elasticd.config import explain
-    from elasticd.settings import Settings
+    from elasticd.base.config import explain
+    from elasticd.base.settings import Settings
 
     lines = [
         "# Settings of elasticd. A line that begins with '#' and a name shows the default. `elasticctl config show`",
@@ -61,7 +61,7 @@ def test_the_example_configuration_shows_every_setting_with_its_default() -> Non
 
 
 def test_the_example_configuration_is_accepted(tmp_path: pathlib.Path) -> None:
-    from elasticd.config import load
+    from elasticd.base.config import load
 
     bare = load(SYSTEMD / "elasticd.toml", {}, {}).settings
     assert bare.socket_group == "elasticd"

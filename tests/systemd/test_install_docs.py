@@ -22,7 +22,7 @@ from support.lab import Hosts
 from support.source import ROOT
 from support.wait import eventually
 
-from elasticd.etcd.versions import VersionSupport, judge
+from elasticd.etcd.embedded import VersionSupport, judge
 
 pytestmark = [pytest.mark.systemd, pytest.mark.etcd, pytest.mark.slow]
 

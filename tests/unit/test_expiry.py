@@ -10,10 +10,10 @@ import pytest
 
 from elastic.contract.agent_files import EtcdAccess
 from elastic.etcd.expiry import expired, expires_wall_s
-from elasticd.doctor import ERROR, OK, WARNING
-from elasticd.etcd import expiring
-from elasticd.etcd.expiring import Certificate
-from elasticd.settings import EtcdSettings, Settings
+from elasticd.base.settings import EtcdSettings, Settings
+from elasticd.machine import expiring
+from elasticd.machine.doctor import ERROR, OK, WARNING
+from elasticd.machine.expiring import Certificate
 
 DAY_S = 86400.0
 

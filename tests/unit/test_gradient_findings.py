@@ -9,7 +9,7 @@ from support.jobs import generation, place
 
 from elastic.contract.records.rank_records import RanksRecord, RankTimes, Sample
 from elastic.contract.step_parts import WINDOWS
-from elasticd.cluster import Cluster, Job
+from elasticd.cluster.cluster import Cluster, Job
 from elasticd.diagnosis import gradients, step_time, timeline
 
 

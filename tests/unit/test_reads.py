@@ -9,8 +9,8 @@ import pytest
 
 from elastic.checkpoint.format.files import METADATA_BYTES, REAL
 from elastic.util.files import FileTooLarge, read_file
-from elasticd import folders
-from elasticd.folders import Folder
+from elasticd.base import folders
+from elasticd.base.folders import Folder
 
 
 def sparse(path: Path, nbytes: int) -> Path:

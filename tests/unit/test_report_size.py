@@ -10,7 +10,7 @@ import pytest
 from elastic.contract.keys import ClusterKeys
 from elastic.contract.records.job_records import BrokenRecord, Cause, IncidentRecord, Loss, WorkerError, encode
 from elastic.contract.records.report_size import REPORT_BYTES, fitted, read_incident
-from elasticd.cluster import KEPT_INCIDENTS, ClusterReader
+from elasticd.cluster.cluster import KEPT_INCIDENTS, ClusterReader
 
 LONG = "\0" * 40_000
 MANY = tuple(range(10**9, 10**9 + 30_000))

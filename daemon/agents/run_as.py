@@ -1,0 +1,83 @@
+"""The user that a job's agents run as on this node, and whether that is allowed.
+
+Under systemd's system manager, as root, an agent is a unit with `User=`: the job's user. Anywhere else elasticd cannot
+become another user, so it runs the jobs of its own user and no others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elastic.contract.records.job_records import SpecRecord
+from elasticd.access.accounts import Accounts, Looked, look_up
+from elasticd.access.authority import ROOT, Account, owner_name
+from elasticd.base.settings import RunAsSettings
+
+
+class NotAllowed(Exception):
+    """This node does not run the job."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunAs:
+    settings: RunAsSettings
+    daemon: Account
+    switches: bool
+    """Whether agents are started as units of systemd's system manager."""
+    accounts: Accounts
+
+    def why_not(self, spec: SpecRecord) -> str | None:
+        """Why this node does not run a job; '' if it does, None if that is not known yet."""
+        if not self.switches or spec.uid in (None, ROOT):
+            return refusal(spec, None, self.settings, self.daemon, self.switches)
+        looked = self.accounts.look(spec.user)
+        return None if looked is None else refusal(spec, looked, self.settings, self.daemon, self.switches)
+
+    def why_not_now(self, spec: SpecRecord) -> str:
+        """The same, asking the user database, which may take its time."""
+        looked = look_up(spec.user, groups(self.settings)) if self.switches else None
+        return refusal(spec, looked, self.settings, self.daemon, self.switches)
+
+    def account(self, spec: SpecRecord) -> Account | None:
+        """The user that an agent of the job is to run as; None: the daemon's own. Raises NotAllowed: the user database
+        may have given another answer since `why_not`, and what is of another user must never be started as root."""
+        looked = self.accounts.look(spec.user) if self.switches and spec.uid not in (None, ROOT) else None
+        if why := refusal(spec, looked, self.settings, self.daemon, self.switches):
+            raise NotAllowed(why)
+        return looked.found if looked else None
+
+
+def groups(settings: RunAsSettings) -> tuple[str, ...]:
+    """The groups that `run_as.allow` names."""
+    return tuple(name.removeprefix("@") for name in settings.allow if name.startswith("@"))
+
+
+def refusal(spec: SpecRecord, looked: Looked | None, settings: RunAsSettings, daemon: Account, switches: bool) -> str:
+    """Why this node does not run a job; '' if it does. Pure."""
+    owner = owner_name(spec)
+    if not switches:
+        if spec.uid in (None, daemon.uid):
+            return ""
+        return (
+            f"it is of {owner}, and elasticd runs as {daemon.user} here, not as a service of systemd: it can "
+            f"start jobs of {daemon.user} only"
+        )
+    if spec.uid in (None, ROOT):
+        if settings.allow_root:
+            return ""
+        return (
+            f"it is of {owner}, and jobs run as root only with run_as.allow_root = true; root can submit it for "
+            "another user with --as USER"
+        )
+    found = looked.found if looked else None
+    if looked is None or found is None:
+        return f"there is no user {spec.user!r} on this machine"
+    if found.uid != spec.uid:
+        return f"{spec.user} is uid {found.uid} on this machine, and uid {spec.uid} where the job was submitted"
+    if found.uid == ROOT or (settings.allow and not _allowed(found, looked, settings)):
+        return f"run_as.allow on this machine names neither {spec.user} nor a group that {spec.user} is in"
+    return ""
+
+
+def _allowed(user: Account, looked: Looked, settings: RunAsSettings) -> bool:
+    return user.user in settings.allow or any(gid in user.groups for gid in looked.groups.values() if gid is not None)

@@ -1,0 +1,1 @@
+"""What is known of all nodes and jobs, and what follows from it: assignment, reconciliation. Pure."""

@@ -1,0 +1,230 @@
+"""Small decisions of the daemon's loop. Pure."""
+
+from __future__ import annotations
+
+import signal
+from collections import Counter
+from collections.abc import Container, Iterable, Mapping
+
+import msgspec
+
+from elastic.contract.agent_files import AgentStatus
+from elastic.contract.records.job_records import JobState, Phase
+from elastic.contract.records.node_records import AgentRow, WorkerRow
+from elastic.contract.records.phases import PhaseTrigger, after
+from elasticd.base.settings import Settings
+from elasticd.machine import addresses
+
+from .cluster import Cluster, Job
+
+FAILED_STARTS = 3
+"""After this many consecutive agents that end before they report anything, the node is excluded for the job."""
+SET_ASIDE_S = 600.0
+"""How long a node stays excluded for a job, for whatever reason, before it is tried again."""
+DESERTED_S = 30.0
+"""A job without any agent, and without room for one, is waiting after this time: longer than agents need to register
+again when etcd has lost its data."""
+SILENT_S, ASIDE_S = 60.0, 600.0
+"""See `Silent`."""
+END_AFTER_S = 10.0
+"""Added to the job's own stop grace: how long an agent may outlive its job before SIGTERM, and as long again before
+SIGKILL."""
+
+
+def pick_gpus(
+    gpus: tuple[int, ...], slots: int, taken: Iterable[tuple[int, ...]], seen: Iterable[tuple[int, ...]] = ()
+) -> tuple[int, ...]:
+    """A GPU for each slot: the least used first. Empty without GPUs.
+
+    `taken`: the GPUs of each agent whose job uses them. `seen`: of each agent with a gloo job, which mostly does not.
+    """
+    if not gpus:
+        return ()
+    used, visible = (Counter(gpu for agent in agents for gpu in agent) for agents in (taken, seen))
+    picked = []
+    for _ in range(slots):
+        best = min(gpus, key=lambda gpu: (used[gpu], visible[gpu], gpu))
+        used[best] += 1
+        picked.append(best)
+    return tuple(picked)
+
+
+def gpus_for(
+    gpus: tuple[int, ...], slots: int, cluster: Cluster, running: Mapping[str, tuple[int, ...]]
+) -> tuple[int, ...]:
+    """The GPUs for a new agent with `slots` workers. `running`: job -> GPUs of its agent on this node."""
+    gloo = {name for name, job in cluster.jobs.items() if job.spec and job.spec.spec.backend == "gloo"}
+    taken = [mine for job, mine in running.items() if job not in gloo]
+    return pick_gpus(gpus, slots, taken, [mine for job, mine in running.items() if job in gloo])
+
+
+WORKERS_OF_A_JOB = 256
+DOING_CHARS = 300
+"""Limits for what an agent's status adds to the record of its node. The job's user may write that file, and etcd takes
+1.5 MiB: the node must stay registered whatever it says."""
+
+
+def worker_rows(agents: Mapping[str, AgentStatus | None]) -> tuple[WorkerRow, ...]:
+    """Workers of all jobs on this node, by job and slot. Workers without a process yet are left out."""
+    rows = [
+        WorkerRow(job, row.slot, row.pid, row.incarnation)
+        for job, status in agents.items()
+        for row in (status.ranks[:WORKERS_OF_A_JOB] if status else ())
+        if row.pid and all(0 <= number < 1 << 32 for number in (row.slot, row.pid, row.incarnation))
+    ]
+    return tuple(sorted(rows, key=lambda row: (row.job, row.slot)))
+
+
+def agent_rows(agents: Mapping[str, tuple[AgentStatus | None, float]]) -> tuple[AgentRow, ...]:
+    """Agents on this node that are not at work yet. `agents`: job -> its agent's status, and when it was started."""
+    rows = []
+    for job, (status, started_wall_s) in sorted(agents.items()):
+        if status is None:
+            rows.append(AgentRow(job, "importing torch in a new agent", round(started_wall_s)))
+        elif not status.etcd_ok and status.phase == "joining" and status.reason:
+            rows.append(AgentRow(job, f"waiting ({status.reason})"[:DOING_CHARS], round(started_wall_s)))
+        elif status.doing:
+            rows.append(AgentRow(job, status.doing[:DOING_CHARS], status.doing_since_wall_s))
+    return tuple(rows)
+
+
+def older_agents(agents: Mapping[str, AgentStatus | None], version: str) -> dict[str, str]:
+    """Job -> version of its agent here, of those that run another one than this daemon: since an upgrade."""
+    return {
+        job: f"elasticd {status.version}"[:DOING_CHARS] if status.version else "an earlier elasticd"
+        for job, status in sorted(agents.items())
+        if status is not None and status.version != version
+    }
+
+
+def refuses_unsound(settings: Settings) -> bool:
+    """Whether an etcd version that loses data is refused: not the embedded one, nor if the whole cluster is this
+    machine."""
+    etcd = settings.etcd
+    return bool(etcd.endpoints) and not etcd.allow_unsound_version and not addresses.only_loopback(settings)
+
+
+def is_oldest(cluster: Cluster, me: str) -> bool:
+    """Whether `me` is the node that registered first: its daemon does the tasks that only one daemon is to do."""
+    return (
+        min(cluster.nodes.values(), key=lambda node: (node.create_revision, node.name)).name == me
+        if cluster.nodes
+        else False
+    )
+
+
+class Since:
+    """For how long something has been so, as seen by this daemon."""
+
+    def __init__(self) -> None:
+        self._first_s: dict[str, float] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._first_s
+
+    def keep(self, names: Container[str]) -> None:
+        """All others do not hold."""
+        self._first_s = {name: first_s for name, first_s in self._first_s.items() if name in names}
+
+    def lasts_s(self, name: str, holds: bool, now_s: float) -> float:
+        """`now_s`: monotonic. 0 if it does not hold, or since just now."""
+        if not holds:
+            self._first_s.pop(name, None)
+            return 0.0
+        return now_s - self._first_s.setdefault(name, now_s)
+
+
+class Silent:
+    """Which nodes were given to which jobs and have had no agent of them for `SILENT_S`, as seen by this daemon: such a
+    node may be gone, whatever its record says. Others are preferred to it for `ASIDE_S`."""
+
+    def __init__(self) -> None:
+        self._since = Since()
+        self._until_s: dict[tuple[str, str], float] = {}
+
+    def look(
+        self, places: Mapping[str, Mapping[str, int]], cluster: Cluster, running: Container[str], me: str, now_s: float
+    ) -> set[tuple[str, str]]:
+        """(job, node) of each. `places`: job -> node -> workers, the last plan; etcd may have lost a job since."""
+        for job, nodes in ((job, nodes) for job, nodes in places.items() if job in cluster.jobs):
+            for node in nodes:
+                there, known = cluster.nodes.get(node), cluster.jobs.get(job)
+                # Not known: etcd has lost its data since the plan was made, and the agents write the job back.
+                agent = known is None or node in known.members or bool(there and job in there.record.jobs)
+                absent = not (agent or (node == me and job in running))
+                if self._since.lasts_s(f"{job} {node}", absent, now_s) >= SILENT_S:
+                    self._until_s[job, node] = now_s + ASIDE_S
+        self._since.keep({f"{job} {node}" for job, nodes in places.items() for node in nodes})
+        self._until_s = {place: until_s for place, until_s in self._until_s.items() if now_s < until_s}
+        return set(self._until_s)
+
+
+def job_state(
+    job: Job,
+    cluster: Cluster,
+    me: str,
+    here: bool,
+    failed: str,
+    wall_s: float,
+    aside_s: float = 0.0,
+    no_room: str = "",
+    deserted_s: float = 0.0,
+    *,
+    lacking: bool = False,
+) -> JobState | None:
+    """The state that this daemon should write for a job, or None.
+
+    `failed`: why no agent starts here; `aside_s`: how long this daemon has seen its node excluded for the job;
+    `no_room`: why too few nodes can take the job; `deserted_s`: how long this daemon has seen no agent; `lacking`:
+    no agent starts here since this machine is short of something: the job waits for it where no other node is left.
+    """
+    state = job.state
+    if job.over:
+        return None
+    if state.phase is Phase.STOPPING and not job.members and not here:
+        return after(state, PhaseTrigger.LEFT, state.reason, wall_s)
+    if job.stop_is_due:
+        return msgspec.structs.replace(state, since_wall_s=wall_s)
+    if me in state.excluded_nodes and aside_s >= SET_ASIDE_S:
+        rest = tuple(node for node in state.excluded_nodes if node != me)
+        failures = tuple(failure for failure in state.failures if failure.node != me)
+        no_agent = {node: why for node, why in state.no_agent.items() if node != me}
+        return msgspec.structs.replace(state, excluded_nodes=rest, failures=failures, no_agent=no_agent)
+    if failed and not here and me not in state.excluded_nodes and state.phase is not Phase.STOPPING:
+        excluded_nodes = tuple(sorted({*state.excluded_nodes, me}))
+        if lacking and set(cluster.nodes) <= set(excluded_nodes):
+            return None
+        hopeless = state.phase is Phase.PENDING and not job.members and set(cluster.nodes) <= set(excluded_nodes)
+        no_agent = {**state.no_agent, me: failed}
+        without = msgspec.structs.replace(state, excluded_nodes=excluded_nodes, no_agent=no_agent)
+        reason = f"no agent comes up on {me}: {failed}"
+        return after(without, PhaseTrigger.FAILED, reason, wall_s) if hopeless else without
+    deserted = state.phase is Phase.RUNNING and not job.members and not here and deserted_s >= DESERTED_S
+    if deserted and no_room and is_oldest(cluster, me):  # else its leader writes this
+        return after(state, PhaseTrigger.BELOW_MIN, f"no agent of it is left: {no_room}", wall_s)
+    return None
+
+
+def of_an_earlier_job(job: Job, said: AgentStatus | None) -> bool:
+    """Whether the agent here, by its status, is of an earlier job of this name. Such an agent may have missed the end
+    of its job, and rejects the new job's records, which have another signature: the old workers would never end,
+    and the new job would have no agent on this node. An agent of a later job is left alone: etcd was restored from a
+    backup."""
+    return said is not None and job.spec is not None and 0.0 < said.submitted_wall_s < job.spec.submitted_wall_s
+
+
+def signal_for(
+    job: Job, overdue_s: float, told: bool, said: AgentStatus | None = None, late_s: float = 0.0
+) -> signal.Signals | None:
+    """The signal for an agent that outlives its job, if it is due. `said`: its status. An agent of an earlier job that
+    already ends its workers may do so because that job has succeeded: they have the time of one that has. `late_s`: for
+    how long the deadline of the node's drain has passed; an agent then ends its workers by itself, unless it is frozen:
+    SIGTERM would not reach it."""
+    spec = job.spec.spec if job.spec else None
+    finishing = said is not None and said.phase == "finishing" and of_an_earlier_job(job, said)
+    exits = finishing or job.state.phase is Phase.SUCCEEDED
+    ends_s = max(spec.stop_grace_s, spec.exit_timeout_s if exits else 0.0) if spec else 0.0
+    grace_s = ends_s + END_AFTER_S
+    if overdue_s > 2 * grace_s or late_s > grace_s:
+        return signal.SIGKILL
+    return signal.SIGTERM if overdue_s > grace_s and not told else None

@@ -1,0 +1,158 @@
+"""Properties of this machine (name, address, GPUs), and the settings derived from them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from elastic.contract.keys import check_name
+from elasticd.base.config import MAX_SOCKET_PATH
+from elasticd.base.errors import InvalidConfig
+from elasticd.base.settings import Settings
+
+from . import addresses
+
+CORES_PER_SLOT = 2
+"""CPU cores per worker by default: torch's own threads make use of a second core."""
+
+NVIDIA_DRIVER = "/dev/nvidiactl"
+"""Exists once NVIDIA's driver is loaded."""
+
+LEAST_FREE_MB = 50.0
+"""Free space in the state directory below which a node accepts no new work."""
+
+
+def complete(settings: Settings, gpus: tuple[int, ...]) -> Settings:
+    """Fill in blank settings from the properties of this machine. Raises InvalidConfig, CannotStart."""
+    node = settings.node or node_name(socket.gethostname())
+    state_dir = state_dir_of(settings)
+    run_dir = os.environ.get("RUNTIME_DIRECTORY", "").partition(":")[0]
+    socket_path = os.path.abspath(settings.socket or os.path.join(run_dir or state_dir, "elasticd.sock"))
+    if len(os.fsencode(socket_path)) > MAX_SOCKET_PATH:
+        raise InvalidConfig(f"socket = {socket_path!r}: longer than the {MAX_SOCKET_PATH} bytes a Unix socket may have")
+    found = addresses.find(settings)
+    return msgspec.structs.replace(
+        settings,
+        node=check_name("node", node),
+        state_dir=state_dir,
+        socket=socket_path,
+        address=found.address,
+        interface=found.interface,
+        slots=settings.slots if settings.slots != "auto" else len(gpus) or cpu_slots(),
+    )
+
+
+def state_dir_of(settings: Settings) -> str:
+    """The state directory, absolute."""
+    return os.path.abspath(settings.state_dir or default_state_dir())
+
+
+def node_name(hostname: str) -> str:
+    """The part of a host name before the first dot, in characters that a key may have."""
+    name = re.sub(r"[^a-z0-9_-]+", "-", hostname.partition(".")[0].lower()).strip("-_")[:63]
+    return name.strip("-_") or "node"
+
+
+def cpu_slots() -> int:
+    """At least two, so that workers run together even on a small machine."""
+    return max(2, len(os.sched_getaffinity(0)) // CORES_PER_SLOT)
+
+
+@dataclass(frozen=True, slots=True)
+class Gpus:
+    indices: tuple[int, ...] = ()
+    """NVML's indices."""
+    problem: str = ""
+    """Why existing GPUs cannot be seen; empty: no such problem."""
+
+
+def gpus(setting: str = "auto") -> Gpus:
+    """The GPUs that the driver shows; none without a driver, or if `setting` is 'none'. Of these only the ones in
+    CUDA_VISIBLE_DEVICES, where elasticd has been started with it: the others belong to other programs, as with Slurm.
+    """
+    if setting == "none" or not os.path.exists(NVIDIA_DRIVER):
+        return Gpus()
+    cure = "and restart elasticd, or set gpus = 'none' to train on its CPU"
+    try:
+        import pynvml
+    except ImportError:
+        return Gpus(problem=f"GPUs cannot be seen: nvidia-ml-py is missing: pip install nvidia-ml-py {cure}")
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        return Gpus(problem=f"GPUs cannot be seen: NVML: {error}: mend the driver {cure}")
+    try:
+        indices = tuple(range(pynvml.nvmlDeviceGetCount()))
+        if (given := os.environ.get("CUDA_VISIBLE_DEVICES")) is None:
+            return Gpus(indices)
+        ids = [str(pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(index))) for index in indices]
+        return _visible(given, ids)
+    except pynvml.NVMLError as error:
+        return Gpus(problem=f"GPUs cannot be seen: NVML: {error}: mend the driver {cure}")
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _visible(given: str, ids: Sequence[str]) -> Gpus:
+    """The GPUs that `given`, a value of CUDA_VISIBLE_DEVICES, names by index or by the beginning of their id."""
+    found: list[int] = []
+    for name in filter(None, map(str.strip, given.split(","))):
+        known = [index for index, uuid in enumerate(ids) if name == str(index) or uuid.startswith(name)]
+        if name == "-1":  # CUDA's own word for the end of the list
+            break
+        if len(known) != 1:
+            cure = "name them by index or id, unset it, or set gpus = 'none' to train on its CPU"
+            return Gpus(problem=f"CUDA_VISIBLE_DEVICES={given}: {name} is no GPU of this machine: {cure}")
+        found += known
+    return Gpus(tuple(dict.fromkeys(found)))
+
+
+def sickness(state_dir: str) -> str:
+    """Why this machine should accept no work; empty: it may."""
+    try:
+        folder = os.open(state_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            whose = "elasticd" if error.errno == errno.EMFILE else "this machine"
+            return f"{whose} has no file descriptors left: no agent can be started here"
+        return f"state_dir {state_dir}: {error.strerror}"
+    try:
+        disk = os.fstatvfs(folder)
+    except OSError as error:
+        return f"state_dir {state_dir}: {error.strerror}"
+    finally:
+        os.close(folder)
+    free_mb = disk.f_bavail * disk.f_frsize / 1e6
+    if free_mb < LEAST_FREE_MB:
+        return f"state_dir {state_dir} has {free_mb:.0f} MB left, {LEAST_FREE_MB:g} MB are needed for logs and state"
+    return ""
+
+
+def as_system_service() -> bool:
+    """Whether systemd's system manager started this very process."""
+    return os.environ.get("SYSTEMD_EXEC_PID") == str(os.getpid()) and os.geteuid() == 0
+
+
+def default_state_dir() -> str:
+    if given := os.environ.get("STATE_DIRECTORY", "").partition(":")[0]:
+        return given
+    if as_system_service():
+        return "/var/lib/elasticd"
+    home = os.environ.get("XDG_STATE_HOME") or os.path.join(Path.home(), ".local", "state")
+    return os.path.join(home, "elasticd")
+
+
+def uid_of(pid: int) -> int | None:
+    """Real user id of a process; None if it is gone."""
+    try:
+        with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file:
+            return next(int(line.split()[1]) for line in file if line.startswith("Uid:"))
+    except OSError:
+        return None

@@ -1,0 +1,1 @@
+"""Notifications to a webhook or a command."""

@@ -1,0 +1,244 @@
+"""Notifications to a webhook and to a command: `occurrences` decides what is sent, a thread sends it.
+
+A receiver that is away or slow costs nothing but its own notifications: the loop does not wait for this thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import http.client
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from elasticd.base.log import Log
+from elasticd.base.masking import masked_text
+from elasticd.base.settings import NotifySettings
+from elasticd.cluster.published_state import PublishedState
+
+from .occurrences import Memory, Occurrence, as_json, look
+
+LOOK_EVERY_S = 1.0
+DEADLINE_S = 10.0
+"""Of one attempt as a whole."""
+PAUSES_S = 1.0, 4.0, 16.0
+"""Before the second, the third and the fourth attempt."""
+PENDING = 100
+"""So many notifications wait at most; then the oldest are dropped."""
+KILLED_S = 1.0
+"""From SIGKILL until the command is gone."""
+REASON_BYTES = 200
+PASSED_ON = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR")
+"""What a command gets of elasticd's environment: no setting, no credential."""
+
+
+class NotSent(Exception):
+    """A notification was not taken. `again`: another attempt may help."""
+
+    def __init__(self, why: str, again: bool) -> None:
+        super().__init__(why)
+        self.again = again
+
+
+class Way(Protocol):
+    name: str
+
+    def send(self, body: bytes) -> None:
+        """Raises NotSent."""
+
+
+class Webhook:
+    name = "webhook"
+
+    def __init__(self, url: str, deadline_s: float = DEADLINE_S) -> None:
+        self._url = url
+        self._deadline_s = deadline_s
+        self._opener = urllib.request.build_opener(_NoRedirect())
+        self._late: threading.Thread | None = None
+
+    def send(self, body: bytes) -> None:
+        """In a thread of its own: each byte of an answer begins the socket's time-out anew, and a look-up of a name has
+        none. At most one such thread is left behind."""
+        if self._late and self._late.is_alive():
+            raise NotSent("the request before this one still has no whole answer", True)
+        refused: list[NotSent] = []
+        thread = threading.Thread(target=self._post, args=(body, refused), name="webhook", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # at a limit of threads
+            raise NotSent(str(error), True) from None
+        thread.join(self._deadline_s)
+        if thread.is_alive():
+            self._late = thread
+            raise NotSent(f"timed out: no whole answer within {self._deadline_s:g} s", True)
+        if refused:
+            raise refused[0]
+
+    def _post(self, body: bytes, refused: list[NotSent]) -> None:
+        try:
+            self._request(body)
+        except NotSent as error:
+            refused.append(error)
+
+    def _request(self, body: bytes) -> None:
+        headers = {"Content-Type": "application/json", "User-Agent": "elasticd"}
+        request = urllib.request.Request(self._url, data=body, headers=headers, method="POST")
+        try:
+            with self._opener.open(request, timeout=self._deadline_s):
+                pass
+        except urllib.error.HTTPError as error:
+            with error:
+                raise NotSent(f"HTTP {error.code} {error.reason}{_said(error)}", _may_pass(error.code)) from None
+        except urllib.error.URLError as error:
+            raise NotSent(str(error.reason), True) from None
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise NotSent(f"{type(error).__name__}: {error}", True) from None
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """A redirected POST would become a GET without the body, and look like a success."""
+
+    def redirect_request(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+
+def _may_pass(status: int) -> bool:
+    return status in (408, 425, 429) or status >= 500
+
+
+def _said(error: urllib.error.HTTPError) -> str:
+    """The beginning of the answer: chats say there what they do not like."""
+    try:
+        text = error.read(REASON_BYTES).decode(errors="replace")
+    except (OSError, http.client.HTTPException, ValueError):
+        return ""
+    return f": {' '.join(text.split())}" if text.strip() else ""
+
+
+class Command:
+    name = "command"
+
+    def __init__(self, argv: Sequence[str], deadline_s: float = DEADLINE_S) -> None:
+        self._argv = list(argv)
+        self._deadline_s = deadline_s
+
+    def send(self, body: bytes) -> None:
+        environment = {name: value for name in PASSED_ON if (value := os.environ.get(name)) is not None}
+        try:
+            # What it prints goes where elasticd's own log goes.
+            process = subprocess.Popen(
+                self._argv, stdin=subprocess.PIPE, stdout=2, env=environment, cwd="/", start_new_session=True
+            )
+        except OSError as error:
+            raise NotSent(f"{self._argv[0]}: {error.strerror}", False) from None
+        try:
+            process.communicate(body + b"\n", self._deadline_s)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(PermissionError):  # it has become another user's
+                os.killpg(process.pid, signal.SIGKILL)  # not reaped yet, so the id is still its own
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(KILLED_S)
+            raise NotSent(f"{self._argv[0]}: killed after {self._deadline_s:g} s", False) from None
+        if process.returncode:
+            how = f"exit code {process.returncode}" if process.returncode > 0 else f"signal {-process.returncode}"
+            raise NotSent(f"{self._argv[0]}: {how}", False)
+
+
+def ways(settings: NotifySettings) -> list[Way]:
+    found: list[Way] = [Webhook(settings.webhook)] if settings.webhook else []
+    return [*found, *([Command(settings.command)] if settings.command else [])]
+
+
+class Notifier:
+    """The thread that looks once a second, and sends."""
+
+    def __init__(
+        self,
+        settings: NotifySettings,
+        cluster: str,
+        node: str,
+        ways: Sequence[Way],
+        board: PublishedState,
+        log: Log,
+        every_s: float = LOOK_EVERY_S,
+        pauses_s: Sequence[float] = PAUSES_S,
+    ) -> None:
+        self._settings = settings
+        self._cluster = cluster
+        self._node = node
+        self._ways = [_Receiver(way, log, pauses_s) for way in ways]
+        self._board = board
+        self._log = log
+        self._every_s = every_s
+        self._memory = Memory(time.time())
+        self._pending: deque[Occurrence] = deque()
+        self._closed = threading.Event()
+
+    def run(self) -> None:
+        """Body of the thread."""
+        while not self._closed.wait(0.0 if self._pending else self._every_s):
+            self.turn()
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def turn(self) -> None:
+        """Look once, and send one notification, if there is one: so that it looks between two slow ones."""
+        self._memory, found = look(
+            self._memory, self._board.now, self._node, self._settings, time.time(), time.monotonic()
+        )
+        self._pending.extend(found)
+        if excess := len(self._pending) - PENDING:
+            for _ in range(max(0, excess)):
+                self._pending.popleft()
+            if excess > 0:
+                self._log.warning("notify.dropped", lost=excess, why=f"more than {PENDING} were waiting")
+        if self._pending:
+            body = as_json(self._pending.popleft(), self._cluster, self._node)
+            for receiver in self._ways:
+                receiver.deliver(body, self._closed)
+
+
+class _Receiver:
+    """One way, and whether it works: an outage is logged when it begins and when it is over."""
+
+    def __init__(self, way: Way, log: Log, pauses_s: Sequence[float]) -> None:
+        self._way = way
+        self._log = log
+        self._pauses_s = pauses_s
+        self._lost = 0
+
+    def deliver(self, body: Mapping[str, Any], closed: threading.Event) -> None:
+        raw = json.dumps(body).encode()
+        try:
+            _attempt(functools.partial(self._way.send, raw), () if self._lost else self._pauses_s, closed)
+        except NotSent as error:
+            if not self._lost:
+                self._log.error("notify.failed", way=self._way.name, id=body["id"], error=masked_text(str(error)))
+            self._lost += 1
+            return
+        if self._lost:
+            self._log.info("notify.back", way=self._way.name, lost=self._lost)
+        self._lost = 0
+
+
+def _attempt(send: Callable[[], None], pauses_s: Sequence[float], closed: threading.Event) -> None:
+    """Raises NotSent. `pauses_s`: before each further attempt."""
+    import tenacity
+
+    tenacity.Retrying(
+        retry=tenacity.retry_if_exception(lambda error: isinstance(error, NotSent) and error.again),
+        stop=tenacity.stop_any(tenacity.stop_after_attempt(len(pauses_s) + 1), tenacity.stop_when_event_set(closed)),
+        wait=tenacity.wait_chain(*(tenacity.wait_fixed(s) for s in pauses_s)) if pauses_s else tenacity.wait_none(),
+        sleep=tenacity.sleep_using_event(closed),
+        reraise=True,
+    )(send)

@@ -1,0 +1,236 @@
+"""What to notify: which occurrences follow from what a daemon has seen before and what it sees now. Pure.
+
+Level-triggered: jobs and incidents stay in etcd, so that a look that comes late misses none. Every daemon looks, so
+that each knows what was there already, and the daemon of the oldest node sends: once for the cluster.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from elastic.contract.keys import LAST_WALL_S
+from elastic.contract.origin import Origin
+from elastic.contract.records.job_records import IncidentRecord, Phase
+from elasticd.base.masking import masked_text
+from elasticd.base.settings import NotifySettings
+from elasticd.cluster import reconcile
+from elasticd.cluster.cluster import Job
+from elasticd.cluster.published_state import Snapshot
+from elasticd.diagnosis.rules import Class
+from elasticd.views import views
+from elasticd.views.instant import Now
+
+SCHEMA = 1
+"""Version of the JSON. Fields may be added under the same version."""
+SETTLE_S = 10.0
+"""An incident is notified when it is over, at the latest this long after it was first seen: with its outcome."""
+FAILED_SETTLE_S = 2.0
+"""After a job's failure its incident may still be on its way to etcd."""
+REPEAT_S = 30.0
+"""What came due so shortly before this daemon started, or took over from another one, is notified: the daemon before it
+may have been gone already. If it was not, the notification is a second one with the same id."""
+SAME_S = 0.5
+"""An incident's beginning is computed anew at each write, to within some milliseconds."""
+KEPT = 5_000
+"""So many occurrences are remembered after they are gone from etcd: one that comes back is not new."""
+TEXT_CHARS = 500
+
+Key = tuple[str, str, bool, float]
+"""Event, job, whether it is a late exit (which may begin with another incident of its job), beginning."""
+
+
+@dataclass(frozen=True, slots=True)
+class Occurrence:
+    id: str
+    event: str
+    job: str
+    node: str
+    wall_s: float
+    why: str
+    verdict: Mapping[str, Any] | None
+    """class, cause, person and cure, as in docs/api.md; None: no incident belongs to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class SeenOccurrence:
+    """An occurrence that this daemon has seen."""
+
+    seen_s: float
+    due_s: float | None = None
+    """When it was first seen to be due; None: it is not yet."""
+    told: bool = False
+    """By this daemon, or it is never to be told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    began_wall_s: float
+    """When this daemon started."""
+    known: Mapping[Key, SeenOccurrence] = field(default_factory=dict)
+    sends: bool = False
+    """Whether this node was the oldest one at the last look."""
+    queued_s: Mapping[str, float] = field(default_factory=dict)
+    """Job -> when it was last seen in the queue: that is no wait to be told of, and what follows begins then."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    key: Key
+    job: Job
+    wall_s: float
+    """When it is due by the clock of its record."""
+    settled: bool
+    settle_s: float
+    record: IncidentRecord | None
+
+
+def look(
+    memory: Memory, snapshot: Snapshot, me: str, settings: NotifySettings, wall_s: float, now_s: float
+) -> tuple[Memory, list[Occurrence]]:
+    """What to send from the node `me` now, in the order of the jobs' names. `now_s`: monotonic."""
+    if not snapshot.contact.connected:  # what is known is old, and another node may have taken over
+        return replace(memory, sends=False), []
+    sends = reconcile.is_oldest(snapshot.cluster, me)
+    since_s = now_s if memory.sends else now_s - REPEAT_S
+    known: dict[Key, SeenOccurrence] = {}
+    found: list[Occurrence] = []
+    jobs = snapshot.cluster.jobs
+    queued_s = {name: s for name, s in memory.queued_s.items() if name in jobs}
+    queued_s |= {name: now_s for name, job in jobs.items() if _queued(snapshot, job)}
+    waits_wall_s = {name: wall_s - (now_s - s) for name, s in queued_s.items()}
+    candidates = {each.key: each for each in _candidates(snapshot, settings, wall_s, waits_wall_s)}
+    present = {key: memory.known[key] for key in candidates if key in memory.known}
+    rest = {key: entry for key, entry in memory.known.items() if key not in present}
+    for candidate in candidates.values():
+        entry = present.get(candidate.key) or rest.pop(_same(rest, candidate.key), None) or SeenOccurrence(now_s)
+        if entry.due_s is None and (candidate.settled or now_s - entry.seen_s >= candidate.settle_s):
+            too_old = candidate.wall_s < memory.began_wall_s - REPEAT_S
+            entry = SeenOccurrence(entry.seen_s, now_s, told=too_old or _is_planned(snapshot, candidate, wall_s, now_s))
+        if sends and not entry.told and entry.due_s is not None:
+            if entry.due_s >= since_s:
+                found.append(_occurrence(snapshot, candidate, wall_s, now_s))
+            entry = SeenOccurrence(entry.seen_s, entry.due_s, told=True)
+        known[candidate.key] = entry
+    gone = list(rest.items())
+    return Memory(memory.began_wall_s, dict(gone[-KEPT:]) | known, sends, queued_s), found
+
+
+def as_json(occurrence: Occurrence, cluster: str, sender: str) -> dict[str, Any]:
+    """The body of a notification, as docs/operating.md describes it. `sender`: the node that sends it."""
+    o = occurrence
+    seconds = min(max(o.wall_s, 0.0), LAST_WALL_S)
+    when = datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat(timespec="seconds")
+    place = f" on {o.node}" if o.node and o.node not in o.why else ""
+    cure = f" To do: {o.verdict['cure']}" if o.verdict and o.verdict["person"] else ""
+    return {
+        "schema": SCHEMA,
+        "id": o.id,
+        "event": o.event,
+        "cluster": cluster,
+        "job": o.job,
+        "node": o.node,
+        "time": when,
+        "why": o.why,
+        "verdict": dict(o.verdict) if o.verdict else None,
+        "sender": sender,
+        "text": f"{cluster}: {o.event.replace('_', ' ')}: {o.job}{place}: {o.why.rstrip('.')}.{cure}",
+    }
+
+
+# ── what there is ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _candidates(
+    snapshot: Snapshot, settings: NotifySettings, wall_s: float, waits_wall_s: Mapping[str, float]
+) -> Iterator[_Candidate]:
+    """`waits_wall_s`: job -> when it left the queue."""
+    for name, job in sorted(snapshot.cluster.jobs.items()):
+        state = job.state
+        if state.phase is Phase.FAILED and "job_failed" in settings.on:
+            key = ("job_failed", name, False, state.since_wall_s)
+            yield _Candidate(key, job, state.since_wall_s, False, FAILED_SETTLE_S, _fatal(job))
+        if state.phase in (Phase.PENDING, Phase.WAITING) and "job_waiting" in settings.on:
+            due_wall_s = max(state.since_wall_s, waits_wall_s.get(name, 0.0)) + settings.job_waiting_s
+            if wall_s >= due_wall_s and not _queued(snapshot, job):
+                yield _Candidate(("job_waiting", name, False, state.since_wall_s), job, due_wall_s, True, 0.0, None)
+        for record in job.incidents:
+            event = "checkpoint_failed" if record.kind == "checkpoint" else "incident"
+            if event in settings.on:
+                key = (event, name, record.kind == "late exit", record.wall_s)
+                yield _Candidate(key, job, record.wall_s, job.over or not record.open, SETTLE_S, record)
+
+
+def _queued(snapshot: Snapshot, job: Job) -> bool:
+    return job.state.phase is Phase.PENDING and job.name in snapshot.plan.queue
+
+
+def _same(known: Mapping[Key, SeenOccurrence], key: Key) -> Key:
+    """The key under which the same occurrence was known before its record was written anew; `key` itself if none."""
+    if key[0] not in ("incident", "checkpoint_failed"):
+        return key
+    near = (k for k in known if k[:3] == key[:3] and abs(k[3] - key[3]) < SAME_S)
+    return min(near, key=lambda k: abs(k[3] - key[3]), default=key)
+
+
+def _fatal(job: Job) -> IncidentRecord | None:
+    """The incident with which the job failed."""
+    last = next((i for i in reversed(job.incidents) if i.kind not in ("checkpoint", "late exit")), None)
+    return last if last and (last.open or last.origin is Origin.NOTHING) else None
+
+
+# ── in words ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _verdict(snapshot: Snapshot, job: Job, record: IncidentRecord, wall_s: float, now_s: float) -> dict[str, Any]:
+    told: dict[str, Any] = views.incident(snapshot, job, record, Now(now_s, wall_s))["verdict"]
+    return told
+
+
+def _is_planned(snapshot: Snapshot, candidate: _Candidate, wall_s: float, now_s: float) -> bool:
+    """Whether it is an incident that was asked for, as a drain or a new node."""
+    if candidate.record is None or candidate.key[0] != "incident":
+        return False
+    return bool(_verdict(snapshot, candidate.job, candidate.record, wall_s, now_s)["class"] == Class.PLANNED)
+
+
+def _occurrence(snapshot: Snapshot, candidate: _Candidate, wall_s: float, now_s: float) -> Occurrence:
+    event, name, _, began_wall_s = candidate.key
+    job, record = candidate.job, candidate.record
+    verdict = _verdict(snapshot, job, record, wall_s, now_s) if record else None
+    if event == "job_failed":
+        why = job.state.reason or "it failed; no reason is on record"
+    elif event == "job_waiting" or verdict is None:
+        why = _why(snapshot, job, wall_s, now_s)
+    else:
+        why = f"{verdict['what']}; {verdict['done']}"
+        why += f"; waits for {verdict['held_by']}" if verdict["held_by"] else ""
+    return Occurrence(
+        id=f"{name}/{event}/{began_wall_s:.3f}",
+        event=event,
+        job=name,
+        node=record.node if record else "",
+        wall_s=began_wall_s,
+        why=_line(why),
+        verdict={
+            "class": str(verdict["class"]),
+            "cause": _line(verdict["cause"]),
+            "person": verdict["person"],
+            "cure": verdict["cure"],
+        }
+        if verdict
+        else None,
+    )
+
+
+def _why(snapshot: Snapshot, job: Job, wall_s: float, now_s: float) -> str:
+    try:
+        return str(views.job_row(snapshot, job, Now(now_s, wall_s))["why"])
+    except (OverflowError, ValueError, OSError):  # a time on record that is no date: the job's agents wrote it
+        return job.state.reason or f"it is {job.state.phase}"
+
+
+def _line(text: str) -> str:
+    return " ".join(masked_text(text).split())[:TEXT_CHARS]

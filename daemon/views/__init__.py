@@ -1,0 +1,1 @@
+"""The daemon's snapshot as JSON, for the API, the page and notifications. Pure."""
