@@ -123,8 +123,7 @@ def _run(
 
     log = logs.start(settings.log_level, settings.node)
     log.info("daemon.settings", version=elastic.__version__, **_plain(settings, sources))
-    from elasticd.base.threads import Threads, fail_stop_whatever_fails
-
+    from .base.threads import Threads, fail_stop_whatever_fails
     from .etcd.embedded import EmbeddedEtcd
 
     fail_stop_whatever_fails(log)

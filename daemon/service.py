@@ -20,6 +20,10 @@ from elasticd.agents.agents import Agents
 from elasticd.agents.cleaner import Cleaner
 from elasticd.agents.etcd_grants import EtcdGrants
 from elasticd.agents.run_as import RunAs, groups
+from elasticd.api.doctor import Doctor
+from elasticd.api.http.httpd import Server
+from elasticd.api.metrics.observations import Requests
+from elasticd.api.request import Service
 from elasticd.base.errors import CannotStart, Refused
 from elasticd.base.log import Log
 from elasticd.base.sd_notify import Notify
@@ -39,10 +43,6 @@ from elasticd.views.views import Json
 from .api import remote_answers
 from .api import server as api
 from .api.actions import Actions
-from .api.doctor_routes import Doctor
-from .api.httpd import Server
-from .api.observations import Requests
-from .api.routes import Service
 from .etcd.members import Members
 from .machine import doctor, host
 from .node import asks, machine_shutdown
@@ -176,7 +176,7 @@ class Daemon:
 
             def exposition() -> bytes:
                 if not holder:  # prometheus-client is imported at the first scrape: readiness does not need it
-                    from .api import metrics
+                    from elasticd.api.metrics import metrics
 
                     holder.append(metrics.exposition(lambda: self._board.now, self._identity, self._requests))
                 return holder[0]()

@@ -12,8 +12,8 @@ from elasticd.base.errors import Refused
 from elasticd.node.asks import MAX_BYTES, User
 from elasticd.views.views import Json
 
-from . import routes
-from .routes import Service
+from .request import Service
+from .routes import routes
 
 ANSWERED = re.compile(r"/v1/(doctor/local|config|jobs/[^/]+/(logs|stacks|gradients))")
 """Paths that another node's daemon may ask for: all of them only read."""

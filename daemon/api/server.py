@@ -20,6 +20,7 @@ from typing import Any
 
 from elasticd.access.accounts import account
 from elasticd.access.authority import UNKNOWN, Peer
+from elasticd.api.http.httpd import MAX_ARRIVING, ClientConnection, HttpRequest, Places, Server, host_of, listen_on
 from elasticd.base.errors import CannotStart, Refused
 from elasticd.base.log import Log
 from elasticd.cluster.published_state import PublishedState
@@ -27,9 +28,8 @@ from elasticd.views import views
 from elasticd.views.instant import now
 from elasticd.views.views import Json
 
-from . import routes
-from .httpd import MAX_ARRIVING, ClientConnection, HttpRequest, Places, Server, host_of, listen_on
-from .routes import Service
+from .request import Service
+from .routes import routes
 
 MAX_REQUESTS = 128
 """Concurrent requests, including followed logs."""

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from urllib.parse import unquote
 
-from elasticd.api import course, event_routes, routes
 from elasticd.api.actions import no_job
-from elasticd.api.httpd import MAX_ARRIVING, ClientConnection, HttpRequest, Places, Server, host_of, listen_on
+from elasticd.api.http.httpd import MAX_ARRIVING, ClientConnection, HttpRequest, Places, Server, host_of, listen_on
+from elasticd.api.routes import course, event_routes, routes
 from elasticd.base import masking as log_privacy
 from elasticd.base.errors import Refused
 from elasticd.base.folders import Folder

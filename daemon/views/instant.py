@@ -4,14 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    pass
-
-
-def now() -> Now:
-    return Now(time.monotonic(), time.time())
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,3 +41,7 @@ def plain_text(identity: Identity) -> list[str]:
         return []
     where = ", ".join(identity.plain_text)
     return [f"etcd at {where} is reached in plain text (etcd.insecure): set etcd.ca_file, or trust that network"]
+
+
+def now() -> Now:
+    return Now(time.monotonic(), time.time())

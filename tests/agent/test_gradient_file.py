@@ -10,7 +10,7 @@ import pytest
 from elastic.agent.reports.gradient_file import MOST_ROWS, GradientFile, collapsed
 from elastic.contract.agent_files import GRADIENTS_BYTES
 from elastic.contract.worker.messages import GradientRow, GradientSample
-from elasticd.api import debug_routes
+from elasticd.api.routes import debug_routes
 from elasticd.base.folders import Folder
 
 

@@ -19,7 +19,7 @@ from support.wait import eventually
 from elastic.contract.keys import ClusterKeys
 from elastic.etcd.client import Etcd, EtcdUnavailable
 from elastic.etcd.stamps import Stamps
-from elasticd.api.doctor_routes import unanswered
+from elasticd.api.doctor import unanswered
 from elasticd.api.remote_answers import ANSWERED
 from elasticd.base.errors import Refused
 from elasticd.node import asks

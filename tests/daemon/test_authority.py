@@ -9,7 +9,7 @@ from elastic.contract.records.job_records import SpecRecord
 from elasticd.access.accounts import Accounts, Looked
 from elasticd.access.authority import UNKNOWN, Account, Authority, Peer
 from elasticd.agents.run_as import NotAllowed, RunAs, groups, refusal
-from elasticd.api import routes
+from elasticd.api.routes import routes
 from elasticd.base.errors import Refused
 from elasticd.base.settings import RunAsSettings
 

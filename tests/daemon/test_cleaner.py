@@ -26,7 +26,7 @@ from elastic.contract.records.node_records import EventRecord
 from elasticd.access.authority import Authority, Peer
 from elasticd.agents.agents import Agents, Running
 from elasticd.agents.cleaner import Cleaner
-from elasticd.api import node_routes
+from elasticd.api.routes import node_routes
 from elasticd.base.errors import Refused
 from elasticd.base.settings import RetentionSettings, Settings
 from elasticd.base.threads import Threads

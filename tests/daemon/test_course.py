@@ -18,8 +18,8 @@ from support.pictures import job, progress, snapshot
 from elastic.contract.agent_files import History, Point
 from elastic.contract.records.job_records import IncidentRecord, JobState, Phase, WorkerError
 from elastic.contract.records.ledger import Bucket, Ledger
-from elasticd.api import course as answers
-from elasticd.api import routes
+from elasticd.api.routes import course as answers
+from elasticd.api.routes import routes
 from elasticd.base.errors import Refused
 from elasticd.base.folders import Folder
 from elasticd.cluster.published_state import PublishedState

@@ -13,7 +13,7 @@ from support.door import Door
 from support.pictures import job, snapshot
 
 from elasticd.api.actions import known_nodes
-from elasticd.api.doctor_routes import unanswered, without_daemon
+from elasticd.api.doctor import unanswered, without_daemon
 from elasticd.cluster.cluster import Node
 from elasticd.cluster.published_state import Contact
 from elasticd.ctl import main as ctl

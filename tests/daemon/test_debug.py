@@ -11,7 +11,7 @@ import pytest
 from support.pictures import progress
 
 from elastic.contract.agent_files import GradientSamples, RankSample
-from elasticd.api.debug_routes import _passed, _shown, read
+from elasticd.api.routes.debug_routes import _passed, _shown, read
 from elasticd.base.folders import Folder
 from elasticd.ctl import debug
 from elasticd.ctl.client import Client, Failed

@@ -12,8 +12,8 @@ import pytest
 
 from elastic.contract.records.job_records import Phase
 from elasticd.agents.logs import FAR_BYTES, Tail
-from elasticd.api import log_routes
 from elasticd.api.remote_answers import Captured
+from elasticd.api.routes import log_routes
 from elasticd.base.errors import Refused
 from elasticd.base.folders import Folder
 from elasticd.node.asks import MAX_BYTES, User

@@ -10,7 +10,7 @@ from support.pictures import job, progress, snapshot
 
 from elastic.contract.origin import Origin
 from elastic.contract.records.job_records import JobState, Phase
-from elasticd.api.log_routes import PROGRESS_S, ProgressReports, _told
+from elasticd.api.routes.log_routes import PROGRESS_S, ProgressReports, _told
 from elasticd.ctl import follow as follow_job
 from elasticd.ctl.client import Client, Failed
 from elasticd.ctl.follow import ProgressLine, Tracebacks

@@ -17,8 +17,8 @@ from support.pictures import job, snapshot
 from elastic.contract.keys import ClusterKeys
 from elastic.contract.records.job_records import decode, encode
 from elastic.contract.records.node_records import CordonRecord, DrainRecord, KnownNode, NodeRecord
-from elasticd.api import metrics
-from elasticd.api.doctor_routes import absent
+from elasticd.api.doctor import absent
+from elasticd.api.metrics import metrics
 from elasticd.cluster.assignment import plan
 from elasticd.cluster.cluster import Cluster, Node
 from elasticd.cluster.inventory import LEFT_KEPT_S, LOST_AFTER_S, due

@@ -19,8 +19,8 @@ from elastic.contract.records.job_records import IncidentRecord, JobState, Phase
 from elasticd.access.authority import Authority, Peer
 from elasticd.agents.logs import Tail
 from elasticd.agents.retention import LOG
-from elasticd.api import log_routes
 from elasticd.api.remote_answers import Captured
+from elasticd.api.routes import log_routes
 from elasticd.base import masking as log_privacy
 from elasticd.base.folders import Folder
 from elasticd.base.masking import MASK

@@ -20,8 +20,9 @@ from elastic.contract.records.node_records import NodeRecord
 from elastic.contract.records.rank_records import RanksRecord, RankTimes
 from elastic.contract.step_parts import StepParts
 from elastic.etcd.client import MemberHealth
-from elasticd.api import metrics, routes
-from elasticd.api.observations import Histories, Requests
+from elasticd.api.metrics import metrics
+from elasticd.api.metrics.observations import Histories, Requests
+from elasticd.api.routes import routes
 from elasticd.cluster.assignment import Assignment
 from elasticd.cluster.cluster import Job, Node
 from elasticd.cluster.published_state import Contact, Snapshot

@@ -11,7 +11,7 @@ import structlog
 
 from elasticd.agents.agents import Agents
 from elasticd.agents.logs import Tail
-from elasticd.api import log_routes, routes
+from elasticd.api.routes import log_routes, routes
 from elasticd.base.errors import Refused
 from elasticd.base.folders import Folder
 from elasticd.base.threads import Threads

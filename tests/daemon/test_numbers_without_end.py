@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from elasticd.access.authority import UNKNOWN, Authority, Peer
-from elasticd.api import routes
 from elasticd.api.actions import Actions
+from elasticd.api.routes import routes
 from elasticd.base import config
 from elasticd.base.errors import InvalidConfig, Refused
 

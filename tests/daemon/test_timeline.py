@@ -14,7 +14,7 @@ from elastic.contract.keys import KEPT_EVENTS, ClusterKeys
 from elastic.contract.records.job_records import JobState, Phase, encode
 from elastic.contract.records.node_records import DrainRecord, EventRecord, NodeRecord
 from elastic.etcd.client import MemberHealth, Put
-from elasticd.api import event_routes
+from elasticd.api.routes import event_routes
 from elasticd.cluster.cluster import Cluster, Job, Node
 from elasticd.ctl import events as ctl_events
 from elasticd.diagnosis import timeline

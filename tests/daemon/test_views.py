@@ -16,7 +16,7 @@ from elastic.contract.agent_files import AgentStatus
 from elastic.contract.job.spec import JobSpec
 from elastic.contract.records.job_records import JobState, Phase, SpecRecord, WorkerError
 from elastic.contract.records.node_records import WorkerRow
-from elasticd.api import metrics
+from elasticd.api.metrics import metrics
 from elasticd.base.masking import MASK
 from elasticd.cluster import reconcile
 from elasticd.cluster.assignment import Assignment

@@ -6,7 +6,7 @@ from msgspec.structs import replace
 from support.pictures import job, snapshot
 
 from elastic.contract.records.job_records import JobState, Phase
-from elasticd.api.log_routes import WAITS_S, Waits, _told, news
+from elasticd.api.routes.log_routes import WAITS_S, Waits, _told, news
 from elasticd.cluster.assignment import Assignment
 from elasticd.cluster.published_state import Snapshot
 

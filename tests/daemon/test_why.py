@@ -19,7 +19,7 @@ from elastic.contract.records.job_records import Failure, JobState, MemberRecord
 from elastic.contract.records.node_records import AgentRow, CordonRecord, DrainRecord, NodeRecord
 from elastic.contract.records.standings import Stillness
 from elastic.contract.step_parts import StepParts
-from elasticd.api.doctor_routes import older_agents
+from elasticd.api.doctor import older_agents
 from elasticd.cluster import reconcile
 from elasticd.cluster.assignment import Assignment
 from elasticd.cluster.cluster import Cluster, Job, Node

@@ -9,7 +9,7 @@ import click
 import pytest
 from support.source import ROOT, tracked, where
 
-from elasticd.api.routes import ROUTES
+from elasticd.api.routes.routes import ROUTES
 from elasticd.ctl.main import main as elasticctl
 from elasticd.main import _parser
 

@@ -20,8 +20,8 @@ from elasticd.access.authority import Authority
 from elasticd.agents.cleaner import Cleaner
 from elasticd.api import server as api
 from elasticd.api.actions import Actions
-from elasticd.api.doctor_routes import Doctor
-from elasticd.api.routes import Service
+from elasticd.api.doctor import Doctor
+from elasticd.api.request import Service
 from elasticd.base.folders import Folder
 from elasticd.base.settings import PerUserSettings, Settings
 from elasticd.cluster.published_state import PublishedState

@@ -13,6 +13,8 @@ import msgspec
 from elastic.contract.records.job_records import Phase
 from elasticd.access.authority import owns
 from elasticd.agents.logs import PAST_BYTES, Line, Tail
+from elasticd.api.actions import no_job
+from elasticd.api.http import query_values
 from elasticd.base.errors import Refused
 from elasticd.cluster.cluster import Job
 from elasticd.cluster.published_state import Snapshot
@@ -21,12 +23,10 @@ from elasticd.views import views
 from elasticd.views.instant import now
 from elasticd.views.views import Json
 
-from . import query_values
-from .actions import no_job
 from .job_routes import asking, other_nodes
 
 if TYPE_CHECKING:
-    from .routes import Request
+    from elasticd.api.request import Request
 
 Query = Mapping[str, str]
 

@@ -22,16 +22,16 @@ from prometheus_client.registry import Collector
 from elasticd.cluster.published_state import Snapshot
 from elasticd.machine.expiring import Certificate
 from elasticd.views import views
+from elasticd.views.instant import Identity, Now
 
-from .histogram import Histograms
 from .job_metrics import job_families
-from .observations import Histories, Requests
+from .observations import Histograms, Histories, Requests
 
 NODE_STATES = ("ready", "cordoned", "draining", "unhealthy", "no daemon", "lost", "off")
 
 
 class FromSnapshot(Collector):
-    def __init__(self, snapshot: Callable[[], Snapshot], identity: views.Identity, requests: Requests) -> None:
+    def __init__(self, snapshot: Callable[[], Snapshot], identity: Identity, requests: Requests) -> None:
         self._snapshot = snapshot
         self._identity = identity
         self._requests = requests
@@ -39,7 +39,7 @@ class FromSnapshot(Collector):
 
     def collect(self) -> Iterator[Any]:
         snapshot = self._snapshot()
-        now = views.Now(time.monotonic(), time.time())
+        now = Now(time.monotonic(), time.time())
         status = views.status(snapshot, self._identity, now)
         histories = self._histories.look(snapshot)
         yield _build(status)
@@ -86,7 +86,7 @@ def _torch() -> str:
         return ""
 
 
-def _daemon(snapshot: Snapshot, status: views.Json, now: views.Now) -> Iterator[Any]:
+def _daemon(snapshot: Snapshot, status: views.Json, now: Now) -> Iterator[Any]:
     yield _gauge("elasticd_registered", "1 while this node is in the cluster.", int(snapshot.registered))
     yield _gauge("elasticd_agents", "Agents that run on this node.", len(snapshot.agents))
     yield _gauge("elasticd_problems", "Active problems that status lists.", len(status["problems"]))
@@ -111,7 +111,7 @@ def _etcd(etcd: views.Json) -> Iterator[Any]:
     yield sizes
 
 
-def _certificates(found: Sequence[Certificate], now: views.Now) -> GaugeMetricFamily:
+def _certificates(found: Sequence[Certificate], now: Now) -> GaugeMetricFamily:
     family = GaugeMetricFamily(
         "elasticd_certificate_left_seconds", "Until a certificate that this node uses expires.", labels=["file"]
     )
@@ -146,7 +146,7 @@ def _histogram(name: str, text: str, found: Histograms, labels: tuple[str, ...])
 
 
 def exposition(
-    snapshot: Callable[[], Snapshot], identity: views.Identity, requests: Requests | None = None
+    snapshot: Callable[[], Snapshot], identity: Identity, requests: Requests | None = None
 ) -> Callable[[], bytes]:
     """A function that returns the text for Prometheus."""
     registry = CollectorRegistry(auto_describe=False)

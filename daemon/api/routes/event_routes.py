@@ -7,12 +7,11 @@ from typing import Any, Protocol
 
 from elastic.contract.keys import check_name
 from elastic.contract.records.node_records import EventRecord
+from elasticd.api.actions import known_nodes, no_job, no_node
 from elasticd.base.errors import Refused
 from elasticd.cluster.cluster import Cluster
 from elasticd.cluster.published_state import PublishedState, Snapshot
 from elasticd.diagnosis import timeline
-
-from .actions import known_nodes, no_job, no_node
 
 Json = dict[str, Any]
 

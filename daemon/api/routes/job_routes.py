@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from elasticd import stacks
+from elasticd.api.actions import no_job
+from elasticd.api.http import query_values
 from elasticd.base.errors import Refused
 from elasticd.cluster.published_state import Snapshot
 from elasticd.node.asks import User, ask_each
 from elasticd.views.views import SCHEMA, Json
 
-from . import query_values
-from .actions import no_job
+from . import stacks
 
 if TYPE_CHECKING:
-    from .routes import Request
+    from elasticd.api.request import Request
 
 
 def get_stacks(h: Request, query: Mapping[str, str], job: str) -> None:

@@ -11,18 +11,18 @@ import msgspec
 
 from elastic.contract.agent_files import GRADIENTS_BYTES, GradientSamples
 from elastic.contract.records.job_records import ProgressRecord
+from elasticd.api.actions import no_job
+from elasticd.api.http import query_values
 from elasticd.base.errors import Refused
 from elasticd.base.folders import Folder, read_file
 from elasticd.diagnosis import gradients
 from elasticd.node.asks import ask_each
 from elasticd.views.views import SCHEMA, Json, newest_progress
 
-from . import query_values
-from .actions import no_job
 from .job_routes import asking, other_nodes
 
 if TYPE_CHECKING:
-    from .routes import Request
+    from elasticd.api.request import Request
 
 AHEAD_S = 6.0
 """A sample is requested for a step this long ahead: orders reach all nodes before it."""

@@ -1,4 +1,4 @@
-"""`GET /v1/doctor`: the checks of this node, of etcd, and of all other nodes, compared. See docs/api.md."""
+"""The checks of this node, of etcd and of all other nodes, compared."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from elasticd.machine.doctor import ERROR, WARNING, Finding
 from elasticd.node.asks import CLOCKS, Asker, User, ask_each
 from elasticd.views.views import SCHEMA, Json
 
-from .job_routes import asking
-
 if TYPE_CHECKING:
-    from .routes import Request
+    pass
+
 
 MEMBER_S = 3.0
+
 NO_ETCD = 503
 
 
@@ -177,11 +177,3 @@ class Doctor:
 
 def versions() -> dict[str, str]:
     return {**doctor.versions(), "elasticd": elastic.__version__}
-
-
-def get_doctor(h: Request, query: Mapping[str, str]) -> None:
-    h.send_json(200, h.service.doctor.whole(h.service.board.now, asking(h)))
-
-
-def get_doctor_local(h: Request, query: Mapping[str, str]) -> None:
-    h.send_json(200, h.service.doctor.answer(query.get("connect", ""), h.service.board.now))

@@ -2,15 +2,62 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
+import math
 import threading
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from elastic.contract.records.job_records import IncidentRecord
 from elasticd.cluster.cluster import Job
 from elasticd.cluster.published_state import Snapshot
 
-from .histogram import Histograms
+
+class Histogram:
+    """Counts observations by upper bound. Thread-safe."""
+
+    def __init__(self, bounds: Iterable[float]) -> None:
+        """`bounds`: upper bounds, ascending, without infinity."""
+        self.bounds = tuple(bounds)
+        self._counts = [0] * (len(self.bounds) + 1)
+        self._sum = 0.0
+        self._lock = threading.Lock()
+
+    def observe(self, value: float) -> None:
+        """Numbers that are not finite, as a record may hold, are left out."""
+        if not math.isfinite(value):
+            return
+        with self._lock:
+            self._counts[bisect.bisect_left(self.bounds, value)] += 1
+            self._sum += value
+
+    def buckets(self) -> tuple[list[tuple[str, float]], float]:
+        """([(upper bound, observations up to it)], sum of all), as Prometheus takes them."""
+        with self._lock:
+            total, counts = self._sum, list(itertools.accumulate(self._counts))
+        names = [*(f"{bound:g}" for bound in self.bounds), "+Inf"]
+        return [(name, float(count)) for name, count in zip(names, counts, strict=True)], total
+
+
+class Histograms:
+    """Histograms of one metric, by the values of its labels; created when first observed."""
+
+    def __init__(self, bounds: Iterable[float]) -> None:
+        self._bounds = tuple(bounds)
+        self._known: dict[tuple[str, ...], Histogram] = {}
+        self._lock = threading.Lock()
+
+    def observe(self, value: float, *labels: str) -> None:
+        with self._lock:
+            known = self._known.setdefault(labels, Histogram(self._bounds))
+        known.observe(value)
+
+    def items(self) -> list[tuple[tuple[str, ...], Histogram]]:
+        with self._lock:
+            return sorted(self._known.items())
+
 
 REQUEST_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 RECOVERY_S = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 3.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)

@@ -4,73 +4,27 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import unquote
 
 from elastic.contract.keys import check_name
 from elasticd.access.accounts import named
-from elasticd.access.audit import Audit
-from elasticd.access.authority import Authority, Peer
-from elasticd.agents.cleaner import Cleaner
+from elasticd.api.actions import no_job
+from elasticd.api.http import query_values
+from elasticd.api.request import LONGEST_WAIT_S, MAX_DEADLINE_S, MAX_REASON_CHARS, Query, Request
 from elasticd.base import masking
 from elasticd.base import masking as log_privacy
 from elasticd.base.errors import Refused
-from elasticd.base.folders import Folder
-from elasticd.base.log import Log
-from elasticd.cluster.published_state import PublishedState, Snapshot
-from elasticd.node.asks import Asker, ask_each
+from elasticd.cluster.published_state import Snapshot
+from elasticd.node.asks import ask_each
 from elasticd.views import views
-from elasticd.views.instant import Identity, now
+from elasticd.views.instant import now
 from elasticd.views.views import SCHEMA, Json
 
-from . import course, debug_routes, doctor_routes, event_routes, job_routes, log_routes, node_routes, query_values
-from .actions import Actions, no_job
-from .doctor_routes import Doctor
-from .observations import Requests
+from . import course, debug_routes, doctor_routes, event_routes, job_routes, log_routes, node_routes
 
-LONGEST_WAIT_S = 60.0
-MAX_DEADLINE_S = 1e9
-"""Of a drain. Timers accept no unbounded numbers."""
 MAX_FORGOTTEN = 512
 """Jobs in one request."""
-MAX_REASON_CHARS = 1_000
-"""A reason is copied into records, orders and every status of the node."""
-
-Query = Mapping[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class Service:
-    """The sources of the answers."""
-
-    board: PublishedState
-    actions: Actions
-    identity: Identity
-    logs: Callable[[str], Folder]
-    config: Callable[[], Json]
-    log: Log
-    authority: Authority
-    audit: Audit
-    asker: Asker
-    """Asks other nodes' daemons."""
-    doctor: Doctor
-    cleaner: Cleaner
-    requests: Requests = field(default_factory=Requests)
-
-
-class Request(Protocol):
-    """The request at hand, and the way to answer it."""
-
-    @property
-    def service(self) -> Service: ...
-    def body(self) -> dict[str, Any]: ...
-    def peer(self) -> Peer: ...
-    def send_json(self, status: int, content: Json) -> None: ...
-    def begin_stream(self) -> None: ...
-    def stream(self, content: Json) -> None: ...
-    def end_stream(self) -> None: ...
-    def still_there(self) -> bool: ...
 
 
 def get_status(h: Request, query: Query) -> None:

@@ -8,16 +8,15 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from elasticd.api.actions import known_nodes, no_node
+from elasticd.api.http import query_values
 from elasticd.cluster import drain_effects
 from elasticd.cluster.published_state import Snapshot
 from elasticd.views import views
 from elasticd.views.views import SCHEMA, Json
 
-from . import query_values
-from .actions import known_nodes, no_node
-
 if TYPE_CHECKING:
-    from .routes import Request
+    from elasticd.api.request import Request
 
 Query = Mapping[str, str]
 

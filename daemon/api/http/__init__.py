@@ -1,0 +1,1 @@
+"""HTTP/1.1 on a listening socket, and values of a query."""
