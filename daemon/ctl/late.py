@@ -10,25 +10,25 @@ Commands = Mapping[str, click.Command]
 
 
 def _lifecycle() -> Commands:
-    from . import lifecycle as ctl_lifecycle
+    from .jobs import lifecycle as ctl_lifecycle
 
     return ctl_lifecycle.COMMANDS
 
 
 def _run() -> Commands:
-    from . import run_command
+    from .jobs import run_command
 
     return run_command.COMMANDS
 
 
 def _top() -> Commands:
-    from . import top as ctl_top
+    from .jobs import top as ctl_top
 
     return ctl_top.COMMANDS
 
 
 def _events() -> Commands:
-    from . import events as ctl_events
+    from .jobs import events as ctl_events
 
     return ctl_events.COMMANDS
 
@@ -40,55 +40,55 @@ def _completion() -> Commands:
 
 
 def _drain() -> Commands:
-    from . import drain as ctl_drain
+    from .nodes import drain as ctl_drain
 
     return ctl_drain.COMMANDS
 
 
 def _course() -> Commands:
-    from . import course as ctl_course
+    from .show import course as ctl_course
 
     return ctl_course.COMMANDS
 
 
 def _doctor() -> Commands:
-    from . import doctor
+    from .nodes import doctor
 
     return doctor.COMMANDS
 
 
 def _logs() -> Commands:
-    from . import logs
+    from .jobs import logs
 
     return logs.COMMANDS
 
 
 def _install() -> Commands:
-    from . import install
+    from .nodes import install
 
     return install.COMMANDS
 
 
 def _bundle() -> Commands:
-    from . import bundle
+    from .nodes import bundle
 
     return bundle.COMMANDS
 
 
 def _config() -> Commands:
-    from . import config_commands
+    from .nodes import config_commands
 
     return config_commands.COMMANDS
 
 
 def _gc() -> Commands:
-    from . import gc_command
+    from .nodes import gc_command
 
     return gc_command.COMMANDS
 
 
 def _debug() -> Commands:
-    from . import debug
+    from .jobs import debug
 
     return debug.COMMANDS
 

@@ -20,10 +20,10 @@ import click
 import elastic
 from elasticd.base import safe_text
 
-from . import complete as ctl_complete
+from . import completion as ctl_complete
 from . import late as ctl_late
 from .client import Client, Failed, Unreachable, name
-from .complete import JOB, NODE
+from .completion import JOB, NODE
 from .exit_codes import DEGRADED, DENIED, ERROR, FAILED, INTERRUPTED, NO_DAEMON, NO_ETCD, OK, USAGE
 from .output import ABSENT, AS_USER, OVER, as_json, as_of, length
 from .output import NO_DAEMON as NO_NODE_DAEMON
@@ -102,7 +102,7 @@ def status(client: Client, job: str | None, watch: bool, every: bool, as_json: b
     if as_json:
         _print(data)
     else:
-        from . import render
+        from .show import render
 
         show = render.job if job else render.status
         if watch:
@@ -120,7 +120,7 @@ def jobs(client: Client, as_json: bool) -> None:
     data = client.get("/v1/jobs")
     if as_json:
         return _print(data)
-    from . import render
+    from .show import render
 
     render.jobs(data["jobs"])
     return as_of(data)
@@ -137,7 +137,7 @@ def nodes(ctx: click.Context, as_json: bool) -> None:
     data = client.get("/v1/nodes")
     if as_json:
         return _print(data)
-    from . import render
+    from .show import render
 
     render.nodes(data["nodes"])
     return as_of(data)
@@ -163,7 +163,7 @@ def incidents(client: Client, job: str | None, last: int, full: bool, as_json: b
     data = client.get("/v1/incidents", {"job": job or "", "last": last})
     if as_json:
         return _print(data)
-    from . import render
+    from .show import render
 
     found = data["incidents"]
     if full and found:
@@ -183,7 +183,7 @@ def incidents(client: Client, job: str | None, last: int, full: bool, as_json: b
 @click.pass_obj
 def submit(client: Client, file: str, settings: tuple[str, ...], replace: bool, user: str, as_json: bool) -> None:
     """Submit the job that FILE (job.toml) describes."""
-    from . import job_file
+    from .jobs import job_file
 
     try:
         raw = job_file.from_file(Path(file))
@@ -282,7 +282,7 @@ def checkpoint_now(client: Client, job: str, as_json: bool) -> None:
 @click.pass_obj
 def checkpoint_list(client: Client, where: str, as_json: bool) -> None:
     """The checkpoints in DIR, or in JOB's directory: newest first, then quarantined ones."""
-    from . import checkpoint_commands
+    from .jobs import checkpoint_commands
 
     sys.exit(checkpoint_commands.show_list(client, where, as_json))
 
@@ -293,7 +293,7 @@ def checkpoint_list(client: Client, where: str, as_json: bool) -> None:
 @click.pass_obj
 def checkpoint_verify(client: Client, where: str, as_json: bool) -> None:
     """Check every byte of one checkpoint, or of all in a directory. Exit code 1: one is damaged."""
-    from . import checkpoint_commands
+    from .jobs import checkpoint_commands
 
     sys.exit(checkpoint_commands.show_verify(client, where, as_json))
 
@@ -306,7 +306,7 @@ def checkpoint_verify(client: Client, where: str, as_json: bool) -> None:
 @as_json
 def checkpoint_export(path: str, target: str, form: str, as_json: bool) -> None:
     """Write the checkpoint at PATH to TARGET in the format of another tool. Every byte is checked."""
-    from . import checkpoint_commands
+    from .jobs import checkpoint_commands
 
     sys.exit(checkpoint_commands.export(path, target, form, as_json))
 

@@ -36,7 +36,7 @@ from elastic.contract.records.job_records import (  # noqa: E402
 )
 from elastic.contract.records.ledger import Bucket, Ledger  # noqa: E402
 from elasticd.cluster.cluster import Job  # noqa: E402
-from elasticd.ctl import top  # noqa: E402
+from elasticd.ctl.jobs import top  # noqa: E402
 from elasticd.page import live, report  # noqa: E402
 from elasticd.views import views  # noqa: E402
 

@@ -11,7 +11,7 @@ from chaos.harness import Cluster, Job
 from support.wait import eventually
 
 from elasticd.ctl.client import Client
-from elasticd.ctl.debug import sampled
+from elasticd.ctl.jobs.debug import sampled
 
 pytestmark = [pytest.mark.chaos, pytest.mark.etcd]
 

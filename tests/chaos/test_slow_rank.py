@@ -9,7 +9,7 @@ from chaos.harness import Cluster, Job
 from support.wait import eventually
 
 from elasticd.ctl.client import Client
-from elasticd.ctl.top import look
+from elasticd.ctl.jobs.top import look
 
 pytestmark = [pytest.mark.chaos, pytest.mark.etcd]
 

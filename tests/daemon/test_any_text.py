@@ -20,9 +20,9 @@ from elasticd.base import safe_text
 from elasticd.cluster.assignment import Assignment
 from elasticd.cluster.published_state import Contact
 from elasticd.ctl import main as ctl
-from elasticd.ctl import render
 from elasticd.ctl.client import Failed
-from elasticd.ctl.screen import Console
+from elasticd.ctl.show import render
+from elasticd.ctl.show.screen import Console
 from elasticd.views import views
 from elasticd.views.instant import Identity, Now
 

@@ -166,7 +166,7 @@ def test_check_only(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_the_example_file_shows_every_setting_and_its_default(tmp_path: pathlib.Path) -> None:
-    example = pathlib.Path(__file__).parents[2] / "daemon" / "unit_files" / "elasticd.toml"
+    example = pathlib.Path(__file__).parents[2] / "systemd" / "elasticd.toml"
     text = example.read_text()
     config.load(example, {}, {})  # as it comes
     without_comments = re.sub(r"(?m)^#(?=[a-z_]+ = )", "", text)

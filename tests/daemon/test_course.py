@@ -23,9 +23,9 @@ from elasticd.api.routes import routes
 from elasticd.base.errors import Refused
 from elasticd.base.folders import Folder
 from elasticd.cluster.published_state import PublishedState
-from elasticd.ctl import course
 from elasticd.ctl.client import Failed
 from elasticd.ctl.main import main
+from elasticd.ctl.show import course
 from elasticd.page import report as report_page
 from elasticd.page import svg
 from elasticd.views import views

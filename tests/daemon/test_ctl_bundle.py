@@ -12,9 +12,9 @@ import pytest
 from click.testing import CliRunner
 
 from elasticd.ctl import main as ctl
-from elasticd.ctl.bundle import without_secrets
 from elasticd.ctl.client import Client, Failed
-from elasticd.ctl.config_commands import differences
+from elasticd.ctl.nodes.bundle import without_secrets
+from elasticd.ctl.nodes.config_commands import differences
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import sys
 import pytest
 from click.testing import CliRunner
 
-from elasticd.ctl.install import FILES, PLACES, install_service
+from elasticd.ctl.nodes.install import FILES, PLACES, install_service
 
 BIN = pathlib.Path(sys.executable).parent
 

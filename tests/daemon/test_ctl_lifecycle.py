@@ -9,9 +9,9 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from elasticd.ctl import lifecycle as ctl_lifecycle
 from elasticd.ctl import main as ctl
 from elasticd.ctl.client import Client, Failed
+from elasticd.ctl.jobs import lifecycle as ctl_lifecycle
 from elasticd.ctl.output import length
 
 Json = dict[str, Any]

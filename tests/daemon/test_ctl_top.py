@@ -9,8 +9,8 @@ import pytest
 from support.pictures import job, progress, row, snapshot
 
 from elastic.contract.records.rank_records import RanksRecord, RankTimes
-from elasticd.ctl import top as ctl_top
-from elasticd.ctl.screen import Console
+from elasticd.ctl.jobs import top as ctl_top
+from elasticd.ctl.show.screen import Console
 from elasticd.views import views
 from elasticd.views.instant import Now
 

@@ -13,8 +13,8 @@ from support.pictures import progress
 from elastic.contract.agent_files import GradientSamples, RankSample
 from elasticd.api.routes.debug_routes import _passed, _shown, read
 from elasticd.base.folders import Folder
-from elasticd.ctl import debug
 from elasticd.ctl.client import Client, Failed
+from elasticd.ctl.jobs import debug
 
 
 class Api:

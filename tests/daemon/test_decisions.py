@@ -31,7 +31,7 @@ from elasticd.base.folders import Folder
 from elasticd.base.settings import EtcdSettings, Settings
 from elasticd.cluster import reconcile
 from elasticd.cluster.cluster import Cluster, ClusterReader, Job, Node
-from elasticd.ctl import job_file
+from elasticd.ctl.jobs import job_file
 from elasticd.etcd import embedded as etcd_versions
 from elasticd.etcd.embedded import VersionSupport
 from elasticd.node.writer import taken

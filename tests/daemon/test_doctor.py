@@ -8,7 +8,7 @@ import resource
 
 import pytest
 
-from elasticd.ctl.doctor import lines
+from elasticd.ctl.nodes.doctor import lines
 from elasticd.machine import doctor
 from elasticd.machine.doctor import ERROR, OK, WARNING, Finding
 

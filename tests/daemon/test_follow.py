@@ -11,9 +11,9 @@ from support.pictures import job, progress, snapshot
 from elastic.contract.origin import Origin
 from elastic.contract.records.job_records import JobState, Phase
 from elasticd.api.routes.log_routes import PROGRESS_S, ProgressReports, _told
-from elasticd.ctl import follow as follow_job
 from elasticd.ctl.client import Client, Failed
-from elasticd.ctl.follow import ProgressLine, Tracebacks
+from elasticd.ctl.jobs import follow as follow_job
+from elasticd.ctl.jobs.follow import ProgressLine, Tracebacks
 from elasticd.views import views
 from elasticd.views.instant import Now
 

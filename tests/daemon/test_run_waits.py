@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from elasticd.ctl import client as client_module
-from elasticd.ctl import run_command
 from elasticd.ctl.client import Client, Failed, Unreachable
+from elasticd.ctl.jobs import run_command
 
 ABSENT = Unreachable("no socket", absent=True)
 NOT_YET = {"etcd": {"connected": False, "age_s": None}}

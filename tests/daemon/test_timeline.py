@@ -16,7 +16,7 @@ from elastic.contract.records.node_records import DrainRecord, EventRecord, Node
 from elastic.etcd.client import MemberHealth, Put
 from elasticd.api.routes import event_routes
 from elasticd.cluster.cluster import Cluster, Job, Node
-from elasticd.ctl import events as ctl_events
+from elasticd.ctl.jobs import events as ctl_events
 from elasticd.diagnosis import timeline
 from elasticd.diagnosis.timeline import Timeline, happened
 

@@ -16,12 +16,12 @@ from click.testing import CliRunner
 from support.daemons import Node, Nodes
 from torch.distributed.run import get_args_parser
 
-from elasticd.ctl import follow as ctl_follow
-from elasticd.ctl import job_file as ctl_jobs
-from elasticd.ctl import torchrun as ctl_torchrun
-from elasticd.ctl.job_file import InvalidJob
-from elasticd.ctl.run_command import run
-from elasticd.ctl.torchrun import FLAGS, Given, Translation
+from elasticd.ctl.jobs import follow as ctl_follow
+from elasticd.ctl.jobs import job_file as ctl_jobs
+from elasticd.ctl.jobs import torchrun as ctl_torchrun
+from elasticd.ctl.jobs.job_file import InvalidJob
+from elasticd.ctl.jobs.run_command import run
+from elasticd.ctl.jobs.torchrun import FLAGS, Given, Translation
 
 
 def typed(*words: str, env: dict[str, str] | None = None) -> dict[str, Given]:

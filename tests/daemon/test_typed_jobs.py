@@ -14,8 +14,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from elasticd.ctl import job_file, modules
-from elasticd.ctl.job_file import InvalidJob
+from elasticd.ctl.jobs import job_file
+from elasticd.ctl.jobs import job_file as modules
+from elasticd.ctl.jobs.job_file import InvalidJob
 
 
 @pytest.mark.parametrize(

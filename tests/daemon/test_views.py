@@ -22,8 +22,8 @@ from elasticd.cluster import reconcile
 from elasticd.cluster.assignment import Assignment
 from elasticd.cluster.cluster import Job, Node
 from elasticd.cluster.published_state import Contact, LocalAgent
-from elasticd.ctl import render
-from elasticd.ctl.screen import HOME_AND_CLEAR, Console
+from elasticd.ctl.show import render
+from elasticd.ctl.show.screen import HOME_AND_CLEAR, Console
 from elasticd.views import views
 from elasticd.views.instant import Identity, Now
 

@@ -27,7 +27,7 @@ PASSED_ON = {
 
 SLEEPS = {
     "elasticd.processes.guard:_end_children": "no event tells of children that are spared; with a deadline",
-    "elasticd.ctl.debug:_asked": "a command that asks again until a step is made; with a deadline",
+    "elasticd.ctl.jobs.debug:_asked": "a command that asks again until a step is made; with a deadline",
     "elastic.checkpoint.saving.write:commit": "a shared folder gives no event of other hosts' files; with a deadline",
 }
 """module:function -> why it may sleep. Everything else waits for an event, with a deadline."""

@@ -1,4 +1,4 @@
-"""The files in daemon/unit_files: the example configuration is complete and true, the unit is free of typing errors."""
+"""The files in systemd/: the example configuration is complete and true, the unit is free of typing errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import tomllib
 import pytest
 from support.source import ROOT
 
-SYSTEMD = ROOT / "daemon" / "unit_files"
+SYSTEMD = ROOT / "systemd"
 SET_IN_THE_EXAMPLE = {"socket_group": "elasticd", "admin_group": "elasticd-admin"}
 
 

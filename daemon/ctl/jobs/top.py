@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import click
 
-from . import complete as ctl_complete
-from .client import Client, Failed, name
-from .output import OVER, Json, as_json, print_json
-from .screen import HOME_AND_CLEAR, Text
+from elasticd.ctl import completion as ctl_complete
+from elasticd.ctl.client import Client, Failed, name
+from elasticd.ctl.output import OVER, Json, as_json, print_json
+from elasticd.ctl.show.screen import HOME_AND_CLEAR, Text
 
 OTHER_SCREEN, FIRST_SCREEN = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 """To the terminal's other screen, without a cursor, and back: what was there before stays."""
@@ -29,7 +29,7 @@ def top(client: Client, job: str | None, once: bool, every_s: float, as_json: bo
     """Show the ranks of JOB, or of all running jobs, until Ctrl-C: phase, step, time of a step, memory."""
     if as_json:
         return print_json(look(client, job))
-    from .render import console
+    from elasticd.ctl.show.render import console
 
     out = console()
     if once or not out.is_terminal:
@@ -88,10 +88,9 @@ def of_job(data: Json) -> Json:
 def screen(data: Json, width: int, height: int | None = None, live: bool = True) -> list[Text]:
     """The answer of `look` for a screen of `width` cells; cut at `height` lines."""
     from elasticd.base.safe_text import shown
+    from elasticd.ctl.show import render
+    from elasticd.ctl.show.table import Column, Rows
     from elasticd.diagnosis import step_time
-
-    from . import render
-    from .table import Column, Rows
 
     data = shown(data)
     etcd = "" if data["etcd"] else "  etcd cannot be reached: other nodes as last seen"
@@ -129,7 +128,7 @@ def headline(job: Json) -> str:
 
 
 def _cells(row: Json) -> Sequence[object]:
-    from .render import as_of
+    from elasticd.ctl.show.render import as_of
 
     phase = row["phase"] or "-"
     late = row["behind"] is not None and row["behind"] > 1

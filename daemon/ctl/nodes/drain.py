@@ -8,11 +8,10 @@ import time
 import click
 
 from elasticd.base import safe_text
-
-from .client import Client, name
-from .complete import NODE
-from .exit_codes import ERROR, OK
-from .output import ABSENT, NO_DAEMON, Json, as_json, length, print_json, say
+from elasticd.ctl.client import Client, name
+from elasticd.ctl.completion import NODE
+from elasticd.ctl.exit_codes import ERROR, OK
+from elasticd.ctl.output import ABSENT, NO_DAEMON, Json, as_json, length, print_json, say
 
 LONGEST_ANSWER_S = 60.0
 

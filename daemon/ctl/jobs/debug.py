@@ -8,10 +8,9 @@ from collections.abc import Sequence
 import click
 
 from elasticd.base import safe_text
-
-from .client import Client, Failed, name
-from .complete import JOB
-from .output import Json, as_json, print_json
+from elasticd.ctl.client import Client, Failed, name
+from elasticd.ctl.completion import JOB
+from elasticd.ctl.output import Json, as_json, print_json
 
 LEAST_WAIT_S = 20.0
 POLL_S = 0.5

@@ -7,12 +7,13 @@ import time
 
 import click
 
-from . import complete as ctl_complete
+from elasticd.ctl import completion as ctl_complete
+from elasticd.ctl.client import Client, Failed, name
+from elasticd.ctl.completion import JOB
+from elasticd.ctl.exit_codes import ERROR, OF_PHASE
+from elasticd.ctl.output import OVER, Json, as_json, length, print_json, say
+
 from . import follow
-from .client import Client, Failed, name
-from .complete import JOB
-from .exit_codes import ERROR, OF_PHASE
-from .output import OVER, Json, as_json, length, print_json, say
 
 LONGEST_ANSWER_S = 60.0
 """The daemon answers a request that waits after this time at the latest."""

@@ -8,10 +8,9 @@ import time
 import click
 
 from elasticd.base.safe_text import line
-
-from . import complete as ctl_complete
-from .client import Client
-from .output import Json, as_json, as_of, length, print_json
+from elasticd.ctl import completion as ctl_complete
+from elasticd.ctl.client import Client
+from elasticd.ctl.output import Json, as_json, as_of, length, print_json
 
 
 @click.command()

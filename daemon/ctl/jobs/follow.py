@@ -16,9 +16,8 @@ from typing import NoReturn, TextIO
 import click
 
 from elasticd.base import safe_text
-
-from .client import Client, Failed, Json, Unreachable, name
-from .exit_codes import INTERRUPTED, OF_PHASE, TERMINATED
+from elasticd.ctl.client import Client, Failed, Json, Unreachable, name
+from elasticd.ctl.exit_codes import INTERRUPTED, OF_PHASE, TERMINATED
 
 RECONNECT_S = 30.0
 """How long the daemon may be unreachable (a restart, an upgrade) before following ends."""
@@ -169,7 +168,7 @@ def progress_text(row: Json) -> str:
 def _tell_error(data: Json, tracebacks: Tracebacks) -> None:
     """The rank that failed first, with its traceback unless that was shown."""
     if error := data["error"]:
-        from .render import failed_first
+        from elasticd.ctl.show.render import failed_first
 
         shown = tracebacks.shown(error["message"])
         then = f"; all frames: elasticctl incidents {data['job']} --full" if shown else ":"

@@ -13,10 +13,9 @@ from pathlib import Path
 import click
 
 from elasticd.base.ownership import OPEN_PYTHON, closed_to
+from elasticd.ctl.client import Failed
 
-from .client import Failed
-
-FILES = Path(__file__).parents[1] / "unit_files"
+FILES = Path(__file__).parents[2] / "unit_files"
 """In the package: the wheel has them."""
 PLACES = {
     "elasticd.service": "/etc/systemd/system/elasticd.service",

@@ -13,10 +13,9 @@ from pathlib import Path
 import click
 
 from elasticd.base import safe_text
-
-from .client import Client, Failed, name
-from .complete import JOB
-from .output import Json, as_json, print_json
+from elasticd.ctl.client import Client, Failed, name
+from elasticd.ctl.completion import JOB
+from elasticd.ctl.output import Json, as_json, print_json
 
 BLOCKS, ASCII = "▁▂▃▄▅▆▇█", "_.-~=+*#"
 FIELDS = ("wall_s", "step", "loss", "steps_per_s", "world_size")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import click
 
+from elasticd.ctl.client import Client
+from elasticd.ctl.completion import JOB
+from elasticd.ctl.output import as_json, length
+
 from . import follow as follow_job
-from .client import Client
-from .complete import JOB
-from .output import as_json, length
 
 
 @click.command()

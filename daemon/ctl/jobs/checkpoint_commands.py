@@ -13,9 +13,8 @@ import sys
 import click
 
 from elasticd.base import safe_text
+from elasticd.ctl.client import Client, Failed, Json, Unreachable, name
 from elasticd.views.views import SCHEMA
-
-from .client import Client, Failed, Json, Unreachable, name
 
 
 def show_list(client: Client, where: str, as_json: bool) -> int:
@@ -24,7 +23,7 @@ def show_list(client: Client, where: str, as_json: bool) -> int:
     if as_json:
         _print(rows)
     elif rows:
-        from . import render
+        from elasticd.ctl.show import render
 
         render.checkpoints(rows)
     else:

@@ -7,10 +7,9 @@ import sys
 import click
 
 from elasticd.base import safe_text
-
-from .client import Client
-from .exit_codes import ERROR, OK
-from .output import Json, as_json, print_json
+from elasticd.ctl.client import Client
+from elasticd.ctl.exit_codes import ERROR, OK
+from elasticd.ctl.output import Json, as_json, print_json
 
 ANSWER_S = 300.0
 """A node may have a hundred thousand log files."""

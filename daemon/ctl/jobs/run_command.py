@@ -10,10 +10,10 @@ from pathlib import Path
 import click
 
 from elasticd.base import safe_text
+from elasticd.ctl.client import Client, Failed, Unreachable
+from elasticd.ctl.output import AS_USER, OVER, Json, as_json, say
 
 from . import follow, job_file, torchrun
-from .client import Client, Failed, Unreachable
-from .output import AS_USER, OVER, Json, as_json, say
 
 STARTING_S = 10.0
 """How long to wait for a daemon that is starting."""

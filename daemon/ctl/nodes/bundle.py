@@ -19,11 +19,10 @@ from pathlib import Path
 import click
 
 from elasticd.base import masking, safe_text
-
-from . import complete
-from .client import Client, Failed, Unreachable, name
-from .exit_codes import NO_DAEMON
-from .output import OVER, Json
+from elasticd.ctl import completion as complete
+from elasticd.ctl.client import Client, Failed, Unreachable, name
+from elasticd.ctl.exit_codes import NO_DAEMON
+from elasticd.ctl.output import OVER, Json
 
 ANSWER_S = 60.0
 JOURNAL_LINES = 5000

@@ -10,10 +10,9 @@ from pathlib import Path
 import click
 
 from elasticd.base import safe_text
-
-from .client import Client, Failed
-from .exit_codes import ERROR, OK
-from .output import Json, as_json, print_json
+from elasticd.ctl.client import Client, Failed
+from elasticd.ctl.exit_codes import ERROR, OK
+from elasticd.ctl.output import Json, as_json, print_json
 
 PLACES = ("/etc/elasticd/elasticd.toml",)
 OF_A_NODE = frozenset({"node", "address", "interface", "slots", "socket", "state_dir", "http.listen", "page.listen",
@@ -36,7 +35,7 @@ def show(client: Client, explain: bool, as_json: bool) -> None:
     data = client.get("/v1/config")
     if as_json:
         return print_json(data)
-    from . import render
+    from elasticd.ctl.show import render
 
     return render.config(data, explain)
 

@@ -7,11 +7,10 @@ import sys
 import click
 
 from elasticd.base import safe_text
-
-from .client import Client, name
-from .complete import JOB
-from .exit_codes import DEGRADED, ERROR, OK
-from .output import Json, as_json, print_json
+from elasticd.ctl.client import Client, name
+from elasticd.ctl.completion import JOB
+from elasticd.ctl.exit_codes import DEGRADED, ERROR, OK
+from elasticd.ctl.output import Json, as_json, print_json
 
 CODES = {"ok": OK, "warning": DEGRADED, "error": ERROR}
 """Exit codes by the worst finding."""

@@ -1,0 +1,1 @@
+"""What elasticctl prints: styled text, tables, curves."""
