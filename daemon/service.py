@@ -225,9 +225,12 @@ class Daemon:
         settings = self._settings
         if not (settings.notify.webhook or settings.notify.command):
             return None
-        from elasticd.notify.notifier import Notifier, ways  # not imported by the many daemons without notifications
+        from elasticd.notify.notifier import (  # not imported by the many daemons without notifications
+            Notifier,
+            channels,
+        )
 
-        sent = ways(settings.notify)
+        sent = channels(settings.notify)
         return Notifier(settings.notify, settings.cluster, settings.node, sent, self._board, self._log)
 
     def _watch_preemption(self, actions: Actions, audit: Audit) -> None:

@@ -20,7 +20,15 @@ from typing import Any
 
 from elasticd.access.accounts import account
 from elasticd.access.authority import UNKNOWN, Peer
-from elasticd.api.http.httpd import MAX_ARRIVING, ClientConnection, HttpRequest, Places, Server, host_of, listen_on
+from elasticd.api.http.httpd import (
+    MAX_ARRIVING,
+    ClientConnection,
+    HttpRequest,
+    RequestLimits,
+    Server,
+    host_of,
+    listen_on,
+)
 from elasticd.base.errors import CannotStart, Refused
 from elasticd.base.log import Log
 from elasticd.cluster.published_state import PublishedState
@@ -167,7 +175,7 @@ def unix_server(path: str, group: str, service: Service) -> Server:
     except OSError as error:
         listener.close()
         raise CannotStart(f"cannot listen on {path}: {error.strerror or error}") from error
-    places = Places(MAX_REQUESTS, MAX_REQUESTS_OF_A_USER, KEPT_FOR_ROOT, ROOT)
+    places = RequestLimits(MAX_REQUESTS, MAX_REQUESTS_OF_A_USER, KEPT_FOR_ROOT, ROOT)
     return Server(listener, lambda connection: _timed(Handler(service, connection)), _user, places, service.log)
 
 
@@ -218,5 +226,5 @@ def metrics_server(listen: str, board: PublishedState, exposition: Callable[[], 
             connection.answer(404, "text/plain", b"/metrics, /healthz\n")
 
     listener = listen_on("http.listen", listen, MAX_ARRIVING)
-    places, probes = (Places(MAX_SCRAPES, MAX_SCRAPES_OF_A_HOST) for _ in range(2))
+    places, probes = (RequestLimits(MAX_SCRAPES, MAX_SCRAPES_OF_A_HOST) for _ in range(2))
     return Server(listener, handle, host_of, places, log, {"/healthz": probes})

@@ -11,11 +11,11 @@ ANSWER_S = 1.0
 """Longest wait for the daemon: a key press must not hang."""
 
 
-def jobs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+def job_names(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
     return _names(ctx, "job", incomplete)
 
 
-def nodes(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+def node_names(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
     return _names(ctx, "node", incomplete)
 
 
@@ -28,8 +28,8 @@ def _names(ctx: click.Context, kind: str, incomplete: str) -> list[str]:
         return []
 
 
-JOB = click.argument("job", shell_complete=jobs)
-NODE = click.argument("node", shell_complete=nodes)
+JOB = click.argument("job", shell_complete=job_names)
+NODE = click.argument("node", shell_complete=node_names)
 
 
 SHELLS = ("bash", "zsh", "fish")
@@ -45,6 +45,3 @@ def completion(ctx: click.Context, shell: str) -> None:
     kind = get_completion_class(shell)
     assert kind is not None
     click.echo(kind(ctx.find_root().command, {}, "elasticctl", VARIABLE).source())
-
-
-COMMANDS: dict[str, click.Command] = {"completion": completion}

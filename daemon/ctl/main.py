@@ -7,6 +7,7 @@ a command for admins.
 
 from __future__ import annotations
 
+import importlib
 import io
 import os
 import sys
@@ -20,13 +21,25 @@ import click
 import elastic
 from elasticd.base import safe_text
 
-from . import completion as ctl_complete
-from . import late as ctl_late
 from .client import Client, Failed, Unreachable, name
-from .completion import JOB, NODE
-from .exit_codes import DEGRADED, DENIED, ERROR, FAILED, INTERRUPTED, NO_DAEMON, NO_ETCD, OK, USAGE
-from .output import ABSENT, AS_USER, OVER, as_json, as_of, length
-from .output import NO_DAEMON as NO_NODE_DAEMON
+from .completion import JOB, NODE, job_names
+from .output import (
+    AS_USER,
+    DEGRADED,
+    DENIED,
+    ERROR,
+    FAILED,
+    INTERRUPTED,
+    NO_DAEMON,
+    NO_ETCD,
+    OK,
+    OVER,
+    USAGE,
+    WITHOUT_DAEMON,
+    as_json,
+    as_of,
+    length,
+)  # fmt: skip
 from .output import print_json as _print
 from .output import say as _say
 
@@ -35,14 +48,41 @@ Json = dict[str, Any]
 HEALTH = {"healthy": OK, "degraded": DEGRADED, "failed": FAILED}
 
 
+LATE = {
+    "bundle": ".nodes.bundle:bundle",
+    "completion": ".completion:completion",
+    "config": ".nodes.config_commands:config",
+    "debug": ".jobs.debug:debug",
+    "doctor": ".nodes.doctor:doctor",
+    "drain": ".nodes.drain:drain",
+    "events": ".jobs.events:events",
+    "forget": ".jobs.lifecycle:forget",
+    "gc": ".nodes.gc_command:gc",
+    "install-service": ".nodes.install:install_service",
+    "logs": ".jobs.logs:logs",
+    "loss": ".show.course:loss",
+    "report": ".show.course:report",
+    "restart": ".jobs.lifecycle:restart",
+    "run": ".jobs.run_command:run",
+    "stacks": ".nodes.doctor:stacks",
+    "top": ".jobs.top:top",
+    "wait": ".jobs.lifecycle:wait",
+}
+"""Commands whose modules are imported only when they are called: `elasticctl status` must not pay for them."""
+
+
 class Main(click.Group):
     """Turns errors into text, or JSON if requested, and an exit code."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted({*super().list_commands(ctx), *ctl_late.MODULES})
+        return sorted({*super().list_commands(ctx), *LATE})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        return super().get_command(ctx, cmd_name) or ctl_late.command(cmd_name)
+        if not (place := LATE.get(cmd_name)):
+            return super().get_command(ctx, cmd_name)
+        module, _, function = place.partition(":")
+        command: click.Command = getattr(importlib.import_module(module, __package__), function)
+        return command
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -90,7 +130,7 @@ def main(ctx: click.Context, socket: str | None) -> None:
 
 
 @main.command()
-@click.argument("job", required=False, shell_complete=ctl_complete.jobs)
+@click.argument("job", required=False, shell_complete=job_names)
 @click.option("-w", "--watch", is_flag=True, help="Show it anew every second, until Ctrl-C.")
 @click.option("--all", "every", is_flag=True, help="Also the jobs that are over beyond the newest hundred.")
 @as_json
@@ -153,7 +193,7 @@ def nodes_forget(client: Client, node: str, as_json: bool) -> None:
 
 
 @main.command()
-@click.argument("job", required=False, shell_complete=ctl_complete.jobs)
+@click.argument("job", required=False, shell_complete=job_names)
 @click.option("--last", default=0, help="Only the newest N.")
 @click.option("--full", is_flag=True, help="With verdict, time line, stacks and traceback of each.")
 @as_json
@@ -255,7 +295,7 @@ def uncordon(client: Client, node: str, as_json: bool) -> None:
     """Undo a cordon or drain of NODE, and let the jobs that excluded it use it again."""
     data = client.post(f"/v1/nodes/{name(node)}/uncordon")
     text = f"{node} takes work again"
-    if (state := data.get("state", "ready")) in (NO_NODE_DAEMON, *ABSENT):
+    if (state := data.get("state", "ready")) in WITHOUT_DAEMON:
         text = f"{node} may take work again, once its elasticd runs: now none does"
     elif state == "unhealthy":
         text = f"{node} is neither cordoned nor drained any more, and takes no work still: {data['reason']}"

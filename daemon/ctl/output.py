@@ -1,4 +1,4 @@
-"""What the command modules share: the options --json and --as, and how an answer is printed."""
+"""What the command modules share: exit codes, the options --json and --as, how an answer is printed."""
 
 from __future__ import annotations
 
@@ -11,6 +11,12 @@ import click
 from elasticd.base import safe_text
 
 Json = dict[str, Any]
+
+OK, ERROR, USAGE, DEGRADED, FAILED, NO_DAEMON, NO_ETCD, DENIED = range(8)
+"""Exit codes, as docs/api.md lists them."""
+INTERRUPTED, TERMINATED = 130, 143  # 128 + the signal, as a shell has it
+OF_PHASE = {"succeeded": OK, "failed": FAILED, "stopped": ERROR}
+"""How a job has ended."""
 
 OVER = ("succeeded", "failed", "stopped")
 
@@ -30,10 +36,9 @@ def say(data: Json, as_json: bool, text: str, err: bool = False) -> None:
         click.echo(safe_text.line(text), err=err)
 
 
-NO_DAEMON = "no daemon"
-"""State of a node that has agents of jobs and no elasticd."""
 ABSENT = ("lost", "off", "gone")
-"""States of a node that has neither."""
+"""States of a node that has neither an elasticd that runs nor agents of jobs."""
+WITHOUT_DAEMON = ("no daemon", *ABSENT)
 
 
 def as_of(data: Json) -> None:

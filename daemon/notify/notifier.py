@@ -49,7 +49,7 @@ class NotSent(Exception):
         self.again = again
 
 
-class Way(Protocol):
+class Channel(Protocol):
     name: str
 
     def send(self, body: bytes) -> None:
@@ -97,7 +97,9 @@ class Webhook:
                 pass
         except urllib.error.HTTPError as error:
             with error:
-                raise NotSent(f"HTTP {error.code} {error.reason}{_said(error)}", _may_pass(error.code)) from None
+                raise NotSent(
+                    f"HTTP {error.code} {error.reason}{_response_excerpt(error)}", _may_pass(error.code)
+                ) from None
         except urllib.error.URLError as error:
             raise NotSent(str(error.reason), True) from None
         except (OSError, http.client.HTTPException, ValueError) as error:
@@ -115,8 +117,8 @@ def _may_pass(status: int) -> bool:
     return status in (408, 425, 429) or status >= 500
 
 
-def _said(error: urllib.error.HTTPError) -> str:
-    """The beginning of the answer: chats say there what they do not like."""
+def _response_excerpt(error: urllib.error.HTTPError) -> str:
+    """Start of the response body; chat services give the reason for a refusal there."""
     try:
         text = error.read(REASON_BYTES).decode(errors="replace")
     except (OSError, http.client.HTTPException, ValueError):
@@ -153,8 +155,8 @@ class Command:
             raise NotSent(f"{self._argv[0]}: {how}", False)
 
 
-def ways(settings: NotifySettings) -> list[Way]:
-    found: list[Way] = [Webhook(settings.webhook)] if settings.webhook else []
+def channels(settings: NotifySettings) -> list[Channel]:
+    found: list[Channel] = [Webhook(settings.webhook)] if settings.webhook else []
     return [*found, *([Command(settings.command)] if settings.command else [])]
 
 
@@ -166,7 +168,7 @@ class Notifier:
         settings: NotifySettings,
         cluster: str,
         node: str,
-        ways: Sequence[Way],
+        channels: Sequence[Channel],
         board: PublishedState,
         log: Log,
         every_s: float = LOOK_EVERY_S,
@@ -175,7 +177,7 @@ class Notifier:
         self._settings = settings
         self._cluster = cluster
         self._node = node
-        self._ways = [_Receiver(way, log, pauses_s) for way in ways]
+        self._receivers = [_Receiver(channel, log, pauses_s) for channel in channels]
         self._board = board
         self._log = log
         self._every_s = every_s
@@ -204,15 +206,15 @@ class Notifier:
                 self._log.warning("notify.dropped", lost=excess, why=f"more than {PENDING} were waiting")
         if self._pending:
             body = as_json(self._pending.popleft(), self._cluster, self._node)
-            for receiver in self._ways:
+            for receiver in self._receivers:
                 receiver.deliver(body, self._closed)
 
 
 class _Receiver:
-    """One way, and whether it works: an outage is logged when it begins and when it is over."""
+    """One channel, and whether it works: an outage is logged when it begins and when it is over."""
 
-    def __init__(self, way: Way, log: Log, pauses_s: Sequence[float]) -> None:
-        self._way = way
+    def __init__(self, channel: Channel, log: Log, pauses_s: Sequence[float]) -> None:
+        self._channel = channel
         self._log = log
         self._pauses_s = pauses_s
         self._lost = 0
@@ -220,14 +222,14 @@ class _Receiver:
     def deliver(self, body: Mapping[str, Any], closed: threading.Event) -> None:
         raw = json.dumps(body).encode()
         try:
-            _attempt(functools.partial(self._way.send, raw), () if self._lost else self._pauses_s, closed)
+            _attempt(functools.partial(self._channel.send, raw), () if self._lost else self._pauses_s, closed)
         except NotSent as error:
             if not self._lost:
-                self._log.error("notify.failed", way=self._way.name, id=body["id"], error=masked_text(str(error)))
+                self._log.error("notify.failed", way=self._channel.name, id=body["id"], error=masked_text(str(error)))
             self._lost += 1
             return
         if self._lost:
-            self._log.info("notify.back", way=self._way.name, lost=self._lost)
+            self._log.info("notify.back", way=self._channel.name, lost=self._lost)
         self._lost = 0
 
 

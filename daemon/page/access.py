@@ -61,7 +61,11 @@ class TokenFile:
                 self._log.info("page.token_changed")
             except InvalidConfig as error:
                 self._value = None
-                self._log.error("page.token_refused", error=str(error), why="no reader is let in until it is mended")
+                self._log.error(
+                    "page.token_refused",
+                    error=str(error),
+                    why="all page requests are refused until the token file is readable",
+                )
         return self._value
 
     def _look(self) -> tuple[int, ...]:

@@ -9,7 +9,15 @@ from dataclasses import dataclass
 from urllib.parse import unquote
 
 from elasticd.api.actions import no_job
-from elasticd.api.http.httpd import MAX_ARRIVING, ClientConnection, HttpRequest, Places, Server, host_of, listen_on
+from elasticd.api.http.httpd import (
+    MAX_ARRIVING,
+    ClientConnection,
+    HttpRequest,
+    RequestLimits,
+    Server,
+    host_of,
+    listen_on,
+)
 from elasticd.api.routes import course, event_routes, routes
 from elasticd.base import masking as log_privacy
 from elasticd.base.errors import Refused
@@ -85,7 +93,7 @@ class Page:
         self._source = source
         self._token = token
         self._log = log
-        self._streams = Places(MAX_STREAMS, MAX_STREAMS_OF_A_HOST)
+        self._streams = RequestLimits(MAX_STREAMS, MAX_STREAMS_OF_A_HOST)
         self._lock = threading.Lock()
         self._kept: dict[str, tuple[float, str]] = {}
 
@@ -120,7 +128,7 @@ class Page:
 
     def _stream(self, connection: ClientConnection, job: str) -> None:
         owner = host_of(connection.sock)
-        if why := self._streams.take(owner):
+        if why := self._streams.admit(owner):
             raise Refused(503, f"no further live page: {why}")
         try:
             connection.begin_stream("text/event-stream", HEADERS)
@@ -164,4 +172,4 @@ def page_server(settings: PageSettings, token: access.Token, source: PageSource,
     """Listen at `settings.listen`. Raises CannotStart."""
     listener = listen_on("page.listen", settings.listen, MAX_ARRIVING)
     page = Page(source, token, log)
-    return Server(listener, page.handle, host_of, Places(MAX_REQUESTS, MAX_REQUESTS_OF_A_HOST), log)
+    return Server(listener, page.handle, host_of, RequestLimits(MAX_REQUESTS, MAX_REQUESTS_OF_A_HOST), log)

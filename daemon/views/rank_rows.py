@@ -36,7 +36,7 @@ def of_job(snapshot: Snapshot, job: Job, *, still: bool, wall_s: float) -> list[
             if each.row is not None and current and (name, each.slot) in rows:
                 age_s = round(max(0.0, wall_s - record.wall_s), 1)
                 rows[name, each.slot] |= msgspec.to_builtins(each.row) | {"node": name, "age_s": age_s}
-    local = said_here(snapshot, job)
+    local = local_status(snapshot, job)
     led_s = round(wall_s - job.progress.wall_s, 1) if job.progress else 0.0
     said = [(row, led_s if led_s > LED_S else None) for row in (job.progress.ranks if job.progress else ())]
     said += [(row, None) for row in (local.ranks if local else ())]
@@ -50,11 +50,11 @@ def of_job(snapshot: Snapshot, job: Job, *, still: bool, wall_s: float) -> list[
 
 def own_account(snapshot: Snapshot, job: Job) -> RanksRecord | None:
     """The account of this node's ranks by the agent that runs here; it is newer than the one in etcd."""
-    local = said_here(snapshot, job)
+    local = local_status(snapshot, job)
     return local.rank_times if local else None
 
 
-def said_here(snapshot: Snapshot, job: Job) -> AgentStatus | None:
+def local_status(snapshot: Snapshot, job: Job) -> AgentStatus | None:
     """The status of the job's agent on this node; None also while the agent here is of an earlier job of this name."""
     agent = snapshot.agents.get(job.name)
     said = agent.status if agent else None

@@ -275,7 +275,7 @@ def incidents(snapshot: Snapshot, job: str, now: Now) -> list[Json]:
 
 def newest_progress(snapshot: Snapshot, job: Job) -> ProgressRecord | None:
     """The progress in etcd or that of this node's agent, whichever is newer."""
-    said = rank_rows.said_here(snapshot, job)
+    said = rank_rows.local_status(snapshot, job)
     local = said.progress if said else None
     known = [p for p in (job.progress, local) if p is not None]
     return max(known, key=lambda p: (p.generation, p.step, p.wall_s), default=None)

@@ -11,7 +11,6 @@ from click.testing import CliRunner, Result
 
 from elasticd.ctl import main as ctl
 from elasticd.ctl.client import Client, Failed
-from elasticd.ctl.jobs import lifecycle as ctl_lifecycle
 from elasticd.ctl.output import length
 
 Json = dict[str, Any]
@@ -72,7 +71,7 @@ def test_wait_does_not_take_the_end_of_another_job_for_that_of_its_own(monkeypat
     done = call(daemon, "wait", "train", monkeypatch=monkeypatch)
     assert "has succeeded" not in done.output
     assert done.exit_code == 1
-    assert "another job has taken the name train" in done.output
+    assert "a new job now uses the name train" in done.output
 
 
 def test_wait_gives_up_at_its_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,9 +128,8 @@ def test_what_is_no_length_of_time_is_refused(text: str) -> None:
 
 
 def test_every_late_command_exists_under_its_name() -> None:
-    for name in ctl.ctl_late.MODULES:
-        command = ctl.ctl_late.command(name)
+    for name in ctl.LATE:
+        command = ctl.main.get_command(click.Context(ctl.main), name)
         assert command is not None
         assert command.name == name
         assert command.help, f"{name} has no help text"
-    assert set(ctl_lifecycle.COMMANDS) <= set(ctl.ctl_late.MODULES)

@@ -21,7 +21,7 @@ from support.wait import eventually
 from elasticd.api import actions
 from elasticd.api import server as api
 from elasticd.api.http import httpd
-from elasticd.api.http.httpd import Places, Server
+from elasticd.api.http.httpd import RequestLimits, Server
 from elasticd.api.routes.routes import ROUTES
 from elasticd.base.errors import Refused
 from elasticd.cluster.published_state import PublishedState
@@ -148,7 +148,7 @@ def test_slow_connections_of_one_user_do_not_block_other_users(door: Door, monke
 def test_request_beyond_the_connection_limit_is_answered_with_the_reason(
     door: Door, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(door.server, "_places", Places(4, 0))
+    monkeypatch.setattr(door.server, "_places", RequestLimits(4, 0))
     status, content = door.say(post("/v1/jobs", b"{}"))
     assert (status, content["error"]["message"]) == (
         503,
@@ -159,17 +159,17 @@ def test_request_beyond_the_connection_limit_is_answered_with_the_reason(
 
 
 def test_places() -> None:
-    places = Places(10, 4, kept=3, kept_for=0)
-    assert [places.take(1) for _ in range(4)] == [""] * 4
-    assert "4 requests of yours" in places.take(1)
-    assert [places.take(2) for _ in range(3)] == [""] * 3
-    assert "7 requests are being served" in places.take(2), "three are root's"
-    assert [places.take(0) for _ in range(3)] == [""] * 3
-    assert "10 requests" in places.take(0)
+    places = RequestLimits(10, 4, kept=3, kept_for=0)
+    assert [places.admit(1) for _ in range(4)] == [""] * 4
+    assert "4 requests of yours" in places.admit(1)
+    assert [places.admit(2) for _ in range(3)] == [""] * 3
+    assert "7 requests are being served" in places.admit(2), "three are root's"
+    assert [places.admit(0) for _ in range(3)] == [""] * 3
+    assert "10 requests" in places.admit(0)
     places.free(1)
-    assert places.take(2) == ""
+    assert places.admit(2) == ""
     places.free(0)
-    assert places.take(3) != "", "root's stay root's"
+    assert places.admit(3) != "", "root's stay root's"
 
 
 @pytest.fixture
@@ -177,7 +177,7 @@ def server() -> Iterator[Server]:
     ours, theirs = socket.socketpair()
     theirs.sendall(b"GET /v1/status HTTP/1.1\r\nHost: x\r\n\r\n")
     listener = SimpleNamespace(accept=lambda: (ours, None))
-    made = Server(cast(socket.socket, listener), lambda _: None, lambda _: 1, Places(4, 4), cast(Any, Heard()))
+    made = Server(cast(socket.socket, listener), lambda _: None, lambda _: 1, RequestLimits(4, 4), cast(Any, Heard()))
     yield made
     ours.close()
     theirs.close()
@@ -237,7 +237,7 @@ def test_slow_connections_take_neither_places_nor_threads(scraped: Server, sent:
 
 
 def test_probes_of_health_have_places_of_their_own(scraped: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scraped, "_places", Places(0, 0))
+    monkeypatch.setattr(scraped, "_places", RequestLimits(0, 0))
     assert got(scraped, "/metrics") == 503
     with socket.create_connection(scraped.listener.getsockname(), 5) as line:
         line.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")

@@ -10,7 +10,7 @@ from support.pictures import job, progress, snapshot
 
 from elastic.contract.origin import Origin
 from elastic.contract.records.job_records import JobState, Phase
-from elasticd.api.routes.log_routes import PROGRESS_S, ProgressReports, _told
+from elasticd.api.routes.log_routes import PROGRESS_S, ProgressReports, _incident_messages
 from elasticd.ctl.client import Client, Failed
 from elasticd.ctl.jobs import follow as follow_job
 from elasticd.ctl.jobs.follow import ProgressLine, Tracebacks
@@ -53,14 +53,14 @@ def test_progress_in_words() -> None:
 )  # fmt: skip
 def test_follow_notes_each_incident_that_is_over(facts: dict[str, object], note: str) -> None:
     over = msgspec.structs.replace(job().incidents[0], **facts)
-    assert _told(snapshot(job(incidents=(over,))), "train") == (note,)
+    assert _incident_messages(snapshot(job(incidents=(over,))), "train") == (note,)
 
 
 @pytest.mark.parametrize(("phase", "ended"), [(Phase.STOPPING, "stopped"), (Phase.FAILED, "given up")])
 def test_a_job_that_is_stopped_during_a_recovery_is_not_said_to_be_given_up(phase: Phase, ended: str) -> None:
     last = msgspec.structs.replace(job().incidents[0], world_size_after=0, origin=Origin.NOTHING)
     seen = job(state=JobState(phase=phase), incidents=(last,))
-    assert _told(snapshot(seen), "train") == (f"exit on a: killed by SIGKILL; the job was {ended}",)
+    assert _incident_messages(snapshot(seen), "train") == (f"exit on a: killed by SIGKILL; the job was {ended}",)
     (row,) = views.incidents(snapshot(seen), "train", Now(100.0, 1000.0))
     assert row["verdict"]["done"] == f"the job was {ended}"
 
@@ -110,7 +110,7 @@ def test_the_end_of_another_job_that_has_taken_the_name_is_not_the_result(monkey
     answers = [row, row | {"phase": "succeeded", "submitted_wall_s": 9.0}]
     monkeypatch.setattr(follow_job, "show", lambda *_, **more: True)
     monkeypatch.setattr(Client, "get", lambda *_, **more: answers.pop(0) if len(answers) > 1 else answers[0])
-    with pytest.raises(Failed, match="another job has taken the name train"):
+    with pytest.raises(Failed, match="a new job now uses the name train"):
         follow_job.until_over(Client(""), "train", as_json=False)
 
 

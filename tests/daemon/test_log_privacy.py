@@ -136,7 +136,7 @@ def test_a_followed_log_does_not_go_on_into_a_later_job_of_the_name(tmp_path: Pa
     log_routes.get_logs(h, {"follow": "1"}, "train")
     *before, end = h.content["lines"]
     assert [m["line"] for m in before if "line" in m] == ["of ada"]
-    assert [m["note"] for m in before if "note" in m] == [log_routes.ANEW]
+    assert [m["note"] for m in before if "note" in m] == [log_routes.NAME_REUSED]
     assert end["end"]
     assert end["phase"] is None
 

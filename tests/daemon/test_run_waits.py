@@ -32,10 +32,7 @@ class Starting(Client):
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Pause:
-        def wait(self, _: float) -> None: ...
-
-    monkeypatch.setattr(run_command, "PAUSE", Pause())
+    monkeypatch.setattr(run_command.time, "sleep", lambda _: None)
 
 
 def test_a_daemon_that_is_starting_is_awaited_and_the_user_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ from msgspec.structs import replace
 from support.pictures import job, snapshot
 
 from elastic.contract.records.job_records import JobState, Phase
-from elasticd.api.routes.log_routes import WAITS_S, Waits, _told, news
+from elasticd.api.routes.log_routes import WAITS_S, Waits, _incident_messages, new_messages
 from elasticd.cluster.assignment import Assignment
 from elasticd.cluster.published_state import Snapshot
 
@@ -35,17 +35,17 @@ def test_a_job_that_runs_or_is_not_known_waits_for_nothing() -> None:
 def test_incident_that_ends_after_a_checkpoint_failure_is_printed() -> None:
     (exit_,) = job().incidents
     failed = replace(exit_, kind="checkpoint", detail="no space left", wall_s=991.0)
-    before = _told(snapshot(job(incidents=(replace(exit_, open=True), failed))), "train")
-    told = _told(snapshot(job(incidents=(exit_, failed))), "train")
-    assert [note.partition(":")[0] for note in news(before, told)] == ["exit on a"]
-    assert news(told, told) == []
-    later = _told(snapshot(job(incidents=(failed, replace(failed, detail="again")))), "train")
-    assert [note.partition(";")[0] for note in news(told, later)] == ["checkpoint on a: again"]
+    before = _incident_messages(snapshot(job(incidents=(replace(exit_, open=True), failed))), "train")
+    told = _incident_messages(snapshot(job(incidents=(exit_, failed))), "train")
+    assert [note.partition(":")[0] for note in new_messages(before, told)] == ["exit on a"]
+    assert new_messages(told, told) == []
+    later = _incident_messages(snapshot(job(incidents=(failed, replace(failed, detail="again")))), "train")
+    assert [note.partition(";")[0] for note in new_messages(told, later)] == ["checkpoint on a: again"]
 
 
 def test_incident_before_the_first_generation_is_not_printed_as_given_up() -> None:
     (exit_,) = job().incidents
     late = replace(exit_, kind="late exit", world_size_before=0, world_size_after=0, timeline_s={})
     given_up = replace(exit_, world_size_after=0)
-    told = _told(snapshot(job(incidents=(late, given_up))), "train")
+    told = _incident_messages(snapshot(job(incidents=(late, given_up))), "train")
     assert [note.partition("; ")[2] for note in told] == ["before the job's first generation", "the job was given up"]

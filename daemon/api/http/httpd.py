@@ -184,7 +184,7 @@ class ClientConnection:
         self.sock.close()
 
 
-class Places:
+class RequestLimits:
     """Limits on concurrent requests: in all, and per owner (a user, a host)."""
 
     def __init__(self, total: int, per_owner: int, kept: int = 0, kept_for: Hashable = None) -> None:
@@ -196,7 +196,7 @@ class Places:
         self._lock = threading.Lock()
         self._taken: Counter[Hashable] = Counter()
 
-    def take(self, owner: Hashable) -> str:
+    def admit(self, owner: Hashable) -> str:
         """Admit a request: empty on success, to be followed by `free`; else why it is refused."""
         with self._lock:
             taken = self._taken.total()
@@ -231,9 +231,9 @@ class Server:
         listener: socket.socket,
         handle: Callable[[ClientConnection], None],
         owner: Callable[[socket.socket], Hashable],
-        places: Places,
+        places: RequestLimits,
         log: Log,
-        apart: Mapping[str, Places] = MappingProxyType({}),
+        apart: Mapping[str, RequestLimits] = MappingProxyType({}),
     ) -> None:
         """`apart`: path -> places of its own."""
         self.listener = listener
@@ -302,7 +302,7 @@ class Server:
             self._log.debug("api.client_gone", why=str(request))
             return connection.sock.close()
         places = self._apart.get(request.path, self._places) if isinstance(request, HttpRequest) else self._places
-        if why := places.take(owner):
+        if why := places.admit(owner):
             self._log.warning("api.full", owner=str(owner), why=why)
             return turn_away(connection.sock, f"elasticd is busy: {why}; try again")
         try:
@@ -313,7 +313,7 @@ class Server:
             turn_away(connection.sock, f"elasticd can start no thread: {error}; try again")
         return None
 
-    def _run(self, connection: ClientConnection, owner: Hashable, places: Places) -> None:
+    def _run(self, connection: ClientConnection, owner: Hashable, places: RequestLimits) -> None:
         try:
             self._answer(connection)
         except OSError as error:

@@ -42,7 +42,7 @@ PROGRESS_S = 0.5
 """Minimum interval between progress messages to a follower."""
 WAITS_S = 2.0
 """How long a job must have waited for something before its followers are told."""
-ANEW = "a later job has taken this name: its lines are not shown here"
+NAME_REUSED = "a newer job uses this name; its log is not shown here"
 
 
 def get_logs(h: Request, query: Query, job: str) -> None:
@@ -79,7 +79,7 @@ def get_logs(h: Request, query: Query, job: str) -> None:
     if not here or query_values.flag(query, "rest"):
         for line in tail.rest():
             h.stream(_line(h, job, line))
-    known = None if _anew(board.now, job, submission) else board.now.cluster.jobs.get(job)
+    known = None if _name_is_reused(board.now, job, submission) else board.now.cluster.jobs.get(job)
     phase = str(known.state.phase) if known else None
     h.stream({"end": True, "phase": phase, "elsewhere": elsewhere} | ({"offsets": tail.offsets} if here else {}))
     h.end_stream()
@@ -89,22 +89,22 @@ def _follow(h: Request, tail: Tail, query: Query, job: str, submission: str | No
     """Stream what is written, and what happens to the job, until it is over here or the reader has gone. A later job of
     the same name may be another user's: the reader was checked for this `submission` only."""
     board, follow = h.service.board, True
-    told, waits = _told(board.now, job), Waits(job)
+    told, waits = _incident_messages(board.now, job), Waits(job)
     progress = ProgressReports(job) if query_values.flag(query, "progress") else None
-    while follow and h.still_there() and not _anew(board.now, job, submission):
+    while follow and h.still_there() and not _name_is_reused(board.now, job, submission):
         if note := waits.look(board.now, time.monotonic()):
             h.stream({"note": note})
-        before, told = told, _told(board.now, job)
-        for note in news(before, told):
+        before, told = told, _incident_messages(board.now, job)
+        for note in new_messages(before, told):
             h.stream({"note": note})
         if progress and (row := progress.look(board.now, time.monotonic())):
             h.stream({"progress": row})
         for line in tail.more():
             h.stream(_line(h, job, line))
-        seen = board.wait(lambda s: _ended(s, job) or _anew(s, job, submission), FOLLOW_S)
+        seen = board.wait(lambda s: _ended(s, job) or _name_is_reused(s, job, submission), FOLLOW_S)
         follow = not _ended(seen, job)
-    if _anew(board.now, job, submission):
-        h.stream({"note": ANEW, "cut": True})
+    if _name_is_reused(board.now, job, submission):
+        h.stream({"note": NAME_REUSED, "cut": True})
         return
     for line in tail.more():
         h.stream(_line(h, job, line))
@@ -158,7 +158,7 @@ def _far_rank(h: Request, query: Query, job: str, rank: int) -> None:
     _far_lines(h, nodes[0], answer)
     if query_values.flag(query, "follow"):
         _follow_far(h, job, rank, nodes[0], _offsets_in(answer), submission)
-    known = None if _anew(board.now, job, submission) else board.now.cluster.jobs.get(job)
+    known = None if _name_is_reused(board.now, job, submission) else board.now.cluster.jobs.get(job)
     h.stream({"end": True, "phase": str(known.state.phase) if known else None, "elsewhere": {}})
     h.end_stream()
 
@@ -167,8 +167,8 @@ def _follow_far(h: Request, job: str, rank: int, node: str, offsets: object, sub
     """Ask for more lines every FAR_S, wherever the rank is, until the job is over and all its lines are here."""
     board, path, over, rest, error = h.service.board, f"/v1/jobs/{job}/logs", False, False, ""
     while h.still_there():
-        if _anew(board.now, job, submission):
-            h.stream({"note": ANEW, "cut": True})
+        if _name_is_reused(board.now, job, submission):
+            h.stream({"note": NAME_REUSED, "cut": True})
             return
         ended = over  # before asking: then nothing is written any more
         there = other_nodes(board.now, job, h.service.identity.node, rank)
@@ -269,7 +269,7 @@ class ProgressReports:
         return said
 
 
-def _told(snapshot: Snapshot, job: str) -> tuple[str, ...]:
+def _incident_messages(snapshot: Snapshot, job: str) -> tuple[str, ...]:
     """The finished incidents of a job, as text."""
     known = snapshot.cluster.jobs.get(job)
     if known is None:
@@ -290,7 +290,7 @@ def _told(snapshot: Snapshot, job: str) -> tuple[str, ...]:
     return tuple(said)
 
 
-def news(before: Sequence[str], told: Sequence[str]) -> list[str]:
+def new_messages(before: Sequence[str], told: Sequence[str]) -> list[str]:
     """The messages in `told` that are not in `before`. Not only at its end: an outage may end after a checkpoint failed
     in it; and the oldest incidents are removed."""
     return list((Counter(told) - Counter(before)).elements())
@@ -301,7 +301,7 @@ def _submission(known: Job | None) -> str | None:
     return known.spec.submission if known and known.spec else None
 
 
-def _anew(snapshot: Snapshot, job: str, submission: str | None) -> bool:
+def _name_is_reused(snapshot: Snapshot, job: str, submission: str | None) -> bool:
     """Whether the name is that of a later job than `submission`."""
     return submission is not None and _submission(snapshot.cluster.jobs.get(job)) not in (None, submission)
 

@@ -102,6 +102,3 @@ def _each(values: Json) -> str:
 
 def _first(values: Json) -> str:
     return f"{next(iter(values.values())):.4g}" if values else "-"
-
-
-COMMANDS: dict[str, click.Command] = {"debug": debug}

@@ -8,15 +8,15 @@ import time
 import click
 
 from elasticd.base.safe_text import line
-from elasticd.ctl import completion as ctl_complete
 from elasticd.ctl.client import Client
+from elasticd.ctl.completion import job_names, node_names
 from elasticd.ctl.output import Json, as_json, as_of, length, print_json
 
 
 @click.command()
 @click.option("-f", "--follow", is_flag=True, help="Go on with new ones as they come, until Ctrl-C.")
-@click.option("--job", default="", shell_complete=ctl_complete.jobs, help="Only those of this job.")
-@click.option("--node", default="", shell_complete=ctl_complete.nodes, help="Only those of this node.")
+@click.option("--job", default="", shell_complete=job_names, help="Only those of this job.")
+@click.option("--node", default="", shell_complete=node_names, help="Only those of this node.")
 @click.option("--since", "since_s", type=length, metavar="TIME", help="Only those of the last TIME, e.g. 2h.")
 @click.option("--last", default=0, help="Only the newest N.")
 @as_json
@@ -48,6 +48,3 @@ def in_words(event: Json) -> str:
     user = event["user"] or (f"uid {event['uid']}" if event["uid"] is not None else "")
     by = f" (by {user}{f', pid {pid}' if (pid := event['pid']) else ''})" if user else ""
     return line(f"{when}  {event['kind']:<20}  {target:<14}  {event['text']}{by}".rstrip())
-
-
-COMMANDS = {"events": events}

@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import sys
-import threading
 import time
 from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,15 +16,12 @@ import click
 
 from elasticd.base import safe_text
 from elasticd.ctl.client import Client, Failed, Json, Unreachable, name
-from elasticd.ctl.exit_codes import INTERRUPTED, OF_PHASE, TERMINATED
+from elasticd.ctl.output import INTERRUPTED, OF_PHASE, TERMINATED
 
 RECONNECT_S = 30.0
 """How long the daemon may be unreachable (a restart, an upgrade) before following ends."""
 
-AGAIN = threading.Event()
-"""Never set, used to sleep: there is no event for the return of a daemon."""
-
-TAKEN = "another job has taken the name {}: how the one before has ended is not on record"
+NAME_REUSED = "a new job now uses the name {}; the result of the previous one was not recorded"
 
 _CLEAR = "\r\x1b[2K"
 
@@ -197,7 +193,7 @@ def until_over(
                 data = client.get(f"/v1/jobs/{name(job)}", {"wait_over_s": 30}, timeout_s=40)
                 gone_s, tail = None, 0
                 if taken(data, submitted_wall_s):
-                    raise Failed(409, TAKEN.format(job))
+                    raise Failed(409, NAME_REUSED.format(job))
                 if end and data["phase"] in OF_PHASE:
                     return _result(data, as_json)
             except Unreachable:
@@ -206,7 +202,7 @@ def until_over(
                 if now_s - gone_s > RECONNECT_S:
                     raise
                 tail = 0
-                AGAIN.wait(0.3)
+                time.sleep(0.3)
             except KeyboardInterrupt:
                 if (code := _ask(client, job)) is not None:
                     return code

@@ -7,11 +7,9 @@ import time
 
 import click
 
-from elasticd.ctl import completion as ctl_complete
 from elasticd.ctl.client import Client, Failed, name
-from elasticd.ctl.completion import JOB
-from elasticd.ctl.exit_codes import ERROR, OF_PHASE
-from elasticd.ctl.output import OVER, Json, as_json, length, print_json, say
+from elasticd.ctl.completion import JOB, job_names
+from elasticd.ctl.output import ERROR, OF_PHASE, OVER, Json, as_json, length, print_json, say
 
 from . import follow
 
@@ -46,7 +44,7 @@ def until_over(client: Client, job: str, timeout_s: float | None) -> Json:
         left_s = LONGEST_ANSWER_S if end_s is None else min(LONGEST_ANSWER_S, max(0.0, end_s - time.monotonic()))
         data = client.get(f"/v1/jobs/{name(job)}", {"wait_over_s": left_s}, timeout_s=left_s + 10)
         if follow.taken(data, submitted_wall_s):
-            raise Failed(409, follow.TAKEN.format(job))
+            raise Failed(409, follow.NAME_REUSED.format(job))
         if data["phase"] in OVER or (end_s is not None and time.monotonic() >= end_s):
             return data
 
@@ -79,7 +77,7 @@ def restart(client: Client, job: str, timeout_s: float, as_json: bool) -> None:
 
 
 @click.command()
-@click.argument("jobs", metavar="[JOB]...", nargs=-1, shell_complete=ctl_complete.jobs)
+@click.argument("jobs", metavar="[JOB]...", nargs=-1, shell_complete=job_names)
 @click.option("--over", is_flag=True, help="All jobs that are over and that you may forget.")
 @click.option("--older-than", "older_s", type=length, default="0", metavar="TIME",
               help="With --over: only those that ended this long ago, e.g. 7d.")  # fmt: skip
@@ -127,4 +125,3 @@ PAGE = 512
 """Jobs in one request to forget them: its answer waits until the daemon sees them gone."""
 NAMED = 100
 """So many forgotten jobs are told by name."""
-COMMANDS: dict[str, click.Command] = {"wait": wait, "restart": restart, "forget": forget}

@@ -41,6 +41,3 @@ def logs(
     follow_job.show(
         client, job, follow=follow, rank=rank, tail=tail, as_json=as_json, chosen=chosen, stamps=timestamps
     )  # fmt: skip
-
-
-COMMANDS: dict[str, click.Command] = {"logs": logs}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -17,8 +16,6 @@ from . import follow, job_file, torchrun
 
 STARTING_S = 10.0
 """How long to wait for a daemon that is starting."""
-PAUSE = threading.Event()
-"""Never set, used to sleep."""
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
@@ -130,7 +127,4 @@ def ready_cluster(client: Client, wait_s: float = STARTING_S) -> Json:
             click.echo(safe_text.line(f"{why}: waiting for up to {wait_s:g} s"), err=True)
         told = True
         client.find_again()
-        PAUSE.wait(0.2)
-
-
-COMMANDS: dict[str, click.Command] = {"run": run}
+        time.sleep(0.2)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import click
 
-from elasticd.ctl import completion as ctl_complete
 from elasticd.ctl.client import Client, Failed, name
+from elasticd.ctl.completion import job_names
 from elasticd.ctl.output import OVER, Json, as_json, print_json
 from elasticd.ctl.show.screen import HOME_AND_CLEAR, Text
 
@@ -19,7 +19,7 @@ WAITS = frozenset({"exchanging", "waiting"})
 
 
 @click.command()
-@click.argument("job", required=False, shell_complete=ctl_complete.jobs)
+@click.argument("job", required=False, shell_complete=job_names)
 @click.option("--once", is_flag=True, help="Print it once, without clearing the screen.")
 @click.option("--every", "every_s", default=1.0, show_default=True, metavar="SECONDS",
               type=click.FloatRange(0.2, 3600), help="Time between two looks.")  # fmt: skip
@@ -144,6 +144,3 @@ def _cells(row: Json) -> Sequence[object]:
         f"{row['rss_mb']:.0f} MB" if row["rss_mb"] is not None else "-",
         as_of(row),
     )
-
-
-COMMANDS: dict[str, click.Command] = {"top": top}

@@ -19,10 +19,9 @@ from pathlib import Path
 import click
 
 from elasticd.base import masking, safe_text
-from elasticd.ctl import completion as complete
 from elasticd.ctl.client import Client, Failed, Unreachable, name
-from elasticd.ctl.exit_codes import NO_DAEMON
-from elasticd.ctl.output import OVER, Json
+from elasticd.ctl.completion import job_names
+from elasticd.ctl.output import NO_DAEMON, OVER, Json
 
 ANSWER_S = 60.0
 JOURNAL_LINES = 5000
@@ -44,7 +43,7 @@ def without_secrets(text: str) -> str:
 
 
 @click.command()
-@click.argument("job", required=False, shell_complete=complete.jobs)
+@click.argument("job", required=False, shell_complete=job_names)
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), help="The archive. Default: elasticd-DATE.tar.gz here."
 )
@@ -138,6 +137,3 @@ def _journal() -> str:
         raise OSError("there is no journalctl here")
     argv = ["journalctl", "--unit=elasticd*", f"--lines={JOURNAL_LINES}", "--no-pager", "--output=short-iso"]
     return subprocess.run(argv, capture_output=True, text=True, errors="replace", timeout=30, check=False).stdout
-
-
-COMMANDS: dict[str, click.Command] = {"bundle": bundle}

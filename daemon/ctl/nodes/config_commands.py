@@ -11,8 +11,7 @@ import click
 
 from elasticd.base import safe_text
 from elasticd.ctl.client import Client, Failed
-from elasticd.ctl.exit_codes import ERROR, OK
-from elasticd.ctl.output import Json, as_json, print_json
+from elasticd.ctl.output import ERROR, OK, Json, as_json, print_json
 
 PLACES = ("/etc/elasticd/elasticd.toml",)
 OF_A_NODE = frozenset({"node", "address", "interface", "slots", "socket", "state_dir", "http.listen", "page.listen",
@@ -94,6 +93,3 @@ def differences(settings: Mapping[str, list[Json]]) -> dict[str, dict[str, list[
             text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
             found.setdefault(row["name"], {}).setdefault(text, []).append(node)
     return {name: values for name, values in found.items() if len(values) > 1}
-
-
-COMMANDS: dict[str, click.Command] = {"config": config}

@@ -9,8 +9,7 @@ import click
 from elasticd.base import safe_text
 from elasticd.ctl.client import Client, name
 from elasticd.ctl.completion import JOB
-from elasticd.ctl.exit_codes import DEGRADED, ERROR, OK
-from elasticd.ctl.output import Json, as_json, print_json
+from elasticd.ctl.output import DEGRADED, ERROR, OK, Json, as_json, print_json
 
 CODES = {"ok": OK, "warning": DEGRADED, "error": ERROR}
 """Exit codes by the worst finding."""
@@ -76,6 +75,3 @@ def stacks(client: Client, job: str, rank: int | None, as_json: bool) -> None:
         for node, why in data["unanswered"].items():
             click.secho(safe_text.line(f"no stacks from {node}: {why}"), fg="red", err=True)
     sys.exit(ERROR if data["unanswered"] else OK)
-
-
-COMMANDS: dict[str, click.Command] = {"doctor": doctor, "stacks": stacks}

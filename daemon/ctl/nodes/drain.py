@@ -10,8 +10,7 @@ import click
 from elasticd.base import safe_text
 from elasticd.ctl.client import Client, name
 from elasticd.ctl.completion import NODE
-from elasticd.ctl.exit_codes import ERROR, OK
-from elasticd.ctl.output import ABSENT, NO_DAEMON, Json, as_json, length, print_json, say
+from elasticd.ctl.output import ABSENT, ERROR, OK, WITHOUT_DAEMON, Json, as_json, length, print_json, say
 
 LONGEST_ANSWER_S = 60.0
 
@@ -51,7 +50,7 @@ def drain(
         return
     body: Json = {"deadline_s": deadline_s} | ({"reason": reason} if reason else {})
     answer = client.post(f"/v1/nodes/{name(node)}/drain", body) | {"jobs": data["jobs"]}
-    down = answer.get("state") in (NO_DAEMON, *ABSENT)
+    down = answer.get("state") in WITHOUT_DAEMON
     if down and answer["state"] in ABSENT:
         text = f"{node} is {answer['state']} {answer['reason']}; it takes no new work if it comes back"
         say(answer, as_json, text)
@@ -82,6 +81,3 @@ def until_empty(client: Client, node: str, timeout_s: float) -> Json:
         data = client.get(f"/v1/nodes/{name(node)}", {"wait_empty_s": left_s}, timeout_s=left_s + 10)
         if data["empty"] or time.monotonic() >= end_s:
             return data
-
-
-COMMANDS: dict[str, click.Command] = {"drain": drain}

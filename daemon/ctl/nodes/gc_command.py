@@ -8,8 +8,7 @@ import click
 
 from elasticd.base import safe_text
 from elasticd.ctl.client import Client
-from elasticd.ctl.exit_codes import ERROR, OK
-from elasticd.ctl.output import Json, as_json, print_json
+from elasticd.ctl.output import ERROR, OK, Json, as_json, print_json
 
 ANSWER_S = 300.0
 """A node may have a hundred thousand log files."""
@@ -54,6 +53,3 @@ def _what(row: Json) -> str:
         return str(names[0])
     many = names[0] if len(names) == 1 else f"{len(names)} files"
     return f"folder with {many if names else 'no files'}" if row["what"] == "folder" else f"logs, {many}"
-
-
-COMMANDS: dict[str, click.Command] = {"gc": gc}

@@ -156,6 +156,3 @@ def install_service(dry_run: bool, uninstall: bool, now: bool, root: Path) -> No
         click.echo("settings in /etc/elasticd, state in /var/lib/elasticd and the groups stay: remove them by hand")
     elif not now:
         click.echo("next: edit /etc/elasticd/elasticd.toml, then: systemctl enable --now elasticd; elasticctl doctor")
-
-
-COMMANDS: dict[str, click.Command] = {"install-service": install_service}

@@ -119,6 +119,3 @@ def _replace(path: Path, text: str) -> None:
         except OSError:
             os.unlink(file.name)
             raise
-
-
-COMMANDS = {"loss": loss, "report": report}
