@@ -29,6 +29,7 @@ import psutil
 BIN = pathlib.Path(sys.executable).parent
 HERE = pathlib.Path(__file__).parent
 T = TypeVar("T")
+SMOKE = "as little as possible: shows that it runs, its figures mean nothing"
 
 
 class TooLate(Exception):

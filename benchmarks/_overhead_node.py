@@ -33,13 +33,15 @@ def job(*args: str) -> Iterator[tuple[Node, Processes, pathlib.Path]]:
         yield node, processes, folder
 
 
-def snapshots_on_over_off(span_s: float) -> dict[str, float]:
+def snapshots_on_over_off(span_s: float, width: int) -> dict[str, float]:
     """Time of a step with snapshots as they come by default, over that without, in `span_s` seconds of one run."""
     with workplace() as (folder, processes):
         out = folder / "trace"
         node = Node(folder, processes, "n", slots=2)
         node.start()
-        node.ctl("run", "--detach", "--name", "job", "--workers", "2", "--", SCRIPT, "trace", str(out), str(span_s))
+        node.ctl(
+            "run", "--detach", "--name", "job", "--workers", "2", "--", SCRIPT, *map(str, ("trace", out, span_s, width))
+        )
         wait_for(out.exists, START_S + 2 * span_s, "the durations of all steps", every_s=0.5)
         found = json.loads(out.read_text())
     seconds, kept = [row[0] for row in found["rows"]], [row[1] for row in found["rows"]]
@@ -84,10 +86,10 @@ def _after(seconds: Sequence[float], start: int) -> int:
     return start + 1 + next((i for i, since_s in enumerate(spent_s, 1) if since_s >= AFTER_S), 0)
 
 
-def idle_pss_mb() -> dict[str, float]:
+def idle_pss_mb(idle_s: float = IDLE_S) -> dict[str, float]:
     """Proportional set size of elasticd, agent and zygote of one job of two workers that does nothing."""
     with job("idle") as (_, processes, _):
-        time.sleep(IDLE_S)
+        time.sleep(idle_s)
         found: dict[str, psutil.Process] = {}
         for process in sorted(map(psutil.Process, processes.pids()), key=lambda p: p.create_time()):
             told = " ".join(process.cmdline())

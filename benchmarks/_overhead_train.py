@@ -1,9 +1,10 @@
 """A job of benchmarks/overhead.py: idle, or one that notes the duration of its steps.
 
     _overhead_train.py idle
-    _overhead_train.py trace FILE SECONDS
+    _overhead_train.py trace FILE SECONDS WIDTH
 
-With `trace`, rank 0 writes FILE after SECONDS: {"rows": [[seconds of a step, snapshot begun at its end], …], "cost_s"}.
+With `trace`, rank 0 writes FILE after SECONDS and LEAST snapshots: {"rows": [[seconds of a step, snapshot begun at its
+end], …], "cost_s"}. Layers are WIDTH wide.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import elastic
+from elastic.worker.snapshots.checkpoint_scheduler import CheckpointScheduler
 
-WIDTH = 1024
+WIDTH = int(sys.argv[4]) if sys.argv[1] == "trace" else 1024
+LEAST = 4
 WARM_COPIES = 4
 """Steps count from this snapshot on: the first ones fill fresh pages."""
 
@@ -37,7 +40,7 @@ class Trace:
     """Rank 0: the duration of each step, and whether a snapshot was begun at its end."""
 
     def __init__(self, job: elastic.Job) -> None:
-        assert job._keeper is not None
+        assert isinstance(job._keeper, CheckpointScheduler)
         self._keeper = job._keeper
         self._out, self._seconds = pathlib.Path(sys.argv[2]), float(sys.argv[3])
         self._rows: list[tuple[float, bool]] = []
@@ -51,7 +54,7 @@ class Trace:
         if keeper._cost.copies < WARM_COPIES:
             self._from_s = now_s
             self._rows.clear()
-        if now_s > self._from_s + self._seconds:
+        if now_s > self._from_s + self._seconds and sum(kept for _, kept in self._rows) >= LEAST:
             part = self._out.with_suffix(".part")
             part.write_text(json.dumps({"rows": self._rows, "cost_s": keeper._cost.seconds}))
             part.rename(self._out)

@@ -21,7 +21,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
@@ -37,6 +36,7 @@ from elastic.agent.loop import AgentLoop  # noqa: E402
 from elastic.agent.peers.peers import Peers  # noqa: E402
 from elastic.agent.peers.store import Stores  # noqa: E402
 from elastic.agent.reports.versions import versions  # noqa: E402
+from elastic.agent.workers.pool import Pool, PoolEvent  # noqa: E402
 from elastic.contract.agent_files import AgentConfig, EtcdAccess  # noqa: E402
 from elastic.contract.job.spec import JobSpec  # noqa: E402
 from elastic.contract.keys import ClusterKeys  # noqa: E402
@@ -65,14 +65,11 @@ STEP_S = 5.0
 TIMEOUTS = Timeouts(beat_s=STEP_S, abort_s=3.0, respawn_s=20.0, lease_ttl_s=15.0, lease_renew_s=5.0)
 
 
-class NoProcesses:
+class NoProcesses(Pool):
     """A pool whose workers do at once what they are told. Only the loop calls it, so that it need not be woken."""
 
-    why_fresh = ""
-
     def __init__(self) -> None:
-        self.selector = selectors.DefaultSelector()
-        self.processes: dict[int, Any] = {}
+        super().__init__(selectors.DefaultSelector(), sys.executable, messages.Preload(), 0.0)
         self._post: Callable[[Event], None] = lambda event: None
         self._generation = 0
         self._step = 0
@@ -101,10 +98,10 @@ class NoProcesses:
             case messages.StopAtStep():
                 self._yield = (worker_id, message)
 
-    def kill(self, worker_id: int, graceful: bool = False) -> None:
+    def kill(self, worker_id: int, graceful: bool = False, late: bool = False) -> None:
         self._post(WorkerExited(0, worker_id, "killed"))
 
-    def tick(self) -> list[Any]:
+    def tick(self) -> list[PoolEvent]:
         """A step has passed."""
         if self._generation:
             self._step += 1
@@ -118,7 +115,7 @@ class NoProcesses:
     def reap(self) -> None:
         pass
 
-    def handle(self, key: tuple[str, int]) -> list[Any]:
+    def handle(self, key: tuple[str, int]) -> list[PoolEvent]:
         return []
 
     def close(self) -> None:
@@ -182,7 +179,7 @@ class Host:
         )
         sight = WatchScope(etcd, keys, policy.crowd)
         pool = NoProcesses()
-        loop = OneAgent(config, Agent(policy), registry, peers, sight, keys, record, pool)  # type: ignore[arg-type]
+        loop = OneAgent(config, Agent(policy), registry, peers, sight, keys, record, pool)
         pool.attach(loop)
 
         def formed(agent: Agent, generation: GenerationRecord) -> None:
@@ -222,7 +219,7 @@ def main() -> None:
     # Threads of many agents wait for one lock here; without need none of them is to be interrupted.
     sys.setswitchinterval(0.05)
     found = versions()
-    agent_loop.versions = lambda: found  # reads files for 0.05 s, once per agent
+    vars(agent_loop)["versions"] = lambda: found  # reads files for 0.05 s, once per agent
     # A cache by content, which on one node only one agent fills.
     view._member = view._member.__wrapped__  # type: ignore[assignment]
     first = json.loads(sys.stdin.readline())
@@ -257,7 +254,7 @@ class Fleet:
             subprocess.Popen(
                 [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
             )
-            for _ in range(max(min(4, count), math.ceil(count / AGENTS_PER_PROCESS)))
+            for _ in range(max(min(4, count // 2), math.ceil(count / AGENTS_PER_PROCESS)))
         ]
         for process in self._processes:
             self._send(process, first)

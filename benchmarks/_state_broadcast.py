@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from _state_save import peak_mb
 from torch import nn
+from torch._C._distributed_c10d import TCPStore, _broadcast_coalesced
 
 from elastic.worker.comm.group import Group
 from elastic.worker.state.handover import pull
@@ -85,7 +86,7 @@ class Rank:
     def socket(self) -> None:
         """What one connection can do: the same bytes, no table, no check; along a chain where there are more ranks."""
         for tensor in self.tensors:
-            view = memoryview(tensor.view(-1).view(torch.uint8).numpy())
+            view = memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
             for start in range(0, len(view), 8 << 20):
                 part = view[start : start + (8 << 20)]
                 if self.rank:
@@ -122,10 +123,12 @@ class Rank:
             work.wait()
 
     def coalesced(self) -> None:
-        dist._broadcast_coalesced(dist.group.WORLD, self.tensors, 25 << 20, 0)
+        group = dist.group.WORLD
+        assert group is not None
+        _broadcast_coalesced(group, self.tensors, 25 << 20, 0)
 
     def object_list(self) -> None:
-        held = [dict(enumerate(self.tensors)) if self.rank == 0 else None]
+        held = [dict(enumerate(self.tensors)) if self.rank == 0 else {}]
         dist.broadcast_object_list(held, 0)
         if self.rank:
             for tensor, came in zip(self.tensors, held[0].values(), strict=True):
@@ -195,7 +198,7 @@ def measure(nbytes: int, world_size: int) -> Run:
             os.close(reading)
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             if rank == 0:
-                server = dist.TCPStore(
+                server = TCPStore(
                     "127.0.0.1", port, None, True, wait_for_workers=False, master_listen_fd=store.fileno()
                 )
             result = _run(rank, world_size, nbytes, port, ports)

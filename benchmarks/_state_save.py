@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from elastic.checkpoint.format.dtypes import code_of, nbytes_of
 from elastic.checkpoint.format.files import Files
@@ -249,7 +250,7 @@ def lost(job: Job, save: Callable[[], Save], saves: int) -> float:
 
 def dcp_save(job: Job, directory: str) -> Save:
     target = tempfile.mkdtemp(prefix="dcp-", dir=directory)
-    future = dcp.async_save(job.state_dict(), checkpoint_id=target)
+    future = async_save(job.state_dict(), checkpoint_id=target)
     return Save(lambda: None, future.done)  # type: ignore[union-attr]
 
 
@@ -268,7 +269,7 @@ def quiet_group() -> Iterator[None]:
     """dcp.async_save asks for a process group; of one rank."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
         try:
             yield
         finally:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import psutil
+from _harness import SMOKE
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
@@ -140,8 +141,11 @@ def main() -> None:
     parser.add_argument("--over", type=int, default=10_000)
     parser.add_argument("--slow", type=int, default=100)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--smoke", action="store_true", help=SMOKE)
     args = parser.parse_args()
-    counts = (args.slow, 50, 200) if args.quick else (args.slow, args.large, args.over)
+    counts = (args.slow, args.large, args.over)
+    if args.quick or args.smoke:
+        counts = (3, 2, 3) if args.smoke else (args.slow, 50, 200)
     with Nodes() as nodes:
         slow(nodes.add("a"), counts[0])
     loaded("jobs of 60 kB", counts[1], False, **LARGE)

@@ -8,24 +8,23 @@ One process, one thread, no process group. `commit` is `State.committed`, `step 
 
 from __future__ import annotations
 
+import argparse
 import json
 import time
 from collections.abc import Callable
 
 import torch
-from _harness import machine
+from _harness import SMOKE, machine
 from torch import nn
 
 from elastic.worker.state.state import State
 
-ROUNDS = 5
 
-
-def cpu_us(call: Callable[[], object], times: int) -> float:
+def cpu_us(call: Callable[[], object], times: int, rounds: int) -> float:
     """CPU time of this thread per call, the least of some rounds: other processes do not count."""
     call()
     best = float("inf")
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         began_s = time.thread_time()
         for _ in range(times):
             call()
@@ -53,7 +52,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def measure(make: Callable[[], nn.Module]) -> dict[str, float]:
+def measure(make: Callable[[], nn.Module], rounds: int) -> dict[str, float]:
     net = make()
     optimizer = torch.optim.AdamW(net.parameters())
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)
@@ -75,20 +74,27 @@ def measure(make: Callable[[], nn.Module]) -> dict[str, float]:
         state.changing()
         state._changing = False
 
-    next_batch = cpu_us(state.turned, 10 * few)
-    hooks, commits = cpu_us(hook, 10 * few), cpu_us(lambda: state.committed(1), 10 * few)
-    whole = cpu_us(lambda: (step(), state.committed(1), state.turned()), few)  # type: ignore[func-returns-value]
-    return {"commit": commits, "step hook": hooks, "next batch": next_batch, "step": whole}
+    def whole() -> None:
+        step()
+        state.committed(1)
+        state.turned()
+
+    next_batch = cpu_us(state.turned, 10 * few, rounds)
+    hooks, commits = cpu_us(hook, 10 * few, rounds), cpu_us(lambda: state.committed(1), 10 * few, rounds)
+    return {"commit": commits, "step hook": hooks, "next batch": next_batch, "step": cpu_us(whole, few, rounds)}
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--smoke", action="store_true", help=SMOKE)
+    smoke = parser.parse_args().smoke
     torch.set_num_threads(1)
     print(
         f"{machine()}\n\n{'':18s}{'commit':>10s}{'step hook':>12s}{'next batch':>12s}{'whole step':>12s}{'share':>8s}"
     )
     shares = {}
-    for name, make in MODELS.items():
-        found = measure(make)
+    for name, make in list(MODELS.items())[: 2 if smoke else None]:
+        found = measure(make, 1 if smoke else 5)
         ours = found["commit"] + found["step hook"] + found["next batch"]
         shares[name] = round(100 * ours / found["step"], 2)
         row = "".join(

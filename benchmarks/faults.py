@@ -36,7 +36,7 @@ from _faults_run import (
     stopped,
 )
 from _faults_torchrun import torchrun
-from _harness import TooLate, machine, spread, wait_for
+from _harness import SMOKE, TooLate, machine, spread, wait_for
 from chaos.harness import Node
 from support import machine as able
 from support.api import ApiError
@@ -50,6 +50,9 @@ FULL = Plan(
 )  # fmt: skip
 QUICK = Plan(
     exits=1, times=1, setup_s=4.0, lease_ttl_s=3.0, baseline_s=4.0, etcd_away_s=10.0, chaos_s=20.0, torchrun_kills=1
+)
+SMALLEST = Plan(
+    exits=1, times=1, setup_s=1.0, lease_ttl_s=3.0, baseline_s=1.0, etcd_away_s=2.0, chaos_s=0.0, torchrun_kills=0
 )
 PLACES = ("forward", "backward", "apply", "commit", "committed")
 ENDS: dict[str, dict[str, object]] = {
@@ -351,6 +354,7 @@ class Bench:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="under two minutes; without torchrun")
+    parser.add_argument("--smoke", action="store_true", help=SMOKE)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", choices=NAMES, action="append", help="this scenario; may be given several times")
     args = parser.parse_args()
@@ -358,7 +362,9 @@ def main() -> int:
     print(f"machine: {machine()}; seed {args.seed}")
     if why := able.no_netns():
         print(f"without network namespaces: {why}")
-    bench = Bench(QUICK if args.quick else FULL, args.seed)
+    if args.smoke:
+        args.only = ["exit", "daemon"]
+    bench = Bench(SMALLEST if args.smoke else QUICK if args.quick else FULL, args.seed)
     for opened, scenarios in GROUPS:
         bench.group(opened, {n: s for n, s in scenarios.items() if not args.only or n in args.only})
     if "torchrun" in (args.only or (() if args.quick else NAMES)):

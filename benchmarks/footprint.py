@@ -31,7 +31,8 @@ from collections.abc import Sequence
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from _overhead_node import idle_pss_mb  # noqa: E402
+from _harness import SMOKE  # noqa: E402
+from _overhead_node import IDLE_S, idle_pss_mb  # noqa: E402
 from support.daemons import Node, Nodes  # noqa: E402
 from support.etcd_server import EtcdServer  # noqa: E402
 from support.wait import eventually  # noqa: E402
@@ -145,13 +146,16 @@ def main() -> int:
     parser.add_argument("--nodes", type=int, default=1000)
     parser.add_argument("--runs", type=int, default=10)
     parser.add_argument("--quick", action="store_true", help="100 nodes, 3 runs")
+    parser.add_argument("--smoke", action="store_true", help=SMOKE)
     options = parser.parse_args()
     if options.quick:
         options.nodes, options.runs = 100, 3
+    if options.smoke:
+        options.nodes, options.runs = 3, 1
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}", flush=True)
     with EtcdServer() as server, Nodes() as nodes:
         figures = measure(nodes, server, options.nodes, options.runs)
-    figures |= {name: round(value, 1) for name, value in idle_pss_mb().items()}
+    figures |= {name: round(value, 1) for name, value in idle_pss_mb(0.0 if options.smoke else IDLE_S).items()}
     print(json.dumps(figures), flush=True)
     return 0
 

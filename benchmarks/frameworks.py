@@ -100,7 +100,7 @@ def series(record: Record, kills: int, rng: random.Random, limit_s: float, end_s
         return max(0.0, min(most_s, end_s - time.monotonic()))
 
     record.wait_step(25, WORLD, left(150.0))
-    found = []
+    found: list[Recovery] = []
     for number in range(kills):
         reached = max(c.step for c in record.newest().values())
         try:

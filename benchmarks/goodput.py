@@ -33,6 +33,8 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
+from _harness import SMOKE
+
 FAILURES_PER_GPU_S = 466 / (54 * 86400 * 16384)
 SAME_NODE = 0.4
 STARTUP_S = 60.0
@@ -183,8 +185,9 @@ def plot(curves: dict[str, list[float]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer runs, and the plot is left as it is")
+    parser.add_argument("--smoke", action="store_true", help=SMOKE)
     options = parser.parse_args()
-    runs = 3 if options.quick else 20
+    runs = 1 if options.smoke else 3 if options.quick else 20
     curves = {}
     for system in (*SYSTEMS, *PUBLISHED_STALLS):
         rng = random.Random(7)
@@ -192,7 +195,7 @@ def main() -> None:
         print(
             system.name.ljust(26), " ".join(f"{g:,}: {v:.4f}" for g, v in zip(SIZES, curves[system.name], strict=True))
         )
-    if not options.quick:
+    if not (options.quick or options.smoke):
         (Path(__file__).parent.parent / "docs" / "goodput.svg").write_text(plot(curves))
     at = SIZES.index(16384)
     print(json.dumps({name: round(curve[at], 4) for name, curve in curves.items()}))

@@ -33,6 +33,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is importe
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "gpu"), str(ROOT / "tests")]
@@ -145,7 +146,7 @@ class _Child:
 
 def _recover(world_size: int) -> dict[str, float]:
     """Seconds from the SIGKILL of the last rank until all ranks have stepped again, and where they went."""
-    server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    server = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     children = [_Child(rank, world_size, server.port, 1) for rank in range(world_size)]
     spare = _Child(world_size - 1, world_size, server.port, 2)
     try:
@@ -311,7 +312,7 @@ def guard(quick: bool) -> dict[str, Any]:
             "guard_share_of_step": round(with_guard / plain - 1, 4)}  # fmt: skip
 
 
-def _timed(act: Callable[[], None], times: int = 1) -> float:
+def _timed(act: Callable[[], object], times: int = 1) -> float:
     torch.cuda.synchronize()
     begun_s = time.monotonic()
     for _ in range(times):
@@ -386,8 +387,8 @@ def _relay(rank: int, world_size: int, port: int, nbytes: int, rounds: int) -> d
         device=torch.device("cuda", 0), form_timeout_s=DEADLINE_S, timeout_s=DEADLINE_S,
     )  # fmt: skip
     group.form()
-    chain = {"previous": rank - 1 if rank else None, "following": rank + 1 if rank + 1 < world_size else None}
-    times = [_timed(lambda: broadcast.relay(tensors, **chain)) for _ in range(rounds)]
+    previous, following = rank - 1 if rank else None, rank + 1 if rank + 1 < world_size else None
+    times = [_timed(lambda: broadcast.relay(tensors, previous=previous, following=following)) for _ in range(rounds)]
     group.close()
     return {**found, "relay_s": statistics.median(times)}
 

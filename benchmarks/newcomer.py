@@ -31,7 +31,7 @@ INSTALL_LIMIT_S, LIMIT_S = 540.0, 180.0
 def install(folder: pathlib.Path) -> float:
     """Run the page's commands of the installation, with a wheel of this tree for elasticd. Returns seconds."""
     wheels = folder.parent / "wheels"
-    build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", wheels, ROOT]
+    build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(wheels), str(ROOT)]
     subprocess.run(build, check=True, stdout=sys.stderr)
     wheel = next(wheels.glob("elasticd-*.whl"))
     venv, activate, pip = COMMANDS[:3]

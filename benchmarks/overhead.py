@@ -40,7 +40,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _overhead_node import idle_pss_mb, snapshots_on_over_off
+from _harness import SMOKE
+from _overhead_node import IDLE_S, idle_pss_mb, snapshots_on_over_off
 
 from elastic.checkpoint.interval import IntervalRule
 from elastic.contract.worker.beat import PAGE_BYTES
@@ -55,6 +56,11 @@ from elastic.worker.state.state import State
 ELEMENTS = 12
 """Of each small tensor: 40,000 of them are 2 MB."""
 LIMIT_S = 300.0
+SMALLEST = 1, 4, 50, 1, 4.0, 64, 0.0
+QUICK = 40, 200, 10_000, 7, 45.0, 1024, IDLE_S
+FULL = 100, 200, 10_000, 15, 300.0, 1024, IDLE_S
+"""Rounds, batches of each, parameters, turns; seconds with snapshots, of layers this wide; seconds before the memory is
+measured."""
 
 
 class Many(torch.nn.Module):
@@ -210,6 +216,9 @@ class Idle:
 
     def wait(self, limit_s: float) -> None: ...
 
+    def failed(self, step: int) -> bool:
+        return False
+
     def put(self, part: SnapshotPart) -> bool:
         return False
 
@@ -298,14 +307,16 @@ def short_steps(count: int, batches: int, steps: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer turns; less than two minutes")
+    parser.add_argument("--smoke", action="store_true", help=SMOKE)
     args = parser.parse_args()
-    figures = short_steps(40 if args.quick else 100, 200, 200)
-    figures |= per_tensor(10_000, 7 if args.quick else 15)
+    count, batches, params, turns, span_s, width, idle_s = SMALLEST if args.smoke else QUICK if args.quick else FULL
+    figures = short_steps(count, batches, batches)
+    figures |= per_tensor(params, turns)
     for name, value in figures.items():
         print(f"{name:28s} {value:.3f}", flush=True)
     printed = len(figures)
-    figures |= snapshots_on_over_off(span_s=45.0 if args.quick else 300.0)
-    figures |= idle_pss_mb()
+    figures |= snapshots_on_over_off(span_s, width)
+    figures |= idle_pss_mb(idle_s)
     for name in list(figures)[printed:]:
         print(f"{name:28s} {figures[name]:.3f}", flush=True)
     print(json.dumps({name: round(value, 3) for name, value in figures.items()}))

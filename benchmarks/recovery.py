@@ -18,6 +18,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import os
 import pathlib
 import random
 import signal
@@ -31,6 +32,7 @@ from typing import Any
 from _harness import (
     BIN,
     HERE,
+    SMOKE,
     Node,
     Processes,
     Record,
@@ -76,6 +78,7 @@ class Plan:
 
 FULL = Plan(kills=30, torchrun_kills=6, default_tries=2, default_limit_s=60.0, rounds=6, turns=11)
 QUICK = Plan(kills=6, torchrun_kills=1, default_tries=1, default_limit_s=10.0, rounds=1, turns=4)
+SMALLEST = Plan(kills=1, torchrun_kills=1, default_tries=0, default_limit_s=0.0, rounds=1, turns=2)
 
 
 class Cluster:
@@ -144,7 +147,7 @@ def kill_series(record: Record, kills: int, rng: random.Random, limit_s: float) 
 def start_torchrun(processes: Processes, record: Record, env: dict[str, str], *args: str) -> list[str]:
     """Two agents on this machine; returns their tags."""
     port = free_port()
-    agent = [
+    agent: list[str | os.PathLike[str]] = [
         BIN / "torchrun", "--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d", "--max-restarts=100",
         f"--rdzv-endpoint=127.0.0.1:{port}", f"--rdzv-id={record.folder.name}",
         SCRIPT, "--stock", "--record", record.folder, *args,
@@ -306,13 +309,14 @@ def say(text: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="under two minutes")
+    parser.add_argument("--smoke", action="store_true", help=SMOKE)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", choices=["ours", "torchrun", "steady"], help="one part of it")
     parser.add_argument("--same-buckets", action="store_true", help="steady: stock DDP with the buckets of job.ddp")
     parser.add_argument("--forming", default="new", help="the job's setting; 'reconfigure' needs torch 2.14 or newer")
     parser.add_argument("--keep", action="store_true", help="keep the folder with the logs")
     args = parser.parse_args()
-    plan = QUICK if args.quick else FULL
+    plan = SMALLEST if args.smoke else QUICK if args.quick else FULL
     if args.same_buckets:
         plan = replace(plan, stock=SAME_BUCKETS)
     rng = random.Random(args.seed)

@@ -27,7 +27,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from _harness import machine
+from _harness import SMOKE, machine
 from torch._C._distributed_c10d import TCPStore
 
 from elastic.util.resolver import without_dns
@@ -184,7 +184,9 @@ def _measure(way: Way, rounds: int) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="30 re-formations each instead of 200")
-    rounds = 30 if parser.parse_args().quick else 200
+    parser.add_argument("--smoke", action="store_true", help=SMOKE)
+    args = parser.parse_args()
+    rounds = 10 if args.smoke else 30 if args.quick else 200
     print(f"{machine()}; torch {torch.__version__}; {WORLD} ranks, {rounds} re-formations each way")
     result: dict[str, Any] = {"torch": torch.__version__}
     for way in WAYS if torch_private.RECONFIGURABLE else WAYS[:1]:

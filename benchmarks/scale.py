@@ -35,6 +35,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")]
 import _scale_costs  # noqa: E402
 import msgspec  # noqa: E402
 import psutil  # noqa: E402
+from _harness import SMOKE  # noqa: E402
 from _scale_agents import STEP_S, TIMEOUTS, Fleet  # noqa: E402
 from support.etcd_server import EtcdServer  # noqa: E402
 
@@ -229,7 +230,7 @@ def torch_reform_s(count: int) -> float:
     """Torch's dynamic rendezvous over its c10d store: all `count` participants form again. No departure needs
     noticing, which stock torchrun cannot: this is its best case."""
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    from torch.distributed import TCPStore
+    from torch._C._distributed_c10d import TCPStore
     from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
@@ -269,6 +270,7 @@ def _all_at_once(calls: list[Callable[[], object]]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="under two minutes")
+    parser.add_argument("--smoke", action="store_true", help=SMOKE)
     parser.add_argument("--max", type=int, default=1000, help="most agents")
     parser.add_argument("--only", type=int, help="one size, and no torch")
     parser.add_argument("--costs", action="store_true", help="only what one agent has to do at 1,000 and 10,000 nodes")
@@ -282,6 +284,8 @@ def main() -> int:
     torch_sizes: Sequence[int] = TORCH_SIZES
     if options.quick:
         sizes, torch_sizes = (8, 32, 64), (8, 32)
+    if options.smoke:
+        sizes, torch_sizes = (4,), (2,)
     if options.only:
         sizes, torch_sizes = (options.only,), ()
     memory = psutil.virtual_memory().total >> 30

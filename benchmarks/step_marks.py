@@ -17,6 +17,8 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 
+from _harness import SMOKE
+
 from elastic.contract.worker import beat
 from elastic.contract.worker.beat import PAGE_BYTES, BeatPage, Doing
 
@@ -66,8 +68,9 @@ def per_step_s(page: BeatPage, batches: Callable[[int], Iterator[int]], steps: i
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer repetitions")
+    parser.add_argument("--smoke", action="store_true", help=SMOKE)
     options = parser.parse_args()
-    steps, rounds = (20_000, 5) if options.quick else (50_000, 15)
+    steps, rounds = (100, 1) if options.smoke else (20_000, 5) if options.quick else (50_000, 15)
     now = BeatPage(memoryview(mmap.mmap(-1, PAGE_BYTES)))
     before = Before(memoryview(mmap.mmap(-1, PAGE_BYTES)))
     for page in (now, before):

@@ -20,7 +20,7 @@ import re
 import sys
 from dataclasses import asdict, dataclass, replace
 
-from _harness import BIN, HERE, Node, Processes, TooLate, free_port, machine, wait_for, workplace
+from _harness import BIN, HERE, SMOKE, Node, Processes, TooLate, free_port, machine, wait_for, workplace
 
 SCRIPTS = HERE.parent / "tests" / "compat" / "scripts" / "unchanged"
 KILL_AT = {
@@ -34,6 +34,7 @@ QUICK = "ddp_tutorial"
 LIMIT_S = {"elasticd": 90.0, "torchrun": 90.0}
 LIMIT_TWO_NODES_S = {"elasticd": 90.0, "torchrun": 90.0, "torchrun with elastic": 90.0}
 """From the start of a run until it counts as not recovering."""
+SMOKE_LIMIT_S = {"elasticd": 60.0}
 QUICK_LIMIT_S = {"elasticd": 30.0, "torchrun": 50.0}
 """torchrun gives the survivor 30 s after SIGTERM."""
 WORLD = 2
@@ -158,11 +159,13 @@ def main() -> int:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--only", choices=sorted(KILL_AT))
     which.add_argument("--quick", action="store_true", help=f"{QUICK} alone; under two minutes")
+    which.add_argument("--smoke", action="store_true", help=SMOKE)
     parser.add_argument("--nodes", type=int, choices=(1, 2), default=1)
     parser.add_argument("--json", type=pathlib.Path, help="write the results there, too")
     args = parser.parse_args()
-    limits_s = QUICK_LIMIT_S if args.quick else LIMIT_S if args.nodes == 1 else LIMIT_TWO_NODES_S
-    only = QUICK if args.quick else args.only
+    full = LIMIT_S if args.nodes == 1 else LIMIT_TWO_NODES_S
+    limits_s = SMOKE_LIMIT_S if args.smoke else QUICK_LIMIT_S if args.quick else full
+    only = QUICK if args.quick or args.smoke else args.only
     scripts = [name for name in (KILL_AT if args.nodes == 1 else ON_TWO_NODES) if only in (None, name)]
     results = []
     print(machine())

@@ -16,7 +16,7 @@ import subprocess
 import sys
 from typing import Any
 
-from _harness import HERE, machine, spread
+from _harness import HERE, SMOKE, machine, spread
 
 LIMIT_S = 600.0
 
@@ -36,7 +36,7 @@ def run(python: pathlib.Path, *argv: str) -> Any:
 
 
 def formings(python: pathlib.Path) -> list[str]:
-    asked = "from elastic.worker import torch_private; print(torch_private.RECONFIGURABLE)"
+    asked = "from elastic.worker.torch_internals import torch_private; print(torch_private.RECONFIGURABLE)"
     can = subprocess.run([str(python), "-c", asked], stdout=subprocess.PIPE, text=True, timeout=LIMIT_S, check=True)
     return ["new", "reconfigure"] if can.stdout.strip() == "True" else ["new"]
 
@@ -44,20 +44,22 @@ def formings(python: pathlib.Path) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="2 rounds of 6 kills for each way instead of 5")
-    quick = parser.parse_args().quick
+    parser.add_argument("--smoke", action="store_true", help=SMOKE)
+    args = parser.parse_args()
+    size = ["--smoke"] if args.smoke else ["--quick"]
     ways = [(python, forming) for python in environments() for forming in formings(python)]
     print(machine())
     kills: dict[tuple[pathlib.Path, str], list[float]] = {way: [] for way in ways}
     lost: dict[tuple[pathlib.Path, str], int] = dict.fromkeys(ways, 0)
-    for number in range(2 if quick else 5):
+    for number in range(1 if args.smoke else 2 if args.quick else 5):
         for python, forming in ways if number % 2 == 0 else ways[::-1]:
-            wanted = ["--only", "ours", "--quick", "--seed", str(number), "--forming", forming]
+            wanted = ["--only", "ours", *size, "--seed", str(number), "--forming", forming]
             found = run(python, "recovery.py", *wanted)
             kills[python, forming] += found["kill_seconds"]
             lost[python, forming] += found["steps_lost"]
     result: dict[str, Any] = {}
     for python in dict.fromkeys(python for python, _ in ways):
-        formed = run(python, "reform.py", *(["--quick"] if quick else []))
+        formed = run(python, "reform.py", *(size if args.quick or args.smoke else []))
         made: dict[str, Any] = {}
         for forming in (forming for each, forming in ways if each == python):
             seconds = kills[python, forming]

@@ -84,13 +84,13 @@ class Node:
         return False
 
     def ctl(self, *words: str) -> str:
-        argv = [BIN / "elasticctl", "--socket", self.socket, *words]
+        argv: list[str | os.PathLike[str]] = [BIN / "elasticctl", "--socket", self.socket, *words]
         env = os.environ | {"COLUMNS": str(console.width)}
         return subprocess.run(argv, capture_output=True, text=True, timeout=30, check=True, env=env).stdout
 
     def ask(self, *words: str) -> Any:
         """The output of elasticctl with --json. Exit codes 3 and 4 report the health: valid answers too."""
-        argv = [BIN / "elasticctl", "--socket", self.socket, *words, "--json"]
+        argv: list[str | os.PathLike[str]] = [BIN / "elasticctl", "--socket", self.socket, *words, "--json"]
         done = subprocess.run(argv, capture_output=True, text=True, timeout=30, check=False)
         if done.returncode not in (0, 3, 4):
             raise subprocess.CalledProcessError(done.returncode, argv, done.stdout, done.stderr)
