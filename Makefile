@@ -16,7 +16,7 @@ CASES ?= 300
 CASE ?=
 SHRINK ?=
 
-.PHONY: demo recording test test-fast test-long style lint bench chaos faults soak simulate venv test-compat test-gpu test-cuda-fork gpu-bundle docs dist clean
+.PHONY: demo recording test test-fast test-of golden test-long bench-smoke style lint bench chaos faults soak simulate venv test-compat test-gpu test-cuda-fork gpu-bundle docs dist clean
 
 venv: $(VENV)/.ready
 
@@ -51,12 +51,32 @@ test: style
 test-fast: venv
 	@$(BIN)/pytest -q -n logical --dist worksteal -m "not long and not slow" tests/unit tests/checkpoint
 
+# The tests that import a module of one package, without the slow ones: test-of PLACE=elastic/worker/state.
+PLACE ?=
+
+test-of: venv
+	@files=$$(PYTHONPATH=tests $(BIN)/python -m support.tests_of '$(PLACE)') && test -n "$$files" || { \
+		echo "no test imports a module of PLACE=$(PLACE)" >&2; exit 1; }; \
+	$(BIN)/pytest -q -n logical --dist worksteal -m "not long and not slow and not chaos" $$files
+
+# Everything in the repository that is generated, anew: look at `git diff` then. Golden histories, the example settings,
+# the pictures of the documentation, the tables and diagrams of states.
+golden: venv
+	@PYTHONPATH=tests $(BIN)/python -m simulation.diagram > $(VENV)/states.md && mv $(VENV)/states.md docs/states.md
+	@ELASTIC_REWRITE=1 $(BIN)/pytest -q tests/unit/test_scenarios.py tests/systemd/test_files.py
+	@$(BIN)/python docs/pictures/make.py
+	@git status --short tests/scenarios systemd docs
+
 # What `make test` leaves out: more faults, more histories, the planted mistakes. About 20 minutes on two cores.
 test-long: venv
 	@$(BIN)/pytest -q -n $(TEST_PROCESSES) --dist worksteal --durations 15 -m long
 
 bench: venv
 	@for b in benchmarks/[a-z]*.py; do echo "== $$b"; $(BIN)/python $$b $(ARGS) || exit 1; done
+
+# Each benchmark in its smallest size: it runs to its end, and its last line is complete.
+bench-smoke: venv
+	@$(BIN)/pytest -q -m "long or not long" tests/worker/test_benchmarks_run.py tests/worker/test_state_benchmark.py
 
 chaos: venv
 	@PYTHONPATH=tests $(BIN)/python -m chaos.random_faults --seed $(SEED) --minutes $(MINUTES)
