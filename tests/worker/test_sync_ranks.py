@@ -355,7 +355,7 @@ def from_two_disks(rank: int, world_size: int, port: int, damage: str) -> Any:
 
     made = group(rank, world_size, port, 9)
     newest = (3, 3) if rank else (3, 4)
-    theirs = Saved(checkpoint=newest, place=rank, look_again=lambda passed: (newest, rank))
+    theirs = Saved(checkpoint=newest, storage_id=rank, look_again=lambda passed: (newest, rank))
     synced = synchronise(state, rank=rank, world_size=world_size, generation=9, saved=lambda: theirs, load=load)
     made.close()
     return [synced.step, synced.source, state.version, fingerprint(state)]

@@ -28,7 +28,7 @@ import msgspec
 
 from elastic.checkpoint.format.errors import ArenaError, IncompleteSnapshot
 from elastic.checkpoint.format.layout import PAGE_BYTES, Layout, offsets_beside, pad, plan
-from elastic.contract.worker.tensor_table import ALONE, Beside, Table, TensorInfo
+from elastic.contract.worker.tensor_table import NO_REPLICAS, ReplicaTensors, Table, TensorInfo
 
 from .progress import Progress, unreported
 
@@ -188,7 +188,7 @@ class Arena:
         *,
         shard: int = 0,
         shards: int = 1,
-        beside: Beside = ALONE,
+        beside: ReplicaTensors = NO_REPLICAS,
         part: int | None = None,
         parts: int | None = None,
     ) -> None:
@@ -324,10 +324,10 @@ class Arena:
         """The tensors of the file, in file order."""
         return msgspec.json.decode(self.table_json(), type=Table)
 
-    def beside(self) -> Beside:
+    def beside(self) -> ReplicaTensors:
         """The tensors that are kept in memory only."""
         raw = os.pread(self.fd, self._ints[_BESIDE], self._tail_at + self._ints[_TABLE])
-        return msgspec.json.decode(raw, type=Beside) if raw else ALONE
+        return msgspec.json.decode(raw, type=ReplicaTensors) if raw else NO_REPLICAS
 
     def table_json(self) -> bytes:
         return os.pread(self.fd, self._ints[_TABLE], self._tail_at)

@@ -19,7 +19,7 @@ class TensorInfo(msgspec.Struct, frozen=True):
 Table = tuple[TensorInfo, ...]
 
 
-class Beside(msgspec.Struct, frozen=True):
+class ReplicaTensors(msgspec.Struct, frozen=True):
     """Tensors of other nodes' shards that a rank keeps in memory beside its own, and never writes to disk."""
 
     table: Table = ()
@@ -27,4 +27,4 @@ class Beside(msgspec.Struct, frozen=True):
     """Index of each of them in the complete table of the state."""
 
 
-ALONE = Beside()
+NO_REPLICAS = ReplicaTensors()

@@ -23,9 +23,20 @@ from elastic.worker.link.misuse import MisuseRuntimeError
 from elastic.worker.torch_internals import torch_private
 
 from .comm_hooks import Exchange, GradientHook, Sampler, plain
-from .ddp_models import FixedLayout, Told, bucket_options
+from .ddp_models import BufferSyncingDDP, FixedLayout, bucket_options
 from .errors import FailedSums
-from .parts_loop import HELD, LEFT, TWICE, UNEXCHANGED, USED, OwnGradients, PartsLoop, gradients, samples, two_loops
+from .parts_loop import (
+    HELD,
+    LEFT,
+    TWICE,
+    UNEXCHANGED,
+    USED,
+    PartsLoop,
+    UnsyncedGradients,
+    gradients,
+    samples,
+    two_loops,
+)
 
 
 class GradientWeight(FailedSums):
@@ -58,7 +69,7 @@ class GradientWeight(FailedSums):
 
     def __init__(self) -> None:
         self._models: list[nn.Module] = []
-        self._wrapped: list[Told] = []
+        self._wrapped: list[BufferSyncingDDP] = []
         """Those of them that `wrap` has wrapped. A list of its own: `isinstance` asks torch's ABC each time."""
         self._hooks: list[Any] = []
         self._weight: float | None = None
@@ -119,7 +130,7 @@ class GradientWeight(FailedSums):
         """Attach `model`. Returns arguments of its `GradientHook`."""
         self.attach(model)
         key = id(model)  # DDP holds the hook, and a cycle through it would keep the group
-        if isinstance(model, Told):
+        if isinstance(model, BufferSyncingDDP):
             model.own.begins = self._begins
         return {
             "weight": functools.partial(self.of, key),
@@ -131,15 +142,15 @@ class GradientWeight(FailedSums):
         if any(model is known for known in self._models):
             return
         self._models.append(model)
-        if isinstance(model, Told):
+        if isinstance(model, BufferSyncingDDP):
             self._wrapped.append(model)
-        own = model.own if isinstance(model, Told) else OwnGradients()
+        own = model.own if isinstance(model, BufferSyncingDDP) else UnsyncedGradients()
         wanted = [param for param in model.parameters() if param.requires_grad]
         for param in {id(each): each for each in (*wanted[:1], *wanted[-1:])}.values():
             added: Any = functools.partial(self._added, own)
             self._hooks.append(param.register_post_accumulate_grad_hook(added))  # type: ignore[no-untyped-call]
 
-    def _added(self, own: OwnGradients, _: torch.Tensor) -> None:
+    def _added(self, own: UnsyncedGradients, _: torch.Tensor) -> None:
         """A backward has added to gradients. Of the first and the last parameter of each model."""
         own.held = True
         if self._parts is None and not self._sums:
@@ -258,7 +269,8 @@ class GradientWeight(FailedSums):
     def before_step(self, *, applies: bool = True) -> None:
         """An optimizer is about to apply the gradients, or (`applies` False) the script may have done so without one.
         Raises RuntimeError if they are of several batches with one weight, or if a loop over `batch.parts()` has not
-        come to its end, and they lack their exchange or the weight of their last part; or as `Told.refuse_frozen`."""
+        come to its end, and they lack their exchange or the weight of their last part; or as
+        `BufferSyncingDDP.refuse_frozen`."""
         if self._mixed:
             raise MisuseRuntimeError(two_loops(self._mixed))
         if self._parts is not None:
@@ -428,7 +440,7 @@ def wrap(
         options["forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"] = False
     # With find_unused_parameters alone DDP never rebuilds its buckets: its first layout is its only one.
     rebuilds = options.get("static_graph", False) or not options.get("find_unused_parameters", False)
-    kind = FixedLayout if rebuilds else Told
+    kind = FixedLayout if rebuilds else BufferSyncingDDP
     wrapped = kind(model, process_group=process_group, init_sync=False, **options)
     wrapped.on_buffers = on_buffers
     group = process_group if process_group is not None else dist.group.WORLD

@@ -16,7 +16,7 @@ from elastic.worker.link.misuse import MisuseRuntimeError, MisuseValueError
 from elastic.worker.torch_internals import torch_private
 
 from .buffers import broadcast_coalesced
-from .parts_loop import OwnGradients
+from .parts_loop import UnsyncedGradients
 
 BUCKET_MB = 25
 """MiB in a bucket, but for the first: stock DDP's default."""
@@ -40,7 +40,7 @@ OVER = (
 )
 
 
-class Told(DistributedDataParallel):
+class BufferSyncingDDP(DistributedDataParallel):
     """DDP that reports when it waits for rank 0's buffers, and broadcasts them before a step is applied.
 
     Stock DDP broadcasts rank 0's buffers at the start of the next forward. Until then BatchNorm's running statistics
@@ -49,7 +49,7 @@ class Told(DistributedDataParallel):
     """
 
     on_buffers: tuple[Callable[[], None], Callable[[], None]]
-    own: OwnGradients
+    own: UnsyncedGradients
     exchanged: set[int]
     """Identities of the parameters in its buckets: not those that wanted no gradients when it was built."""
     shared = False
@@ -60,7 +60,7 @@ class Told(DistributedDataParallel):
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         super().__init__(model, **options)
-        self.own = OwnGradients()
+        self.own = UnsyncedGradients()
         # A part may train while the whole is in evaluation mode.
         self._writers = [model, *(module for module in model.modules() if any(True for _ in module.buffers(False)))]
 
@@ -145,7 +145,7 @@ def _over(*_: Any, **__: Any) -> NoReturn:
     raise MisuseRuntimeError(OVER)
 
 
-class FixedLayout(Told):
+class FixedLayout(BufferSyncingDDP):
     """DDP whose buckets have their final layout from the first backward on.
 
     Stock DDP starts with a single bucket and splits it after the first backward, in the order in which gradients became

@@ -182,24 +182,24 @@ def connected(previous: int | None, following: int | None) -> Iterator[Transport
             send_bytes(msgspec.json.encode(endpoint), following)
         if previous is not None:
             incoming = _dial(msgspec.json.decode(receive_bytes(previous), type=Endpoint), stack)
-            _tell(incoming is not None, previous)
+            _send_flag(incoming is not None, previous)
         if following is not None:
-            outgoing = _accept(listener, endpoint.token, stack) if _told(following) and listener else None
+            outgoing = _accept(listener, endpoint.token, stack) if _receive_flag(following) and listener else None
             if listener is not None:
                 listener.close()
-            _tell(outgoing is not None, following)
-        if previous is not None and not _told(previous):
+            _send_flag(outgoing is not None, following)
+        if previous is not None and not _receive_flag(previous):
             incoming = None
         transport = OverSockets(incoming, outgoing, OverGroup(previous, following), _sender(stack, incoming, outgoing))
         stack.callback(transport.close)
         yield transport
 
 
-def _tell(answer: bool, rank: int) -> None:
+def _send_flag(answer: bool, rank: int) -> None:
     exchange(torch.tensor([int(answer)]), target=rank)
 
 
-def _told(rank: int) -> bool:
+def _receive_flag(rank: int) -> bool:
     answer = torch.zeros(1, dtype=torch.int64)
     exchange(answer, source=rank)
     return bool(answer)

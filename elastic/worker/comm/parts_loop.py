@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 
-class OwnGradients:
+class UnsyncedGradients:
     """Whether a model's gradients have what only this rank has computed: a backward that no exchange has followed, as
     of the module itself in place of its wrapper, or in `no_sync`."""
 

@@ -146,7 +146,7 @@ class Job(JobData):
         self._began_s = time.monotonic()
         self._loss = LossReader()  # the last one's value may be of a step that is undone
         self.rows.enter(step, first=rank == 0)
-        self._tell(self._kept.entered(step))
+        self._print_once(self._kept.entered(step))
         self.sampler.begin(step)
         if state is not None:
             state.data_progress.enter()
@@ -166,7 +166,7 @@ class Job(JobData):
         """`train` has returned on this rank. Not for scripts."""
         self._goes_on()
         if state.data_progress.due:
-            self._tell(state.data_progress.check(state.step))
+            self._print_once(state.data_progress.check(state.step))
         self.rows.finish(state.step)
 
     # ── for scripts ─────────────────────────────────────────────────────────────────────────────────────────
@@ -278,9 +278,9 @@ class Job(JobData):
         self._goes_on()
         progress = state.data_progress
         if compared := progress.due:
-            self._tell(progress.check(state.step))
+            self._print_once(progress.check(state.step))
         if skipped := state.clean():  # no optimizer has stepped
-            if self._queued():
+            if self._may_have_queued_kernels():
                 self._before_optimizer(applies=False)  # gradients applied in any other way were not guarded
             else:
                 # A step skipped by GradScaler is committed with the buffers of its forward.
@@ -290,7 +290,7 @@ class Job(JobData):
         state.committed(self.generation)
         step = state.step
         self._gradient_weight.committed()
-        self._tell(self._kept.committed(state, step, applied=not skipped))
+        self._print_once(self._kept.committed(state, step, applied=not skipped))
         now_s = time.monotonic()
         step_s, self._began_s = now_s - self._began_s, now_s
         self._link.committed(step, step_s, value)
@@ -304,7 +304,7 @@ class Job(JobData):
             detail = "; ".join(filter(None, (f"loss is {value}", self._first_bad.told(self._batch))))
             self._link.bad_numbers(step, "bad loss", detail, (self.rank,))
         if self._first_bad.on:
-            self._looked(step)
+            self._drop_layer_outputs(step)
         if compared and self.world_size > 1 and torch.distributed.is_initialized():
             self._compare_loops(progress)
         if self._fingerprint_every and step % self._fingerprint_every == 0:
@@ -323,18 +323,18 @@ class Job(JobData):
         """The function that the optimizers' pre-step hook calls: the state is about to change."""
         return self._before_optimizer
 
-    def _tell(self, said: str) -> None:
+    def _print_once(self, text: str) -> None:
         """On stderr, once for all ranks."""
-        if said and self.rank == 0:
-            print(f"elastic: {said}", file=sys.stderr, flush=True)
+        if text and self.rank == 0:
+            print(f"elastic: {text}", file=sys.stderr, flush=True)
 
-    def _looked(self, step: int) -> None:
+    def _drop_layer_outputs(self, step: int) -> None:
         """After the commit of `step`: the outputs of its layers are not needed any more."""
         self._first_bad.begin()
         if not self._every_layer and step > self._suspect:
             self._first_bad.off()
 
-    def _queued(self) -> bool:
+    def _may_have_queued_kernels(self) -> bool:
         """Whether kernels that an abort could interrupt may be queued on the device."""
         return self.device.type == "cuda" and self.world_size > 1
 
@@ -348,7 +348,7 @@ class Job(JobData):
         """
         self._goes_on()
         self._gradient_weight.before_step(applies=applies)
-        if self._queued():
+        if self._may_have_queued_kernels():
             self._link.contributed()
             torch.cuda.current_stream(self.device).synchronize()
         self._link.applying()

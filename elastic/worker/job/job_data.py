@@ -77,7 +77,7 @@ class JobData(JobCalls):
             world_size=self.world_size,
             device=self.device,
             gradient_weight=self._gradient_weight,
-            on_turn=self._turned,
+            on_turn=self._end_turn,
             progress=state.data_progress,
             **options,
         )
@@ -114,7 +114,7 @@ class JobData(JobCalls):
             steps=steps,
             rank=self.rank,
             world_size=self.world_size,
-            on_turn=self._turned,
+            on_turn=self._end_turn,
             progress=state.data_progress,
             **options,
         )
@@ -160,7 +160,7 @@ class JobData(JobCalls):
             world_size=self.world_size,
             device=self.device,
             gradient_weight=self._gradient_weight,
-            on_turn=self._turned,
+            on_turn=self._end_turn,
             **options,
         )
         return at_one_place(self._timed(loaded, state))
@@ -170,7 +170,7 @@ class JobData(JobCalls):
         """See `Job.commit`."""
 
     @abc.abstractmethod
-    def _tell(self, said: str) -> None:
+    def _print_once(self, said: str) -> None:
         """On stderr, once for all ranks."""
 
     # ── internal ────────────────────────────────────────────────────────────────────────────────────────────
@@ -204,7 +204,7 @@ class JobData(JobCalls):
             if last is not None:
                 self._gradient_weight.release(last, committed=state.step > last.step)
 
-    def _turned(self, state: State, step: int) -> None:
+    def _end_turn(self, state: State, step: int) -> None:
         """The turn of `step` is over. Ends the generation where the script has caught the error of its step."""
         self._goes_on()
         self._link.check(state.step)

@@ -23,7 +23,7 @@ from elastic.checkpoint.memory.buffers import Buffers
 from elastic.checkpoint.memory.memcpy import WORTH_A_THREAD_BYTES
 from elastic.contract.worker import messages
 from elastic.contract.worker.beat import Doing
-from elastic.contract.worker.tensor_table import ALONE, Beside, Table
+from elastic.contract.worker.tensor_table import NO_REPLICAS, ReplicaTensors, Table
 from elastic.worker.link.session import Session
 
 from .checkpoint_scheduler import SnapshotPart
@@ -45,7 +45,7 @@ class AgentSnapshots:
         self._cold: set[int] = set()
         """Indices of buffers whose pages may not be present yet."""
         self._refused_s = -math.inf
-        self._sized: tuple[Table, Beside, int] = ((), ALONE, arena_nbytes(()))
+        self._sized: tuple[Table, ReplicaTensors, int] = ((), NO_REPLICAS, arena_nbytes(()))
         self._preparing: threading.Thread | None = None
         self._awaited = True
         """The main thread waits for the work done here, which then counts as progress of this worker."""

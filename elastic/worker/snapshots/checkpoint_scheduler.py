@@ -29,7 +29,7 @@ from elastic.checkpoint import interval as checkpoint_interval
 from elastic.checkpoint.format.layout import file_order
 from elastic.checkpoint.format.plain import tensors_named
 from elastic.checkpoint.format.shard_plan import beside_shards, split
-from elastic.contract.worker.tensor_table import ALONE, Beside, Table
+from elastic.contract.worker.tensor_table import NO_REPLICAS, ReplicaTensors, Table
 from elastic.worker.link.session import GenerationEnded
 from elastic.worker.state.handover.restore import extra_of
 from elastic.worker.state.state import State
@@ -130,7 +130,7 @@ class SnapshotPart:
     extra: dict[str, Any]
     interval: str
     """The checkpoint interval, as text."""
-    beside: Beside = ALONE
+    beside: ReplicaTensors = NO_REPLICAS
     """Shards of other nodes, which this rank keeps in memory in addition to its own."""
     part: int | None = None
     parts: int | None = None
@@ -150,7 +150,7 @@ class SnapshotPart:
         """The same part without the other nodes' shards."""
         count = len(self.table)
         volatile = frozenset(place for place in self.volatile if place < count)
-        return replace(self, tensors=self.tensors[:count], beside=ALONE, part=None, parts=None, volatile=volatile)
+        return replace(self, tensors=self.tensors[:count], beside=NO_REPLICAS, part=None, parts=None, volatile=volatile)
 
 
 class SnapshotBackend(Protocol):
@@ -249,7 +249,7 @@ class CheckpointScheduler:
         self._cut: tuple[int, ...] = ()
         self._positions: dict[int, int] = {}
         """Index of a tensor here -> its position in the complete table; of values' and objects' tensors at the end."""
-        self._beside = ALONE
+        self._beside = NO_REPLICAS
         self._chosen: tuple[int, ...] = ()
         self._own: Table = ()
         self._volatile: frozenset[int] = frozenset()
@@ -487,7 +487,7 @@ class CheckpointScheduler:
                 others = tuple(i for k in held for i in cuts[k])
                 if shard and not place.local_index:  # this rank's JSON is read with the node's snapshot
                     others += apart
-            self._beside = Beside(tuple(table[i] for i in others), tuple(self._positions[i] for i in others))
+            self._beside = ReplicaTensors(tuple(table[i] for i in others), tuple(self._positions[i] for i in others))
             changing = state.volatile()
             self._chosen = (*self._cut, *others)
             self._volatile = frozenset(place for place, i in enumerate(self._chosen) if table[i].name in changing)

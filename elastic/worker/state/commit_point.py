@@ -30,7 +30,7 @@ TOTAL_BYTES = 256 * 1024 * 1024
 """Total for buffers and such parameters, and again for tensors held by other parts, such as an average of the
 weights. Tensors beyond it are only watched."""
 
-OFTEN = 256
+MAX_CHECKED_EACH_STEP = 256
 """Up to this number of watched tensors, changes before the optimizer step are looked for at each step; above it, at
 one in `SELDOM`."""
 
@@ -108,7 +108,11 @@ class CommitPoint:
         """The first optimizer of a step is about to change the state: changes so far were made by a forward or by
         the loop. What they changed is copied from the next commit on."""
         self._steps += 1
-        if self._taken and (len(self._watched) <= OFTEN or self._steps < OFTEN // SELDOM or self._steps % SELDOM == 0):
+        if self._taken and (
+            len(self._watched) <= MAX_CHECKED_EACH_STEP
+            or self._steps < MAX_CHECKED_EACH_STEP // SELDOM
+            or self._steps % SELDOM == 0
+        ):
             self._promote(self._watch.stepped(self._tensors()))
 
     def changed(self) -> str | None:
@@ -117,7 +121,7 @@ class CommitPoint:
             return None
         places = self._watch.changed(self._tensors())
         self._promote(places)
-        return self._named(places[0]) if places else self._optimizer_changed()
+        return self._name_at(places[0]) if places else self._optimizer_changed()
 
     def put_back(self) -> None:
         """Restore everything that is copied."""
@@ -139,10 +143,10 @@ class CommitPoint:
             return None
         if self._swapped and (at := versions(list(self._swapped.values()))) != self._swapped_at:
             return next(name for name, a, b in zip(self._swapped, at, self._swapped_at, strict=True) if a != b)
-        look = len(self._watched) <= OFTEN or self._steps % SELDOM == 1
+        look = len(self._watched) <= MAX_CHECKED_EACH_STEP or self._steps % SELDOM == 1
         if look and (places := self._watch.differs(self._tensors())):
-            return self._named(places[0])
-        look = self._held <= OFTEN or self._steps % SELDOM == 1
+            return self._name_at(places[0])
+        look = self._held <= MAX_CHECKED_EACH_STEP or self._steps % SELDOM == 1
         if look and (name := self._optimizer_changed()) is not None:
             return name
         if (name := self._saved.changed()) is not None:
@@ -203,7 +207,7 @@ class CommitPoint:
         found += [tensor for _, tensor in self._large]
         return found
 
-    def _named(self, place: int) -> str:
+    def _name_at(self, place: int) -> str:
         if place < len(self._watched):
             return self._watched[place].name
         place -= len(self._watched)

@@ -11,7 +11,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from elastic.worker.link.misuse import MisuseRuntimeError, MisuseTypeError
-from elastic.worker.state.guards.unkept import Unkept
+from elastic.worker.state.guards.unkept import UnsavedAttributes
 from elastic.worker.state.parts.described import storage_of
 from elastic.worker.torch_internals import torch_private
 
@@ -37,7 +37,7 @@ class Optimizers:
         self._changing = changing
         self._parts = parts
         self._params = params
-        self._unkept = Unkept()
+        self._unkept = UnsavedAttributes()
         self._known: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._waits: torch.optim.Optimizer | None = None
         self._early: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Early] = weakref.WeakKeyDictionary()

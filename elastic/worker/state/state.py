@@ -24,8 +24,17 @@ from .commit_point import CommitPoint
 from .guards import left_behind
 from .modes import Modes
 from .optimizers import Optimizers, is_sharded, sharded
+from .receive_plan import (
+    InitialLayout,
+    ReceivePlan,
+    listed,
+    mismatch,
+    own_tensors,
+    refuse_lazy,
+    refuse_sharded,
+    reorder,
+)
 from .state_source import Version
-from .survey import Built, Survey, listed, mismatch, own_tensors, refuse_lazy, refuse_sharded, reorder
 
 FORMAT = 1
 """Format of `State.extra`."""
@@ -68,7 +77,7 @@ class State(HasProgress):
         self._point = CommitPoint(self._parts)
         self._optimizers = Optimizers(self.changing, self._parts, self._parameters)
         self._modes: Modes | None = None
-        self._built: Built | None = None
+        self._built: InitialLayout | None = None
         self._progress = DataProgress()
         for name, value in parts.items():
             if name.startswith("_") or hasattr(type(self), name):
@@ -171,7 +180,7 @@ class State(HasProgress):
         if self._built is None:
             extra: dict[str, Any] = {}
             table = tuple(info for info, _ in self.tensors(extra))
-            self._built = Built(table, extra, self._buffers())
+            self._built = InitialLayout(table, extra, self._buffers())
 
     def loop_begins(self) -> None:
         """A loop asks for its first batch. Raises RuntimeError as `turned`, see `CommitPoint.again`."""
@@ -363,18 +372,18 @@ class State(HasProgress):
     # ── receiving a state ───────────────────────────────────────────────────────────────────────────────────
 
     @gc_pause.paused()
-    def survey(self, table: Table = (), devices: Sequence[str] = ()) -> Survey:
+    def receive_plan(self, table: Table = (), devices: Sequence[str] = ()) -> ReceivePlan:
         """What `adopt` needs: taken beforehand, that work overlaps the wait. `table`, `devices`: what is expected."""
         modules = [part for part in self._parts.values() if isinstance(part, ModulePart)]
         extras: dict[str, Any] = {}
         held, self._tied, described = self._walk(modules, extras)
         self._described.update(described)
-        survey = Survey([(each.info, tensor) for each, tensor in held], extras)
-        return survey.prepared(table, devices, self._parts) if table else survey
+        plan = ReceivePlan([(each.info, tensor) for each, tensor in held], extras)
+        return plan.prepared(table, devices, self._parts) if table else plan
 
     @gc_pause.paused()
-    def adopt(self, table: Table, extra: Mapping[str, Any], survey: Survey | None = None) -> list[torch.Tensor]:
-        """Prepare to receive a state with this `table` and `extra`. `survey`: taken since the modules last changed.
+    def adopt(self, table: Table, extra: Mapping[str, Any], plan: ReceivePlan | None = None) -> list[torch.Tensor]:
+        """Prepare to receive a state with this `table` and `extra`. `plan`: taken since the modules last changed.
 
         Returns the tensors to fill, in the order of `table`; call `filled()` once they are. The state is inconsistent
         until then. Storage that fits is reused. Raises ValueError naming the first mismatch; the state is then unusable
@@ -385,14 +394,14 @@ class State(HasProgress):
         theirs = extra["parts"]
         if list(theirs) != list(self._parts):
             raise ValueError(f"this state has the parts {listed(self._parts)}, the one that came {listed(theirs)}")
-        survey = (survey or self.survey()).expecting(table, self._parts)
-        if reorder(survey, self._parts):
-            survey = self.survey().expecting(table, self._parts, survey.made)
-        places = own_tensors(survey, theirs, self._buffers)
+        plan = (plan or self.receive_plan()).expecting(table, self._parts)
+        if reorder(plan, self._parts):
+            plan = self.receive_plan().expecting(table, self._parts, plan.made)
+        places = own_tensors(plan, theirs, self._buffers)
         self._whole = False
         self._point.drop()
         for name, part in self._parts.items():
-            places.update(survey.adopted(part, theirs[name]))
+            places.update(plan.adopted(part, theirs[name]))
         if missing := [info for info in table if info.name not in places]:
             raise mismatch(missing[0].name, None, missing[0])
         self._flags().adopt(extra.get("modes", {}))

@@ -30,7 +30,7 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     """Newest snapshot this rank could load by itself."""
     checkpoint: Version | None = None
     """Newest checkpoint this rank could load by itself."""
-    place: int = 0
+    storage_id: int = 0
     """Where that lies, as a hash: ranks of one host that see one folder have the same, and so have all that load from
     one remote end. 0: not known."""
     known_step: int = 0
@@ -41,11 +41,11 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     """Number of tensors of its live state when they were last listed. Decides nothing about the source."""
 
 
-class Passed(NamedTuple):
-    """Checkpoints that a rank has found damaged, or could not read, while it loaded: those of one place, newer than
+class UnreadableRange(NamedTuple):
+    """Checkpoints that a rank has found damaged, or could not read, while it loaded: those of one storage, newer than
     what it has loaded in the end, up to the newest one there."""
 
-    place: int
+    storage_id: int
     loaded: Version
     newest: Version
 

@@ -19,7 +19,7 @@ from .watch import versions
 KEPT = frozenset({"state", "param_groups", "defaults"})
 
 
-class Unkept:
+class UnsavedAttributes:
     """Call `look` at each of the first commits."""
 
     def __init__(self) -> None:

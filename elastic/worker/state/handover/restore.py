@@ -23,7 +23,7 @@ from elastic.contract.worker import messages
 from elastic.contract.worker.tensor_table import Table, TensorInfo
 from elastic.worker.link.session import Session
 from elastic.worker.state.state import State
-from elastic.worker.state.state_source import Passed, Version
+from elastic.worker.state.state_source import UnreadableRange, Version
 from elastic.worker.torch_internals import gc_pause
 
 from .sync import Saved
@@ -90,16 +90,16 @@ class Disk:
     known: Version = (0, 0)
     """The newest checkpoint that the job is known to have had; (0, 0): none."""
 
-    def newest(self, passed: Sequence[Passed] = ()) -> tuple[Version | None, int]:
-        """The version that `load` would most likely load, and its place; reads names and manifests only. `passed`: what
-        other ranks have found damaged."""
-        place = _place(self.directory)
-        found = _not_passed(find.peek(self.directory, self.job), place, passed)
+    def newest(self, passed: Sequence[UnreadableRange] = ()) -> tuple[Version | None, int]:
+        """The version that `load` would most likely load, and the id of its storage; reads names and manifests only.
+        `passed`: what other ranks have found damaged."""
+        storage_id = _storage_id(self.directory)
+        found = _not_passed(find.peek(self.directory, self.job), storage_id, passed)
         if self.remote and (not found or found[0] < self.known):
             there = _not_passed(self._at_remote(optional=bool(found)), _hashed(self.remote), passed)
             if there and (not found or there[0] > found[0]):
                 return there[0], _hashed(self.remote)
-        return (found[0], place) if found else (None, 0)
+        return (found[0], storage_id) if found else (None, 0)
 
     def _at_remote(self, *, optional: bool) -> list[Entry]:
         """The copies there. Raises RemoteError if there is no answer; with `optional` prints that, and returns none."""
@@ -132,9 +132,9 @@ class Disk:
     def saved(self, snapshot: Version | None = None) -> Saved:
         """`newest`, beside `snapshot`. If there is none, the checkpoints that cannot be loaded count: training must not
         begin anew beside them."""
-        newest, place = self.newest()
+        newest, storage_id = self.newest()
         unusable = 0 if newest else self._unusable_step()
-        return Saved(snapshot, newest, unusable, place, self.newest)
+        return Saved(snapshot, newest, unusable, storage_id, self.newest)
 
     def _unusable_step(self) -> int:
         there = unusable_step(self.remote, self.job) if self.remote else 0
@@ -164,14 +164,16 @@ class Disk:
         return said + "".join(f"; quarantined {one}" for one in found.aside)
 
 
-def _not_passed(found: Iterable[Entry], place: int, passed: Sequence[Passed]) -> list[Version]:
+def _not_passed(found: Iterable[Entry], storage_id: int, passed: Sequence[UnreadableRange]) -> list[Version]:
     versions = [(generation, step) for step, generation, _ in found]
     return [
-        version for version in versions if not any(one.place == place != 0 and one.covers(version) for one in passed)
+        version
+        for version in versions
+        if not any(one.storage_id == storage_id != 0 and one.covers(version) for one in passed)
     ]
 
 
-def _place(folder: str) -> int:
+def _storage_id(folder: str) -> int:
     """By host: what cannot be read on one may be readable on another. 0: not known."""
     try:
         found = os.stat(folder)

@@ -19,24 +19,25 @@ from elastic.contract.worker.messages import LoggedRow
 from elastic.contract.worker.tensor_table import Table
 from elastic.worker.comm import p2p
 from elastic.worker.state.parts.described import Described
+from elastic.worker.state.receive_plan import ReceivePlan
 from elastic.worker.state.state import State
 from elastic.worker.state.state_source import (
     Choice,
     NoStateError,
     Offer,
-    Passed,
+    UnreadableRange,
     Version,
     choose,
     counted_before,
     reached,
 )
-from elastic.worker.state.survey import Survey
 from elastic.worker.torch_internals import gc_pause
 
 from . import broadcast, pull
 
-LookAgain = Callable[[Sequence[Passed]], tuple[Version | None, int]]
-"""Returns the newest checkpoint, and its place, by now and without those that other ranks have passed over."""
+LookAgain = Callable[[Sequence[UnreadableRange]], tuple[Version | None, int]]
+"""Returns the newest checkpoint, and the id of its storage, by now and without those that other ranks have
+passed over."""
 
 
 class Saved(NamedTuple):
@@ -48,7 +49,7 @@ class Saved(NamedTuple):
     """The newest one, by its manifest: only `Load` finds out whether it is intact."""
     unusable_step: int = 0
     """Newest step of the checkpoints that cannot be loaded, if there are no others; 0: none."""
-    place: int = 0
+    storage_id: int = 0
     """See `Offer`."""
     look_again: LookAgain = lambda _: (None, 0)
 
@@ -159,7 +160,11 @@ def synchronise(
         check()
         known_step = max(known_step, found.unusable_step)
         mine = msgspec.structs.replace(
-            mine, snapshot=found.snapshot, checkpoint=found.checkpoint, place=found.place, known_step=known_step
+            mine,
+            snapshot=found.snapshot,
+            checkpoint=found.checkpoint,
+            storage_id=found.storage_id,
+            known_step=known_step,
         )
         offers = _gather(mine, world_size)
     with gc_pause.paused():
@@ -188,7 +193,7 @@ def _live(offers: Sequence[Offer], generation: int) -> bool:
 def _gather(mine: Offer, world_size: int) -> list[Offer]:
     snapshot, checkpoint = mine.snapshot or _NONE, mine.checkpoint or _NONE
     numbers = [*mine.version, int(mine.clean), int(mine.established), mine.known_step, *mine.reached]
-    numbers += [*snapshot, *checkpoint, mine.place, mine.described]
+    numbers += [*snapshot, *checkpoint, mine.storage_id, mine.described]
     if world_size == 1:
         return [mine]
     device = p2p.control_device()
@@ -210,7 +215,7 @@ def _offer(rank: int, numbers: Sequence[int]) -> Offer:
         reached=(reached_in, reached_step),
         snapshot=None if snapshot == _NONE else snapshot,
         checkpoint=None if checkpoint == _NONE else checkpoint,
-        place=kept[4],
+        storage_id=kept[4],
         described=kept[5],
     )
 
@@ -232,7 +237,7 @@ def _chosen(
     """
     said, damaged = "", None
     loaded: set[int] = set()
-    passed: list[Passed] = []
+    passed: list[UnreadableRange] = []
     before = counted_before(offers, restore, generation)
     while True:
         try:
@@ -256,14 +261,14 @@ def _chosen(
                 mine.clean and version is None and state.clean(),
             )
             mine = msgspec.structs.replace(mine, clean=clean, checkpoint=version, known_step=known_step)
-        place = offers[choice.source].place
+        storage_id = offers[choice.source].storage_id
         offers = _gather(mine, len(offers))
         check()
         if (version := offers[choice.source].checkpoint) != choice.version:
-            passed.append(Passed(place, version or _NONE, choice.version))
+            passed.append(UnreadableRange(storage_id, version or _NONE, choice.version))
             if mine.rank not in loaded:  # else each rank of a shared folder would offer the damaged one, and load it
-                newest, place = look_again(passed)
-                mine = msgspec.structs.replace(mine, checkpoint=newest, place=place)
+                newest, storage_id = look_again(passed)
+                mine = msgspec.structs.replace(mine, checkpoint=newest, storage_id=storage_id)
             offers = _gather(mine, len(offers))
 
 
@@ -336,16 +341,16 @@ def _take(state: State, choice: Choice, rank: int, check: Callable[[], None], *,
     previous, following = _neighbours(chain, rank)
     assert previous is not None
     theirs = _received(SourceTensors, previous, following) if early else SourceTensors((), ())
-    survey = state.survey(theirs.table, theirs.devices)
+    plan = state.receive_plan(theirs.table, theirs.devices)
     head = _received(StateHeader, previous, following)
     if head.tensors is not None:
         theirs = head.tensors
-        survey.made.clear()  # before others are made: the memory may not be there twice
+        plan.made.clear()  # before others are made: the memory may not be there twice
     reads = pull.can_read(head.window)
     p2p.exchange(torch.tensor([int(reads)]), target=choice.source)
     readers = torch.zeros(len(choice.needs), dtype=torch.int64)
     p2p.exchange(readers, source=choice.source)
-    tensors = _adopt(state, theirs, head.extra, survey)
+    tensors = _adopt(state, theirs, head.extra, plan)
     dense, rest = _split(tensors, head.window)
     _relay(rest, chain, rank, check)
     if reads:
@@ -371,8 +376,8 @@ def _received(kind: type[Message], previous: int, following: int | None) -> Mess
     return msgspec.json.decode(raw, type=kind)
 
 
-def _adopt(state: State, theirs: SourceTensors, extra: dict[str, Any], survey: Survey) -> list[torch.Tensor]:
-    tensors = state.adopt(theirs.table, extra, survey)
+def _adopt(state: State, theirs: SourceTensors, extra: dict[str, Any], plan: ReceivePlan) -> list[torch.Tensor]:
+    tensors = state.adopt(theirs.table, extra, plan)
     for info, tensor, device in zip(theirs.table, tensors, theirs.devices, strict=True):
         if device_type(tensor) != device:
             raise ValueError(f"{info.name} lies on {tensor.device.type} here and on {device} at the source")

@@ -25,7 +25,7 @@ Held = tuple[Any, Mapping[str, torch.Tensor]]
 """Everything but tensors as JSON, and the tensors by name."""
 
 
-def told(name: str, given: Held, now: Held) -> None:
+def warn_if_not_restored(name: str, given: Held, now: Held) -> None:
     """Print the first difference for part `name`, if there is one. No error: an object may well count its loads."""
     if not (found := next(differences(name, given, now), "")):
         return

@@ -11,8 +11,7 @@ import torch
 
 from elastic.worker.torch_internals import torch_private
 
-from . import copies as taken
-from .copies import Copy
+from .copies import Copy, warn_if_not_restored
 from .described import fitting
 from .json_codec import Codecs, decode, encode
 from .parts import Infos, Named, Slot, Watched
@@ -78,7 +77,7 @@ class ObjectPart:
         self._compare(given, tensors)
 
     def _compare(self, extra: Any, tensors: Mapping[str, torch.Tensor]) -> None:
-        taken.told(self.name, (extra, tensors), self._encoded())
+        warn_if_not_restored(self.name, (extra, tensors), self._encoded())
 
     def _encoded(self) -> tuple[Any, dict[str, torch.Tensor]]:
         tensors: dict[str, torch.Tensor] = {}

@@ -17,8 +17,7 @@ from elastic.contract.worker.tensor_table import TensorInfo
 from elastic.worker.link.misuse import MisuseTypeError
 from elastic.worker.torch_internals import torch_private
 
-from . import copies as taken
-from .copies import Copy, immutable, writable
+from .copies import Copy, immutable, warn_if_not_restored, writable
 from .described import Like, fitting, storage_of
 from .json_codec import Codecs, decode, encode
 
@@ -132,7 +131,7 @@ class ModulePart:
             self._coming, self._coming_made, self._coming_extra = None, {}, None
             self.put_back(made)
             now: dict[str, torch.Tensor] = {}
-            taken.told(self.name, given, (self._encoded(self.split()[1], now), now))
+            warn_if_not_restored(self.name, given, (self._encoded(self.split()[1], now), now))
 
     def to(self, device: torch.device) -> None:
         before = list(self.value.parameters())
@@ -200,7 +199,7 @@ _EXTRA = "_extra_state"  # torch's key for what `get_extra_state` returns
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class OptimizerTensors:
     """An optimizer's per-parameter tensors for a state that is to come, before the rest of it is known."""
 
     state: dict[Any, dict[str, Any]]
@@ -233,7 +232,7 @@ class OptimizerPart:
     def extra(self) -> Any:
         return self.held()[1]
 
-    def make(self, infos: Infos, devices: Mapping[str, str]) -> Made | None:
+    def make(self, infos: Infos, devices: Mapping[str, str]) -> OptimizerTensors | None:
         """What `adopt` is to fill for `infos`, whose tensors are on `devices` by name. Changes nothing. None: nothing
         can be made beforehand, as an entry may be a list or dict of tensors. Raises ValueError if they are not of this
         optimizer's parameters."""
@@ -242,7 +241,7 @@ class OptimizerPart:
             return None
         return self._made(infos, set(), dict(self.tensors()), devices, {})
 
-    def adopt(self, infos: Infos, extra: Any, made: Made | None = None) -> Mapping[str, torch.Tensor]:
+    def adopt(self, infos: Infos, extra: Any, made: OptimizerTensors | None = None) -> Mapping[str, torch.Tensor]:
         """`made`: what `make` has returned for the same `infos`, since when nothing has changed here."""
         counts, theirs = [len(g["params"]) for g in self.value.param_groups], [g["params"] for g in extra["groups"]]
         if counts != theirs:
@@ -278,7 +277,7 @@ class OptimizerPart:
         mine: Mapping[str, torch.Tensor],
         devices: Mapping[str, str],
         on: Mapping[str, str],
-    ) -> Made:
+    ) -> OptimizerTensors:
         """Those of `mine` that fit, and new ones; without `inner`, the tensors within an optimizer's other entries.
         Each is on the device that is told by its name (`devices`) or key (`on`), else on its parameter's."""
         state, came, params = dict[Any, dict[str, Any]](), dict[str, torch.Tensor](), self._params()
@@ -295,7 +294,7 @@ class OptimizerPart:
                 place, like = state.setdefault(param, {}), Like(param)
             device, here = devices.get(name) or on.get(key, like.device), mine.get(name)
             place[key] = came[name] = like.empty(info, device) if here is None else fitting(here, info, device, param)
-        return Made(state, came)
+        return OptimizerTensors(state, came)
 
     def filled(self) -> None:
         pass

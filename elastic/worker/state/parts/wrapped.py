@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .json_codec import Codecs
-from .parts import Infos, Made, Named, OptimizerPart
+from .parts import Infos, Named, OptimizerPart, OptimizerTensors
 
 
 class WrappedOptimizerPart(OptimizerPart):
@@ -32,7 +32,7 @@ class WrappedOptimizerPart(OptimizerPart):
     def make(self, infos: Infos, devices: Mapping[str, str]) -> None:
         """Nothing: with the inner optimizers' tensors `adopt` makes its own."""
 
-    def adopt(self, infos: Infos, extra: Any, made: Made | None = None) -> Mapping[str, torch.Tensor]:
+    def adopt(self, infos: Infos, extra: Any, made: OptimizerTensors | None = None) -> Mapping[str, torch.Tensor]:
         came = extra.get("inner", {})
         if set(came) != set(self._inner):
             raise ValueError(

@@ -12,7 +12,7 @@ import torch
 from elastic.checkpoint.format.plain import tensors_named
 from elastic.contract.worker.tensor_table import Table, TensorInfo
 from elastic.worker.link.misuse import MisuseTypeError
-from elastic.worker.state.parts.parts import Made, OptimizerPart, Part
+from elastic.worker.state.parts.parts import OptimizerPart, OptimizerTensors, Part
 
 from .optimizers import sharded_module
 
@@ -38,7 +38,7 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(names) or "nothing"
 
 
-class Built:
+class InitialLayout:
     """The tensors that the modules hold, and the parameter groups of the optimizers, as training began."""
 
     def __init__(self, table: Table, extra: Mapping[str, Any], buffers: Collection[str]) -> None:
@@ -93,14 +93,14 @@ def _groups(extra: Mapping[str, Any]) -> dict[str, list[int]]:
     return {name: [group["params"] for group in held.get("groups", ())] for name, held in found.items()}
 
 
-NOTHING: Mapping[str, Made] = {}
+NOTHING: Mapping[str, OptimizerTensors] = {}
 
 FAILURES = (ValueError, TypeError, RuntimeError, AssertionError)
 """Of tensors for another model, or for a device that is not here or is full: torch raises any of these."""
 
 
 @dataclass(frozen=True, slots=True)
-class Survey:
+class ReceivePlan:
     """What can be found out, and made, before a state comes. It changes nothing."""
 
     held: Sequence[tuple[TensorInfo, torch.Tensor]]
@@ -111,10 +111,12 @@ class Survey:
     """The table of the state that is expected."""
     infos: Mapping[str, Mapping[str, TensorInfo]] = field(default_factory=dict)
     """Its entries, by part and name."""
-    made: dict[str, Made] = field(default_factory=dict)
+    made: dict[str, OptimizerTensors] = field(default_factory=dict)
     """What optimizers need for it, by part."""
 
-    def expecting(self, table: Table, parts: Mapping[str, Part], made: Mapping[str, Made] = NOTHING) -> Survey:
+    def expecting(
+        self, table: Table, parts: Mapping[str, Part], made: Mapping[str, OptimizerTensors] = NOTHING
+    ) -> ReceivePlan:
         """One for `table`, with what has been made for it. Raises ValueError for an entry of no part."""
         if self.table is table:
             return self
@@ -126,7 +128,7 @@ class Survey:
             held[name] = info
         return replace(self, table=table, infos=infos, made=dict(made))
 
-    def prepared(self, table: Table, devices: Sequence[str], parts: Mapping[str, Part]) -> Survey:
+    def prepared(self, table: Table, devices: Sequence[str], parts: Mapping[str, Part]) -> ReceivePlan:
         """One for `table`, whose tensors are on `devices`, with storage for what optimizers do not have yet. Unchanged
         where that fails: if this table comes, `State.adopt` says why, and knows more of it."""
         on = {info.name: device for info, device in zip(table, devices, strict=True)}
@@ -146,31 +148,31 @@ class Survey:
         return part.adopt(infos, extra)
 
 
-def reorder(survey: Survey, parts: Mapping[str, Part]) -> bool:
+def reorder(plan: ReceivePlan, parts: Mapping[str, Part]) -> bool:
     """Put the tensors of modules into the order of the table: a parameter that is taken out of its module and put back,
     as pruning does, comes last there, and DDP and checkpoints go by the order. Returns whether any was in another
-    place; `survey` is then outdated. Modules that hold other tensors than those that come are left alone."""
-    mine, came = [info.name for info, _ in survey.held], [name for part in survey.extras for name in survey.infos[part]]
+    place; `plan` is then outdated. Modules that hold other tensors than those that come are left alone."""
+    mine, came = [info.name for info, _ in plan.held], [name for part in plan.extras for name in plan.infos[part]]
     if mine == came or set(mine) != set(came):
         return False
-    slots = {slot.name: slot for part in survey.extras for slot in parts[part].slots()}
+    slots = {slot.name: slot for part in plan.extras for slot in parts[part].slots()}
     for slot in (slots[name] for name in came if name in slots):
         slot.holder[slot.key] = slot.holder.pop(slot.key)
     return True
 
 
 def own_tensors(
-    survey: Survey, extras: Mapping[str, Any], buffers: Callable[[], Container[str]]
+    plan: ReceivePlan, extras: Mapping[str, Any], buffers: Callable[[], Container[str]]
 ) -> dict[str, torch.Tensor]:
     """The modules' tensors by name. Raises ValueError, and changes nothing, if the table of the received state has
     others; those that are `buffers` may have other shapes there. `extras`: the JSON contents of that state, by part."""
-    held, ours = survey.held, survey.extras
+    held, ours = plan.held, plan.extras
     made = tensors_named(list(ours.values()))
     own = [(info, tensor) for info, tensor in held if info.name not in made]
     made = tensors_named([extras[part] for part in ours])
     _compare(
         [info for info, _ in own],
-        [info for part in ours for info in survey.infos[part].values() if info.name not in made],
+        [info for part in ours for info in plan.infos[part].values() if info.name not in made],
         buffers,
     )
     return {info.name: tensor for info, tensor in own}
