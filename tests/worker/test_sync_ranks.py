@@ -372,7 +372,7 @@ def from_one_disk(rank: int, world_size: int, port: int, folder: str, ends: str)
     """All ranks see one folder. Its newest checkpoint is damaged, which shows while it is loaded, and it `ends` so."""
     state, loads, disk = build(rank), 0, Disk(folder, "job")
     if ends in ("on another host", "at an unknown place"):
-        restore._place = lambda _: rank + 1 if ends == "on another host" else 0
+        restore._storage_id = lambda _: rank + 1 if ends == "on another host" else 0
 
     def load(kind: str) -> str:
         nonlocal loads

@@ -159,13 +159,8 @@ def synchronise(
         found = saved()
         check()
         known_step = max(known_step, found.unusable_step)
-        mine = msgspec.structs.replace(
-            mine,
-            snapshot=found.snapshot,
-            checkpoint=found.checkpoint,
-            storage_id=found.storage_id,
-            known_step=known_step,
-        )
+        saves = {"snapshot": found.snapshot, "checkpoint": found.checkpoint, "storage_id": found.storage_id}
+        mine = msgspec.structs.replace(mine, **saves, known_step=known_step)
         offers = _gather(mine, world_size)
     with gc_pause.paused():
         choice, said = _chosen(state, mine, offers, restore, generation, load, found.look_again, check)
