@@ -39,20 +39,27 @@ from .parts_loop import (
 )
 
 
+class _Taken:
+    """A batch of this step."""
+
+    __slots__ = ("alive", "batch", "share", "used")
+
+    def __init__(self, batch: object, share: float) -> None:
+        self.batch, self.share = batch, share
+        self.alive = True
+        """Its loop has not ended."""
+        self.used = False
+        """A backward has had its weight, or an optimizer has stepped since."""
+
+
 class GradientWeight(FailedSums):
     """This rank's weight in the current step: set by `batches`, read by the gradient hook.
 
-    The batch of the next backward is in one of these states:
+    It is that of the newest batch; 1 / world size before the first one, and after a commit whose loop is gone. The next
+    backward is of the batches of loops that are alive; if none is, as of next(job.batches(…)), of those that none has
+    used. One that is of batches with unlike shares is refused.
 
-    - none: before the first `take`, and after a commit whose loop is gone. The weight is 1 / world size.
-    - taken (`_taken`): a loop has it, and the step has not committed it. The weight is its share. Two loops with one
-      share are as one; with two (`_unlike`) an exchange is refused.
-    - left (`_ends`): the loop is gone, as of next(job.batches(…)), and the script still trains on it. `_left` has the
-      shares of those that no backward has used; one that finds several there is `_mixed`, and never applied.
-
-    `committed` leads back to none; while the loop lasts, the weight stays until it takes its next batch.
-
-    A taken or left batch is whole, or cut by a loop over its parts (`_parts`), which has the weight of one of them:
+    A batch is whole, or cut by a loop over its parts (`_parts`), which has the weight of one of them:
 
     - an earlier part: gradients are this rank's own, and no optimizer may apply them.
     - the last part: exchanged, with its weight, by its backward. What has no gradient hook gets the weight in `finish`.
@@ -75,15 +82,10 @@ class GradientWeight(FailedSums):
         self._weight: float | None = None
         self._batch: object = None
         """The newest batch, until its loop is over."""
-        self._now: list[object] = []
-        """The batches of this step."""
-        self._taken: float | None = None
-        self._used = False
-        """A backward has had the weight of the newest batch, or an optimizer has stepped since it was taken."""
+        self._taken: list[_Taken] = []
+        """Those of this step."""
         self._unlike: tuple[float, float] | None = None
-        self._ends = False
-        self._left: set[float] = set()
-        self._mixed: tuple[float, ...] = ()
+        """Shares of two loops that were alive at once in this step."""
         self._parts: PartsLoop | None = None
         self._held = False
         self._kept = False
@@ -100,10 +102,8 @@ class GradientWeight(FailedSums):
         Raises RuntimeError in a step of two loops whose batches have other weights: gradients have one only."""
         if self._sums:
             return 1.0 / self._sums
-        if self._unlike is not None:
-            raise MisuseRuntimeError(two_loops(self._unlike))
-        if self._taken is None and len(self._left) > 1:
-            self._mixed = tuple(sorted(self._left))
+        if shares := self._unlike or self._several():
+            raise MisuseRuntimeError(two_loops(shares))
         self._serve()
         self._held, self._kept = True, False
         return self._weight if self._weight is not None else 1.0 / dist.get_world_size()
@@ -198,12 +198,12 @@ class GradientWeight(FailedSums):
         """A loop over batches has its next one, of this weight. If another loop has one in this step, of another
         weight, that is refused where the weight is used; sums of `add_up` do not use it. Raises RuntimeError if the
         rank has no sample of one of them only: `empty` is one answer for both."""
-        if self._taken is not None and self._taken != weight:
-            self._unlike = self._taken, weight
+        if other := next((each for each in self._taken if each.alive and each.share != weight), None):
+            self._unlike = other.share, weight
             if 0.0 in self._unlike:
                 raise MisuseRuntimeError(two_loops(self._unlike))
-        self._now.append(batch)
-        self._taken, self._batch, self._ends, self._used = weight, batch, False, False
+        self._batch = batch
+        self._taken.append(_Taken(batch, weight))
         if self._parts is not None:
             self._parts.batch = weight  # gradients of it still lack what they lack
         self._set(weight, exchange=True)
@@ -224,22 +224,27 @@ class GradientWeight(FailedSums):
         """The loop over batches whose last one was `batch` is over: further gradients have the weight of a loop of the
         script's own. Those of that batch keep theirs until it is `committed`. Nothing if another loop, or another
         generation, has begun in the meantime: a generator may be closed late."""
-        if batch is not self._batch:
-            return
-        self._batch = None
-        if committed:
-            self._weight = self._taken = None
-        else:
-            self._ends = True
-            if self._taken is not None and not self._used:
-                self._left.add(self._taken)
-            self._taken = None
+        for each in self._taken:
+            each.alive = each.alive and each.batch is not batch
+        if batch is self._batch:
+            self._batch = None
+            if committed:
+                self._weight = None
+
+    def _next(self) -> list[_Taken]:
+        """Of which the next backward is."""
+        alive = [each for each in self._taken if each.alive]
+        return alive or [each for each in self._taken if not each.used]
+
+    def _several(self) -> list[float]:
+        """Their shares, if these are unlike; those of loops that are alive are `_unlike`."""
+        shares = {each.share for each in self._next()}
+        return sorted(shares) if len(shares) > 1 else []
 
     def _serve(self) -> None:
-        """A backward has the weight of the newest batch: what follows may be of another one."""
-        self._used = True
-        if self._taken is None and len(self._left) == 1:
-            self._left.clear()
+        """A backward has their weight: what follows may be of another one."""
+        for each in self._next():
+            each.used = True
 
     # ── a step ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -257,8 +262,8 @@ class GradientWeight(FailedSums):
     def counts_nothing(self) -> bool:
         """`empty`, for terms that are about to be added up. Raises RuntimeError if they may be of one of several
         batches, of which this rank has samples of some only."""
-        if self._taken is None and len(self._left) > 1 and 0.0 in self._left:
-            raise MisuseRuntimeError(two_loops(sorted(self._left)))
+        if 0.0 in (shares := self._several()):
+            raise MisuseRuntimeError(two_loops(shares))
         return self.empty
 
     @property
@@ -268,11 +273,8 @@ class GradientWeight(FailedSums):
 
     def before_step(self, *, applies: bool = True) -> None:
         """An optimizer is about to apply the gradients, or (`applies` False) the script may have done so without one.
-        Raises RuntimeError if they are of several batches with one weight, or if a loop over `batch.parts()` has not
-        come to its end, and they lack their exchange or the weight of their last part; or as
-        `BufferSyncingDDP.refuse_frozen`."""
-        if self._mixed:
-            raise MisuseRuntimeError(two_loops(self._mixed))
+        Raises RuntimeError if a loop over `batch.parts()` has not come to its end, and they lack their exchange or the
+        weight of their last part; or as `BufferSyncingDDP.refuse_frozen`."""
         if self._parts is not None:
             if self._lacking(self._parts):
                 raise MisuseRuntimeError(LEFT)
@@ -288,15 +290,15 @@ class GradientWeight(FailedSums):
             for model in self._wrapped:
                 model.refuse_frozen()
                 model.own.applied |= model.own.held
-            self._used = True
-            self._left.clear()
+            for each in self._taken:
+                each.used = True
             self._held = self._kept = False
         self.share_buffers()
 
     def committed(self) -> None:
         self._whole_again()
         self._sums, self._kept = 0, self._held
-        if self._ends:
+        if self._batch is None:
             self._weight = None
         self._step_over()
         for model in self._wrapped:
@@ -304,15 +306,14 @@ class GradientWeight(FailedSums):
 
     def _step_over(self) -> None:
         """No batch of this step counts any more."""
-        self._taken, self._unlike, self._ends, self._mixed = None, None, False, ()
-        self._left.clear()
-        self._now.clear()
+        self._unlike = None
+        self._taken.clear()
 
     # ── parts of a batch ────────────────────────────────────────────────────────────────────────────────────
 
     def refuse_used(self, batch: object) -> None:
         """A loop over the parts of `batch` begins. Raises RuntimeError if it was not taken in this step."""
-        if all(samples(batch) != samples(each) for each in self._now):
+        if all(samples(batch) != samples(each.batch) for each in self._taken):
             raise MisuseRuntimeError(USED)
 
     def enter_parts(self, batch: float) -> PartsLoop:
