@@ -44,8 +44,8 @@ MUTANTS = (
     Mutant("an excluded node is not asked for the state", "recovery.leading",
            "last_committed=agent.formed.last_committed", "last_committed=None",
            "unit/test_recovery.py::test_excluded_node_is_asked_for_its_state_before_its_record_says_that_it_has_one"),
-    Mutant("a node without a place is not asked for its older state when no other is left", "recovery.facts.state_holders",
-          
+    Mutant("a node without a place is not asked for its older state when no other is left",
+           "recovery.facts.state_holders",
            "if not chosen:", "if True:",
            "simulation/test_simulation.py::test_a_node_without_a_place_hands_over_its_state_if_no_other_is_left"),
     Mutant("absence right after a wipe proves death", "recovery.facts.membership",
