@@ -27,7 +27,7 @@ from elastic.worker.link.link import Link
 from elastic.worker.link.misuse import MisuseError, MisuseRuntimeError, MisuseTypeError, MisuseValueError
 from elastic.worker.state.state import State
 
-from .job_data import JobData
+from .job_calls import JobCalls
 from .logged import JobLog, LossReader
 from .lr_scaling import ScaledSteps
 
@@ -66,7 +66,7 @@ class _Given:
 _GIVEN = ("rank", "world_size")
 
 
-class Job(JobData):
+class Job(JobCalls):
     """One training run, as seen by this worker in the current generation."""
 
     name: str

@@ -11,6 +11,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from elastic.worker.link.misuse import MisuseRuntimeError, MisuseTypeError
+from elastic.worker.state.guards.optimizer_marks import OptimizerMarks
 from elastic.worker.state.guards.unkept import UnsavedAttributes
 from elastic.worker.state.parts.described import storage_of
 from elastic.worker.torch_internals import torch_private
@@ -106,7 +107,7 @@ class Optimizers:
         early.begin(optimizer)
 
         def closure(*inner: Any, **options: Any) -> Any:
-            if early.changed(optimizer):
+            if early.changed():
                 self._changing()
             result = given(*inner, **options)
             self._waits = None
@@ -215,19 +216,20 @@ class _Early:
 
     def __init__(self) -> None:
         self._looks = EARLY_LOOKS
-        self._before: dict[tuple[int, ...], Any] | None = None
+        self._before: OptimizerMarks | None = None
         self._changes = False
 
     def begin(self, optimizer: torch.optim.Optimizer) -> None:
         """Its step begins, or that of its base class within it."""
         if self._looks and self._before is None:
             self._looks -= 1
-            self._before = _marks(optimizer.state)
+            self._before = OptimizerMarks(optimizer)
+            self._before.take()
 
-    def changed(self, optimizer: torch.optim.Optimizer) -> bool:
+    def changed(self) -> bool:
         """Its closure is called."""
         if self._before is not None:
-            self._changes = self._before != _marks(optimizer.state)
+            self._changes = self._before.changed()
             self._before = None
         return self._changes
 
@@ -236,19 +238,6 @@ class _Early:
 
 
 EARLY_LOOKS = 3
-
-
-def _marks(held: Any, path: tuple[int, ...] = ()) -> dict[tuple[int, ...], Any]:
-    """Changes with the contents of an optimizer's state: version counters of tensors, and plain values. What has just
-    been created, and is zero or empty, does not count."""
-    if isinstance(held, torch.Tensor):
-        version = 0 if held.is_inference() else held._version
-        return {path: (id(held), version)}
-    if isinstance(held, dict):
-        return {p: mark for key, item in held.items() for p, mark in _marks(item, (*path, id(key))).items()}
-    if isinstance(held, list | tuple):
-        return {p: mark for n, item in enumerate(held) for p, mark in _marks(item, (*path, n)).items()}
-    return {path: held} if held else {}
 
 
 def _keeps(value: Any) -> bool:
