@@ -1,1 +1,1 @@
-"""The agents that this daemon starts, adopts and supervises; their jobs' folders, logs and cleanup."""
+"""The agents that this daemon starts, as which user, adopts and supervises; their jobs' folders, logs and cleanup."""

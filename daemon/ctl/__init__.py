@@ -1,1 +1,1 @@
-"""The command `elasticctl`."""
+"""The command `elasticctl`: its client, options and exit codes."""

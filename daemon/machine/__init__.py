@@ -1,1 +1,1 @@
-"""This machine: its name, addresses, GPUs, certificates, health, and notices that it will go away."""
+"""This machine: name, addresses, GPUs, health, what `elasticctl doctor` finds, notices that it will go away."""

@@ -1,1 +1,1 @@
-"""The daemon's snapshot as JSON, for the API, the page and notifications. Pure."""
+"""Snapshot of the daemon as JSON: nodes, jobs, ranks, problems; for the API, the page and notifications. Pure."""

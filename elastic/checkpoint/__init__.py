@@ -1,1 +1,1 @@
-"""Snapshots in shared memory, checkpoints on disk."""
+"""Snapshots in shared memory and checkpoints on disk; when the next one is due."""

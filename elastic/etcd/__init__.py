@@ -1,1 +1,1 @@
-"""The only part that talks to etcd: client, keepers, wire format."""
+"""The only part that talks to etcd: client, leases, signatures of records, wire format."""

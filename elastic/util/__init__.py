@@ -1,1 +1,1 @@
-"""Small operating-system helpers that more than one part uses."""
+"""Small operating-system helpers that more than one part uses: processes, descriptors, files, names."""

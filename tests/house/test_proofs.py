@@ -7,7 +7,7 @@ import pathlib
 import re
 
 import pytest
-from support.source import ROOT
+from support.source import ROOT, modules, where
 
 PAGES = ("docs/failures.md", "docs/guarantees.md", "docs/security.md")
 _NAMED = re.compile(r"`((?:[a-z]+/)(?:test_\w+\.py)?)(?:::(\w+))?`")
@@ -72,17 +72,34 @@ def test_every_row_of_faults_names_its_proof() -> None:
     assert not [cells[0] for cells in faults if not _NAMED.search(cells[3])]
 
 
-_PLACE = re.compile(r"`((?:[a-z_]+/)+[a-z_]+\.py)(?:::(\w+))?`")
+_PLACE = re.compile(r"((?:[a-z_]+/)+[a-z_]+\.(?:py|md))(?:::(\w+))?")
+INTRODUCTIONS = (
+    "docs/architecture.md",
+    "docs/design.md",
+    "docs/states.md",
+    "CONTRIBUTING.md",
+    "elastic/recovery/README.md",
+)
 
 
-def test_every_place_that_the_architecture_names_exists() -> None:
-    text = (ROOT / "docs/architecture.md").read_text()
-    rows = [line for line in text.splitlines() if line.startswith("| ") and line.endswith("` |")]
-    assert len(rows) > 30
-    found = {place for row in rows for place in _PLACE.findall(row)}
+@pytest.mark.parametrize("page", INTRODUCTIONS)
+def test_every_place_that_an_introduction_names_exists(page: str) -> None:
+    places = set(_PLACE.findall((ROOT / page).read_text()))
+    assert len(places) > 1
     absent = []
-    for path, name in found:
-        file = ROOT / (path if path.startswith("daemon/") else f"elastic/{path}")
-        there = {n.name for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.FunctionDef | ast.ClassDef)}
-        absent += [] if not name or name in there else [f"{path} has no {name}"]
+    for path, name in places:
+        below = (ROOT, ROOT / "elastic", ROOT / "tests", (ROOT / page).parent)
+        file = next((folder / path for folder in below if (folder / path).is_file()), None)
+        if file is None:
+            absent.append(f"{path} does not exist")
+        elif name:
+            kinds = ast.FunctionDef | ast.ClassDef
+            there = {n.name for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, kinds)}
+            absent += [] if name in there else [f"{path} has no {name}"]
     assert not absent
+
+
+def test_the_architecture_names_every_package() -> None:
+    rows = re.findall(r"^\| `([a-z_/]+)/` \| ", (ROOT / "docs/architecture.md").read_text(), re.MULTILINE)
+    packages = {where(path.parent) for path in modules().values() if path.name == "__init__.py"}
+    assert set(rows) == packages - {"daemon", "elastic"}

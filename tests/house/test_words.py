@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-from collections import Counter
-from collections.abc import Iterable
 
 from support.source import ROOT, modules, tracked, tree, where
 
@@ -39,31 +37,6 @@ def test_every_setting_is_documented() -> None:
 def test_the_check_of_settings_sees_a_bare_field() -> None:
     source = 'class S:\n    a: int = 1\n    """Documented."""\n    b: int = 2\n    c: int\n    """Yes."""\n'
     assert undocumented(ast.parse(source)) == ["S.b"]
-
-
-SHARED = {
-    "Arena": "shared memory for snapshots, and the message that hands one over",
-    "CheckpointScheduler": "the class, and the protocol by which `job` calls it",
-    "Connection": "gRPC's to etcd, and the protocol that renewals need of it",
-    "Job": "a job in etcd as a daemon sees it, and the one that a script is given",
-    "Stream": "a watch of etcd as gRPC has it, and the protocol that `Watch` needs of it",
-}
-"""Class -> why two modules define one of that name."""
-
-
-def shared(sources: Iterable[ast.Module]) -> set[str]:
-    """Names of public classes that more than one of these modules defines."""
-    names = [n.name for module in sources for n in module.body if isinstance(n, ast.ClassDef) and n.name[0] != "_"]
-    return {name for name, count in Counter(names).items() if count > 1}
-
-
-def test_one_class_to_a_name() -> None:
-    assert shared(tree(path) for path in modules().values()) == SHARED.keys()
-
-
-def test_a_second_class_of_a_name_is_seen() -> None:
-    one, other = ast.parse("class Saved: ...\nclass _Own: ..."), ast.parse("class Saved: ...\nclass _Own: ...")
-    assert shared([one, other]) == {"Saved"}
 
 
 def test_every_module_has_a_docstring() -> None:

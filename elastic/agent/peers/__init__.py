@@ -1,1 +1,1 @@
-"""Connections to the other agents, and the store of a generation."""
+"""Connections to the other agents, and the TCPStore at which the ranks of a generation meet."""

@@ -1,1 +1,1 @@
-"""Worker processes: forked, watched, described, ended."""
+"""Worker processes: their environment, zygote, forks, exits, stacks, and what the node lacks for them."""

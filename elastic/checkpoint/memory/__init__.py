@@ -1,1 +1,1 @@
-"""Snapshots in shared memory."""
+"""Snapshots in shared memory: arenas, and the copies that fill them."""

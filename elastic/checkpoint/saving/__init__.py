@@ -1,1 +1,1 @@
-"""From memory to a checkpoint on disk."""
+"""From memory to a checkpoint on disk: the writer process, and how it commits."""

@@ -1,1 +1,1 @@
-"""Checkpoints on disk: found, verified, read, exported, copied, removed."""
+"""Checkpoints on disk: found, verified, read, exported, copied to a remote end, removed (retention)."""

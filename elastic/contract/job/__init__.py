@@ -1,1 +1,1 @@
-"""The description of a job."""
+"""The description of a job (job.toml), and its values."""

@@ -1,1 +1,1 @@
-"""Records in etcd."""
+"""Records in etcd: jobs, generations, members, incidents, nodes, ledgers."""

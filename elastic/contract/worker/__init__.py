@@ -1,1 +1,1 @@
-"""Messages and memory shared by a worker and its agent."""
+"""What a worker and its agent share: messages, the beat page, environment variables, tables of tensors."""

@@ -1,1 +1,1 @@
-"""What is known of a job: its view of etcd, members, evidence, budget, incident, stages. Pure functions."""
+"""What is known of a job, as pure functions: view, members and leader, evidence, restart budget, incident, stages."""

@@ -1,1 +1,1 @@
-"""Which silence is a hang."""
+"""Which silence is a hang, after how long, and why a job makes no step."""

@@ -1,1 +1,1 @@
-"""What is recorded of an incident."""
+"""When an incident opens and closes, and what its record says."""

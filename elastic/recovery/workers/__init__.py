@@ -1,1 +1,1 @@
-"""The workers of this node: exits, announcements, standbys, leaving."""
+"""The workers of this node: fork, form, abort; exits, announcements to other agents, leaving."""

@@ -1,1 +1,1 @@
-"""Process groups: forming, aborting, DDP."""
+"""Process groups: forming, aborting; DDP, and how gradients are averaged."""

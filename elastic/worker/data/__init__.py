@@ -1,1 +1,1 @@
-"""Which samples a rank takes: batches and streams."""
+"""Which samples a rank takes in a step: batches and streams."""

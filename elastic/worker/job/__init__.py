@@ -1,1 +1,1 @@
-"""The `Job` that a script is given."""
+"""The `Job` that a script is given: commit, batches, evaluation, logged values."""

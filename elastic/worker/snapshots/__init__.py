@@ -1,1 +1,1 @@
-"""When a rank takes its snapshots, and who keeps them."""
+"""When a rank takes a snapshot, and how the agent gets it."""

@@ -1,1 +1,1 @@
-"""The job's state: its parts, commits, the choice of a source, broadcast, restore."""
+"""The state of a job: its parts, commits, and the choice of a source after a failure."""

@@ -1,1 +1,1 @@
-"""From the ranks or files that have the state to those that lack it."""
+"""How the state gets from ranks, snapshots or checkpoints to the ranks that lack it."""
