@@ -28,8 +28,8 @@ pytestmark = [pytest.mark.systemd, pytest.mark.etcd, pytest.mark.slow]
 
 INSTALL = uncommented(indented(section("systemd/README.md"))[0]).splitlines()
 TABLE, MAKE_KEY = indented(section("systemd/README.md", "## More than one node"))[:2]
-CERTIFICATES, AS_ROOT = indented(section("docs/operating.md", "## etcd"))
-(ETCD_UNIT,) = fenced(section("docs/operating.md", "## etcd"), "ini")
+CERTIFICATES, AS_ROOT = indented(section("docs/etcd.md", "## Installation"))
+(ETCD_UNIT,) = fenced(section("docs/etcd.md", "## Installation"), "ini")
 (ROLES,) = indented(section("docs/security.md", "### Roles"))
 (SCRIPT,) = fenced(section("README.md", "## Quick start"), "python")
 START_ETCD = "systemctl daemon-reload; systemctl enable etcd; systemctl restart etcd"
@@ -63,7 +63,7 @@ def install_etcd(machines: Machines) -> str:
 
 
 def set_up_etcd(machines: Machines) -> None:
-    """docs/operating.md, "etcd", and docs/security.md, "Roles"."""
+    """docs/etcd.md, "Installation", and docs/security.md, "Roles"."""
     first, *others = machines.hosts
     machines.sh(first, CERTIFICATES)
     assert machines.sh(first, "stat -c %a /etc/etcd/ca-key.pem") == "600\n"
@@ -77,7 +77,7 @@ def set_up_etcd(machines: Machines) -> None:
             [before.replace("10.0.0.1", f"10.0.0.{number}"), cluster, after.replace("10.0.0.1", f"10.0.0.{number}")]
         )
         machines.write(host, "/etc/systemd/system/etcd.service", unit)
-    assert START_ETCD in (ROOT / "docs" / "operating.md").read_text()
+    assert START_ETCD in (ROOT / "docs" / "etcd.md").read_text()
     machines.on_all("sh", "-c", START_ETCD)
     machines.sh(first, AS_ROOT + ROLES)
 

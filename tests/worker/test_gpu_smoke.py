@@ -59,7 +59,8 @@ def test_the_benchmark_runs() -> None:
 
 def test_what_the_page_calls_a_proof_is_there() -> None:
     """Names of the tests for a GPU, some cut short by '…'; files below tests/; parts of the benchmark."""
-    page = (ROOT / "docs" / "gpu.md").read_text()
+    pages = ("gpu.md", "adr/0017-nccl-was-read-before-it-ran.md")
+    page = "".join((ROOT / "docs" / name).read_text() for name in pages)
     texts = [path.read_text() for path in (ROOT / "tests" / "gpu").glob("test_*.py")]
     there = [node.name for text in texts for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
     named = re.findall(r"`(test_\w+)(…?)`", page)
