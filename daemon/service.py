@@ -82,18 +82,18 @@ class Daemon:
         self._gpus = bool(gpus.indices)
         self._threads = threads
         self._log = log
-        self._mailbox = EventQueue()
-        self._board = PublishedState()
+        self._event_queue = EventQueue()
+        self._published = PublishedState()
         self._requests = Requests()
         self._keys = ClusterKeys(settings.cluster)
         signer = ClusterSigner(self._keys.root, secret) if secret else None
         self._etcd = Etcd(access, call_s=settings.timeouts.etcd_call_s, signer=signer)
         self._etcd.on_call = self._requests.etcd_called
-        self._writer = ClusterWriter(self._etcd, self._keys, self._mailbox, log)
+        self._writer = ClusterWriter(self._etcd, self._keys, self._event_queue, log)
         self._members = Members(self._etcd, self._writer.show_members, log)
         grants = EtcdGrants(Path(settings.state_dir), access, log)
-        self._agents = Agents(Path(settings.state_dir), launcher, threads, self._mailbox.post, log, grants)
-        self._cleaner = Cleaner(settings, self._keys, self._agents.retire, lambda: self._board.now, log)
+        self._agents = Agents(Path(settings.state_dir), launcher, threads, self._event_queue.post, log, grants)
+        self._cleaner = Cleaner(settings, self._keys, self._agents.retire, lambda: self._published.now, log)
         problem = gpus.problem or doctor.blocking(settings.interface, settings.state_dir)
         self._health = Health(gpus.indices, log, self_test=settings.gpu_self_test, problem=problem)
         accounts = Accounts(groups(settings.run_as))
@@ -103,7 +103,7 @@ class Daemon:
         threads.start("accounts", accounts.run)
         self._run_as = RunAs(settings.run_as, account(os.geteuid()), launcher.switches_user, accounts)
         self._loop = DaemonLoop(
-            settings, access, gpus.indices, self._mailbox, self._writer, self._agents, self._board, notify, log,
+            settings, access, gpus.indices, self._event_queue, self._writer, self._agents, self._published, notify, log,
             self._health, self._run_as, signer,
         )  # fmt: skip
         self._notifier = self._make_notifier()
@@ -118,7 +118,7 @@ class Daemon:
         self._threads.start("gpus", self._health.run)
         if not self._identity.embedded:
             self._threads.start("etcd-members", self._members.run)
-        self._etcd.watch(self._keys.root, self._mailbox.show)
+        self._etcd.watch(self._keys.root, self._event_queue.show)
         self._threads.start("cleaner", self._cleaner.run)
         self._threads.start("take-work-again", self._take_work_again)
         if self._notifier:
@@ -132,24 +132,24 @@ class Daemon:
         """Called from a signal handler."""
         drains = self._settings.shutdown_drain_s and self._actions and host.as_system_service()
         if not drains or self._leaving:
-            self._mailbox.post(Stop(why))
+            self._event_queue.post(Stop(why))
             return
         self._leaving = True
         if not self._threads.try_start("shutdown", lambda: self._leave_and_stop(why)):
-            self._mailbox.post(Stop(why))
+            self._event_queue.post(Stop(why))
 
     def _leave_and_stop(self, why: str) -> None:
         if self._actions and machine_shutdown.is_stopping():
             machine_shutdown.leave(
-                self._settings.node, self._settings.shutdown_drain_s, self._actions, self._board.wait,
+                self._settings.node, self._settings.shutdown_drain_s, self._actions, self._published.wait,
                 self._notify.not_yet, self._log,
             )  # fmt: skip
-        self._mailbox.post(Stop(why))
+        self._event_queue.post(Stop(why))
 
     def _take_work_again(self) -> None:
         """Remove the drain of an earlier shutdown of the machine."""
         node = self._settings.node
-        snapshot = self._board.wait(lambda s: s.contact.connected, REMOVAL_S)
+        snapshot = self._published.wait(lambda s: s.contact.connected, REMOVAL_S)
         if machine_shutdown.ours(snapshot, node) and not self._leaving:
             try:
                 self._etcd.txn([], ending(self._keys, self._keys.drain(node)))
@@ -178,16 +178,16 @@ class Daemon:
                 if not holder:  # prometheus-client is imported at the first scrape: readiness does not need it
                     from elasticd.api.metrics import metrics
 
-                    holder.append(metrics.exposition(lambda: self._board.now, self._identity, self._requests))
+                    holder.append(metrics.exposition(lambda: self._published.now, self._identity, self._requests))
                 return holder[0]()
 
             try:
-                server = api.metrics_server(settings.http.listen, self._board, exposition, self._log)
+                server = api.metrics_server(settings.http.listen, self._published, exposition, self._log)
             except CannotStart as error:
                 # Another user's elasticd on this machine has the default port. A port that was asked for must be had.
                 if settings.http.listen != HttpSettings().listen:
                     raise
-                server = api.metrics_server("127.0.0.1:0", self._board, exposition, self._log)
+                server = api.metrics_server("127.0.0.1:0", self._published, exposition, self._log)
                 self._log.warning("http.other_port", why=str(error), url=server.url, cure="set http.listen")
             identity = dataclasses.replace(identity, metrics=server.url)
             self._identity = identity
@@ -195,7 +195,9 @@ class Daemon:
         if settings.page.listen:
             self._serve_page(identity)
         authority = _authority(settings)
-        actions = Actions(self._etcd, self._keys, self._board, authority, self._run_as.why_not_now, settings.per_user)
+        actions = Actions(
+            self._etcd, self._keys, self._published, authority, self._run_as.why_not_now, settings.per_user
+        )
         self._actions = actions
         audit = Audit(self._etcd, self._keys, settings.node, self._log)
         self._watch_preemption(actions, audit)
@@ -204,7 +206,7 @@ class Daemon:
         examiner = Doctor(settings, self._etcd, asker, self._gpus)
         self._threads.start("doctor-start", lambda: examiner.log_findings(self._log))
         service = Service(
-            self._board, actions, identity, self._agents.logs, self._describe, self._log, authority, audit, asker,
+            self._published, actions, identity, self._agents.logs, self._describe, self._log, authority, audit, asker,
             examiner, self._cleaner, self._requests,
         )  # fmt: skip
         self._answer_other_nodes(service)
@@ -216,7 +218,7 @@ class Daemon:
 
         settings = self._settings
         token = access.TokenFile(settings.page, os.geteuid(), settings.etcd.allow_readable_secrets, self._log)
-        source = server.PageSource(self._board, identity, self._agents.logs)
+        source = server.PageSource(self._published, identity, self._agents.logs)
         found = server.page_server(settings.page, token, source, self._log)
         self._add("page", found)
         self._log.info("page.listening", url=found.url, token=bool(token()))
@@ -231,7 +233,7 @@ class Daemon:
         )
 
         sent = channels(settings.notify)
-        return Notifier(settings.notify, settings.cluster, settings.node, sent, self._board, self._log)
+        return Notifier(settings.notify, settings.cluster, settings.node, sent, self._published, self._log)
 
     def _watch_preemption(self, actions: Actions, audit: Audit) -> None:
         """The node is drained when its cloud announces that the machine will be taken away."""

@@ -55,7 +55,7 @@ class Actions:
         self,
         etcd: Etcd,
         keys: ClusterKeys,
-        board: PublishedState,
+        published: PublishedState,
         authority: Authority,
         refusal: RefusalOf,
         per_user: PerUserSettings,
@@ -63,7 +63,7 @@ class Actions:
         """`refusal`: why this node runs no jobs of a user."""
         self._etcd = etcd
         self._keys = keys
-        self._board = board
+        self._published = published
         self._authority = authority
         self._refusal = refusal
         self._quotas = Quotas(per_user)
@@ -91,7 +91,7 @@ class Actions:
         if why := self._refusal(record):
             raise Refused(403, f"job {spec.name!r} cannot be submitted here: {why}")
         check_spec(spec)
-        self._take(peer, record, self._board.now.cluster.jobs)
+        self._take(peer, record, self._published.now.cluster.jobs)
         state = JobState(phase=Phase.PENDING, since_wall_s=now_s)
         self._heed_ending(keys.spec)
         # What agents of an earlier job have written since that was forgotten, or have restored in part, goes as well.
@@ -139,11 +139,11 @@ class Actions:
         """Stop a job. Complete when its phase is 'stopped'. The order is the cluster's own record: the job's user may
         write anything over its state, at any time."""
         spec, same = self._owned(job, peer, "stop")
-        known = self._board.now.cluster.jobs.get(job)
+        known = self._published.now.cluster.jobs.get(job)
         asked = msgspec.structs.replace(known.asked if known else AskedRecord(), stop=reason)
         if not self._txn([same], [Put(self._job(job).asked, encode(asked))]):
             raise _overtaken(job)
-        self._board.told_to_stop[job] = spec.submission, asked  # should it have been deleted before the loop read it
+        self._published.told_to_stop[job] = spec.submission, asked  # also if it is deleted before the loop reads it
 
         def stopping(state: JobState) -> JobState | None:
             allowed = allows(state.phase, PhaseTrigger.STOP)
@@ -221,7 +221,7 @@ class Actions:
         """Forget those of `jobs` that are over and that `peer` may forget; returns them. Those that are so in this
         daemon's view go in few transactions, each of which costs a write to the disk; if any of these has changed
         since, its transaction does nothing, and each job is looked at by itself."""
-        names, view = list(dict.fromkeys(jobs)), self._board.now.cluster.jobs
+        names, view = list(dict.fromkeys(jobs)), self._published.now.cluster.jobs
         forgotten: list[str] = []
         for at in range(0, len(names), AT_ONCE):
             batch = names[at : at + AT_ONCE]
@@ -232,7 +232,7 @@ class Actions:
             done = seen and self._txn(same, [op for k, _ in seen for op in self._removal(k)], seen=False)
             gone = {job.name for _, job in seen} if done else set()
             forgotten += [name for name in batch if name in gone or self._forgets(name, peer)]
-        self._board.wait(lambda s: s.cluster.jobs.keys().isdisjoint(forgotten), SEEN_S)
+        self._published.wait(lambda s: s.cluster.jobs.keys().isdisjoint(forgotten), SEEN_S)
         return forgotten
 
     def _forgets(self, job: str, peer: Peer) -> bool:
@@ -270,14 +270,14 @@ class Actions:
             no_agent = {n: why for n, why in state.no_agent.items() if n != node}
             return msgspec.structs.replace(state, excluded_nodes=excluded_nodes, failures=failures, no_agent=no_agent)
 
-        for job in self._board.now.cluster.jobs.values():
+        for job in self._published.now.cluster.jobs.values():
             if node in job.state.excluded_nodes and not job.over:
                 self._change(JobState, self._job(job.name).state, pardoned, JobState())
 
     def forget_node(self, node: str) -> None:
         """Remove a node that does not come back from the inventory, with its cordon or drain."""
         self._node(node)
-        cluster = self._board.now.cluster
+        cluster = self._published.now.cluster
         jobs = cluster.jobs_on(node)
         if node in cluster.nodes or jobs:
             there = "its elasticd runs" if node in cluster.nodes else f"agents of {', '.join(jobs)} run there"
@@ -317,7 +317,7 @@ class Actions:
         key = self._job(job).spec
         spec, revision = self._read(SpecRecord, key)
         if spec is None:
-            raise _absent(job, self._board.now.cluster)  # etcd was asked
+            raise _absent(job, self._published.now.cluster)  # etcd was asked
         self._authority.check_job(peer, job, spec, verb)
         return spec, ModIs(key, revision)
 
@@ -326,7 +326,7 @@ class Actions:
             check_name("node", node)
         except ValueError as error:
             raise Refused(400, str(error)) from None
-        if node not in (known := known_nodes(cluster := self._board.now.cluster)):
+        if node not in (known := known_nodes(cluster := self._published.now.cluster)):
             raise no_node(node, known, cluster)
 
     def _change(
@@ -385,7 +385,7 @@ class Actions:
         except EtcdError as error:
             raise _unavailable(error) from error
         if result.ok and seen:
-            self._board.wait(lambda s: s.cluster.revision >= result.revision, SEEN_S)
+            self._published.wait(lambda s: s.cluster.revision >= result.revision, SEEN_S)
         return result.ok
 
     def _remove(self, keys: JobKeys, name: str, compares: Sequence[Compare], seen: bool = True) -> None:

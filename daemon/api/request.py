@@ -35,7 +35,7 @@ Query = Mapping[str, str]
 class Service:
     """The sources of the answers."""
 
-    board: PublishedState
+    published: PublishedState
     actions: Actions
     identity: Identity
     logs: Callable[[str], Folder]

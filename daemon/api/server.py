@@ -212,7 +212,7 @@ def _is_served(path: str) -> bool:
     return True
 
 
-def metrics_server(listen: str, board: PublishedState, exposition: Callable[[], bytes], log: Log) -> Server:
+def metrics_server(listen: str, published: PublishedState, exposition: Callable[[], bytes], log: Log) -> Server:
     """Serve /metrics and /healthz. Raises CannotStart."""
 
     def handle(connection: ClientConnection) -> None:
@@ -220,7 +220,7 @@ def metrics_server(listen: str, board: PublishedState, exposition: Callable[[], 
         if path == "/metrics":
             connection.answer(200, "text/plain; version=0.0.4; charset=utf-8", exposition())
         elif path == "/healthz":
-            alive, content = views.healthz(board.now, now())
+            alive, content = views.healthz(published.now, now())
             connection.answer_json(200 if alive else 503, content)
         else:
             connection.answer(404, "text/plain", b"/metrics, /healthz\n")

@@ -57,10 +57,10 @@ class DaemonLoop:
         settings: Settings,
         access: EtcdAccess,
         gpus: tuple[int, ...],
-        mailbox: EventQueue,
+        event_queue: EventQueue,
         writer: ClusterWriter,
         agents: Agents,
-        board: PublishedState,
+        published: PublishedState,
         notify: Notify,
         log: Log,
         health: Health,
@@ -71,10 +71,10 @@ class DaemonLoop:
         self._settings = settings
         self._access = access
         self._gpus = gpus
-        self._mailbox = mailbox
+        self._event_queue = event_queue
         self._writer = writer
         self._agents = agents
-        self._board = board
+        self._published = published
         self._notify = notify
         self._log = log
         self._health = health
@@ -85,7 +85,7 @@ class DaemonLoop:
         self._refuses_anonymous = os.geteuid() == 0 and not settings.etcd.insecure
         self._chores = Chores(settings, writer)
         self._keys = ClusterKeys(settings.cluster)
-        self._reader = ClusterReader(self._keys, board.told_to_stop)
+        self._reader = ClusterReader(self._keys, published.told_to_stop)
         self.stamps = signer.stamps if signer else Stamps(self._keys)
         self._stamp_file = file_of(Path(settings.state_dir), signer, settings.node, log) if signer else None
         self._older = OlderRecords(self._keys, self.stamps, settings.node, writer)
@@ -117,7 +117,7 @@ class DaemonLoop:
         while True:
             now_s = time.monotonic()
             due_s = self._agents.next_start_s() - now_s
-            events, view = self._mailbox.take(min(tick_s, due_s) if due_s > 0 else tick_s)
+            events, view = self._event_queue.take(min(tick_s, due_s) if due_s > 0 else tick_s)
             for event in events:
                 if isinstance(event, Stop):
                     return event
@@ -435,7 +435,7 @@ class DaemonLoop:
             stays_out=stays_out,
             turn=self._turn,
         )
-        self._board.publish(snapshot)
+        self._published.publish(snapshot)
 
     def _tell_systemd(self) -> None:
         if not self._ready:

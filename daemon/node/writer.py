@@ -42,10 +42,10 @@ EVENT_TRIES = 5
 
 
 class ClusterWriter:
-    def __init__(self, etcd: Etcd, keys: ClusterKeys, mailbox: EventQueue, log: Log) -> None:
+    def __init__(self, etcd: Etcd, keys: ClusterKeys, event_queue: EventQueue, log: Log) -> None:
         self._etcd = etcd
         self._keys = keys
-        self._mailbox = mailbox
+        self._event_queue = event_queue
         self._log = log
         self._work: queue.SimpleQueue[tuple[str, Callable[[], None]]] = queue.SimpleQueue()
         self._pending: set[str] = set()
@@ -71,7 +71,7 @@ class ClusterWriter:
             work()
         except EtcdError as failure:
             error = f"{type(failure).__name__}: {failure}"
-        self._mailbox.post(Written(name, error))
+        self._event_queue.post(Written(name, error))
 
     def written(self, event: Written) -> None:
         """Called by the loop for each `Written`."""
@@ -94,7 +94,7 @@ class ClusterWriter:
             if there is not None and valid and (why := taken(there.value, record)):
                 raise EtcdError(why)
             lease_id = 0
-            lease = self._etcd.keep(ttl_s, renew_s, lambda why: self._mailbox.post(NodeLeaseLost(lease_id, why)))
+            lease = self._etcd.keep(ttl_s, renew_s, lambda why: self._event_queue.post(NodeLeaseLost(lease_id, why)))
             lease_id = lease.id
             put = Put(key, encode(record), lease.id)
             try:
@@ -105,7 +105,7 @@ class ClusterWriter:
             if not done.ok:
                 lease.close()
                 raise EtcdUnavailable(f"{key} was written by another process meanwhile", maybe_done=False)
-            self._mailbox.post(NodeRegistered(lease, record))
+            self._event_queue.post(NodeRegistered(lease, record))
 
         self._do("register", work)
 
@@ -128,9 +128,9 @@ class ClusterWriter:
             try:
                 self._etcd.put(self._keys.node(record.node), encode(record), lease)
             except LeaseGone as gone:
-                self._mailbox.post(NodeLeaseLost(lease, str(gone)))
+                self._event_queue.post(NodeLeaseLost(lease, str(gone)))
             else:
-                self._mailbox.post(Updated(lease, record))
+                self._event_queue.post(Updated(lease, record))
 
         self._do("update", work)
 
@@ -238,7 +238,7 @@ class ClusterWriter:
                 return  # the loop asks again
             self.anonymous = bool(endpoint)
             if endpoint and refuse:
-                self._mailbox.post(Stop(trust.refusal(endpoint), code=78))
+                self._event_queue.post(Stop(trust.refusal(endpoint), code=78))
             elif endpoint:
                 self._log.warning("etcd.anonymous", endpoint=endpoint, why="any client may write to it")
 
@@ -257,7 +257,7 @@ class ClusterWriter:
                     self._log.info("etcd.version", endpoint=member.endpoint, version=member.version)
                 elif refuse and soundness in (VersionSupport.UNSOUND, VersionSupport.UNKNOWN):
                     help_ = "upgrade it, or set etcd.allow_unsound_version = true where nothing is to be lost"
-                    self._mailbox.post(Stop(f"{member.endpoint}: {why}; {help_}", code=78))
+                    self._event_queue.post(Stop(f"{member.endpoint}: {why}; {help_}", code=78))
                 else:
                     self._log.warning("etcd.version", endpoint=member.endpoint, why=why)
 

@@ -169,7 +169,7 @@ class Notifier:
         cluster: str,
         node: str,
         channels: Sequence[Channel],
-        board: PublishedState,
+        published: PublishedState,
         log: Log,
         every_s: float = LOOK_EVERY_S,
         pauses_s: Sequence[float] = PAUSES_S,
@@ -178,7 +178,7 @@ class Notifier:
         self._cluster = cluster
         self._node = node
         self._receivers = [_Receiver(channel, log, pauses_s) for channel in channels]
-        self._board = board
+        self._published = published
         self._log = log
         self._every_s = every_s
         self._memory = Memory(time.time())
@@ -196,7 +196,7 @@ class Notifier:
     def turn(self) -> None:
         """Look once, and send one notification, if there is one: so that it looks between two slow ones."""
         self._memory, found = look(
-            self._memory, self._board.now, self._node, self._settings, time.time(), time.monotonic()
+            self._memory, self._published.now, self._node, self._settings, time.time(), time.monotonic()
         )
         self._pending.extend(found)
         if excess := len(self._pending) - PENDING:

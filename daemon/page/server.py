@@ -61,13 +61,13 @@ HTML = "text/html; charset=utf-8"
 class PageSource:
     """What the page is made of: as the API shows it to a user who is neither owner nor admin."""
 
-    board: PublishedState
+    published: PublishedState
     identity: Identity
     logs: Callable[[str], Folder]
 
     def fragment(self, job: str) -> str:
         """`job` empty: the cluster's. Raises Refused (404)."""
-        snapshot, instant = self.board.now, now()
+        snapshot, instant = self.published.now, now()
         if not job:
             newest = sorted(snapshot.cluster.events)[-live.LAST_EVENTS :]
             events = timeline.read({key: snapshot.cluster.events[key] for key in newest})
@@ -151,7 +151,7 @@ class Page:
             elif looked_s - sent_s > QUIET_S:
                 connection.stream(b": no news\n\n")
                 sent_s = looked_s
-            self._source.board.wait(_made_after(looked_s + LEAST_S), EVERY_S)
+            self._source.published.wait(_made_after(looked_s + LEAST_S), EVERY_S)
 
     def _fragment(self, job: str) -> str:
         with self._lock:

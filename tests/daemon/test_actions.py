@@ -36,17 +36,18 @@ NODE = NodeRecord(
 
 
 class WriteQueue:
-    """Actions and a writer on one fake etcd; the board is never behind."""
+    """Actions and a writer on one fake etcd; the published is never behind."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(actions, "SEEN_S", 0.0)
         self.server = FakeServer()
         self.client = FakeClient(self.server)
         etcd = cast(Etcd, self.client)
-        self.board = PublishedState()
-        self.actions = Actions(etcd, KEYS, self.board, Authority(daemon_uid=999), lambda record: "", PerUserSettings())
-        self.mailbox = EventQueue()
-        self.writer = ClusterWriter(etcd, KEYS, self.mailbox, structlog.get_logger())
+        self.published = PublishedState()
+        authority = Authority(daemon_uid=999)
+        self.actions = Actions(etcd, KEYS, self.published, authority, lambda record: "", PerUserSettings())
+        self.event_queue = EventQueue()
+        self.writer = ClusterWriter(etcd, KEYS, self.event_queue, structlog.get_logger())
 
     def state(self) -> JobState:
         return decode(JobState, self.server.kvs[JOB.state].value)
@@ -63,7 +64,7 @@ class WriteQueue:
     def written(self) -> list[Event]:
         """Do the writer's next piece of work; what the loop hears of it."""
         self.writer.run_one()
-        events, _ = self.mailbox.take(0)
+        events, _ = self.event_queue.take(0)
         for event in events:
             if isinstance(event, Written):
                 self.writer.written(event)
@@ -224,7 +225,7 @@ def test_a_job_stops_whatever_its_user_writes_over_its_state(
     writes.client.get(JOB.state)
     writes.actions.stop("j", "enough", ADMIN)
     writes.client.get(JOB.state)
-    reader = ClusterReader(KEYS, writes.board.told_to_stop if deleted_at_once else None)
+    reader = ClusterReader(KEYS, writes.published.told_to_stop if deleted_at_once else None)
     if not deleted_at_once:
         reader.read(writes.server.kvs, 1, signed=True)
     writes.client.delete(JOB.asked)
@@ -273,7 +274,7 @@ def test_before_etcd_is_read_nothing_is_said_to_be_missing(writes: WriteQueue) -
 
 
 def test_a_drain_and_its_end(writes: WriteQueue) -> None:
-    writes.board.publish(Snapshot(cluster=Cluster(revision=1)))
+    writes.published.publish(Snapshot(cluster=Cluster(revision=1)))
     with pytest.raises(Refused, match="there is no node 'a'; there are: none"):
         writes.actions.drain("a", "x", 0.0)
 
@@ -348,7 +349,7 @@ def test_uncordon_readmits_an_excluded_node(writes: WriteQueue) -> None:
     no_agent = {"a": "no torch", "c": "no python"}
     aside = JobState(phase=Phase.RUNNING, excluded_nodes=("a", "c"), no_agent=no_agent, failures=failures, restarts=3)
     writes.client.put(JOB.state, encode(aside))
-    writes.board.publish(Snapshot(cluster=ClusterReader(KEYS).read(writes.server.kvs, 1)))
+    writes.published.publish(Snapshot(cluster=ClusterReader(KEYS).read(writes.server.kvs, 1)))
     writes.actions.cordon("a", "look at it")
     assert KEYS.cordon("a") in writes.server.kvs
     writes.actions.uncordon("a")
@@ -373,7 +374,7 @@ def test_node_registration_is_leased_and_lease_loss_is_reported(writes: WriteQue
     assert writes.server.kvs[KEYS.node("a")].lease == registered.lease.id
     writes.client.cut()
     writes.server.advance(20.0)
-    events, _ = writes.mailbox.take(0)
+    events, _ = writes.event_queue.take(0)
     assert [type(e) for e in events] == [NodeLeaseLost]
     assert KEYS.node("a") not in writes.server.kvs
 
@@ -540,7 +541,7 @@ def test_jobs_of_the_view_are_forgotten_in_one_transaction_unless_one_was_submit
     for name in names:
         writes.actions.submit(RAW | {"name": name}, ADA, ADA)
         writes.client.put(KEYS.job(name).state, encode(JobState(phase=Phase.SUCCEEDED)))
-    writes.board.publish(Snapshot(cluster=ClusterReader(KEYS).read(writes.server.kvs, 1)))
+    writes.published.publish(Snapshot(cluster=ClusterReader(KEYS).read(writes.server.kvs, 1)))
     writes.actions.restart("j1", ADA)
     writes.actions.submit(RAW | {"name": "new"}, ADA, ADA)
     writes.client.put(KEYS.job("new").state, encode(JobState(phase=Phase.FAILED)))

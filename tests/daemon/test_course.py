@@ -236,10 +236,11 @@ class Asked:
     """A request, and its answer."""
 
     def __init__(self, folder: pathlib.Path) -> None:
-        board = PublishedState()
-        board.publish(snapshot(job()))
+        published = PublishedState()
+        published.publish(snapshot(job()))
         identity = views.Identity("main", "a", "0.1", 7, 0.0, (), False, "")
-        self.service = SimpleNamespace(board=board, identity=identity, logs=lambda name: Folder(folder, (name, "logs")))
+        logs = lambda name: Folder(folder, (name, "logs"))  # noqa: E731
+        self.service = SimpleNamespace(published=published, identity=identity, logs=logs)
         self.sent: list[tuple[int, dict[str, Any]]] = []
 
     def send_json(self, status: int, content: dict[str, Any]) -> None:

@@ -59,14 +59,14 @@ def test_a_node_without_a_daemon_is_not_said_to_take_work_or_to_be_drained(door:
 def test_uncordon_says_why_a_node_takes_no_work_still(door: Door, facts: dict[str, object], said: str) -> None:
     seen = snapshot(job())
     record = msgspec.structs.replace(seen.cluster.nodes["a"].record, **facts)
-    door.board.publish(replace(seen, cluster=replace(seen.cluster, nodes={"a": Node(record, 1)})))
+    door.published.publish(replace(seen, cluster=replace(seen.cluster, nodes={"a": Node(record, 1)})))
     assert said in call(door, "uncordon", "a").stdout
 
 
 @pytest.mark.parametrize("words", [["jobs"], ["nodes"], ["incidents"], ["incidents", "--full"], ["events"]])
 def test_an_answer_from_before_the_contact_was_lost_says_so(door: Door, words: list[str]) -> None:
     assert call(door, *words).stderr == ""
-    door.board.publish(snapshot(job(), contact=AWAY))
+    door.published.publish(snapshot(job(), contact=AWAY))
     done = call(door, *words)
     assert done.exit_code == 0
     assert done.stderr.startswith("etcd cannot be reached: this is as it was last seen, ")
@@ -75,7 +75,7 @@ def test_an_answer_from_before_the_contact_was_lost_says_so(door: Door, words: l
 
 def test_gc_says_which_folders_stay_while_etcd_is_away(door: Door) -> None:
     assert call(door, "gc", "--dry-run").stderr == ""
-    door.board.publish(snapshot(job(), contact=AWAY))
+    door.published.publish(snapshot(job(), contact=AWAY))
     done = call(door, "gc", "--dry-run")
     assert (done.exit_code, done.stdout) == (0, "a: nothing to remove\n")
     assert done.stderr == "etcd cannot be reached: the folders of forgotten jobs stay until it can\n"

@@ -85,7 +85,7 @@ def door(tmp_path: pathlib.Path) -> Iterator[Door]:
 def test_drain_wait_does_not_say_that_nothing_runs_while_agents_live(
     door: Door, facts: dict[str, object], said: str
 ) -> None:
-    door.board.publish(seen(**facts))
+    door.published.publish(seen(**facts))
     done = CliRunner().invoke(ctl.main, ["--socket", str(door.path), "drain", "a", "--wait", "--timeout", "0.001s"])
     assert (done.output.splitlines()[-1], done.exit_code) == (said, 0 if "no agent" in said else 1)
 

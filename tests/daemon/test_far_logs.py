@@ -55,9 +55,9 @@ class Board:
         return self.now
 
 
-def service(board: Board, node: str, folder: Path, asker: Any = None) -> Any:
+def service(published: Board, node: str, folder: Path, asker: Any = None) -> Any:
     return SimpleNamespace(
-        board=board,
+        published=published,
         identity=SimpleNamespace(node=node),
         asker=asker,
         logs=lambda job: Folder(folder),
@@ -87,10 +87,10 @@ class Reader(Captured):
         return True
 
 
-def followed(board: Board, nodes: Mapping[str, Path], before: Any = lambda number: None) -> tuple[list[str], Asker]:
+def followed(published: Board, nodes: Mapping[str, Path], before: Any = lambda number: None) -> tuple[list[str], Asker]:
     """Lines, and notes as '# …', of rank 0 as node x shows them."""
-    asker = Asker({node: service(board, node, folder) for node, folder in nodes.items()}, before)
-    h = Reader(service(board, "x", Path("/nonexistent"), asker), ADA)
+    asker = Asker({node: service(published, node, folder) for node, folder in nodes.items()}, before)
+    h = Reader(service(published, "x", Path("/nonexistent"), asker), ADA)
     log_routes.get_logs(h, {"rank": "0", "follow": "1"}, "j")
     lines = h.content["lines"]
     assert lines[-1]["end"]
@@ -120,8 +120,8 @@ def test_a_rank_that_moves_is_followed_and_nothing_comes_twice(tmp_path: Path) -
         (tmp_path / node).mkdir()
         (tmp_path / node / "slot0.i.1.log").write_text(f"on {node}\n")
     on_b = Generation(b=0)
-    board = Board(Generation(a=0), Generation(a=0), on_b, on_b, on_b, None)
-    found, asker = followed(board, {node: tmp_path / node for node in "ab"})
+    published = Board(Generation(a=0), Generation(a=0), on_b, on_b, on_b, None)
+    found, asker = followed(published, {node: tmp_path / node for node in "ab"})
     assert found == ["on a", "# rank 0 is on b now", "on b"]
     assert asker.asked[-1] == "b"
 

@@ -53,23 +53,23 @@ def seen(*known: KnownNode, **facts: object) -> Snapshot:
     return replace(here, cluster=replace(here.cluster, known=there, **facts))  # type: ignore[arg-type]
 
 
-def status(board: Snapshot) -> views.Json:
-    return views.status(board, IDENTITY, NOW)
+def status(published: Snapshot) -> views.Json:
+    return views.status(published, IDENTITY, NOW)
 
 
 def test_a_lost_node_is_on_every_screen_and_the_cluster_is_degraded() -> None:
     assert status(seen())["health"] == "healthy"
-    board = seen(gone("b"))
-    data = status(board)
+    published = seen(gone("b"))
+    data = status(published)
     row = next(row for row in data["nodes"] if row["node"] == "b")
     assert (row["state"], row["hostname"], row["slots"], row["away_since_wall_s"]) == ("lost", "h-b", None, 999_940.0)
     assert row["why"].startswith("lost since ")
     assert data["health"] == "degraded"
     assert [p for p in data["problems"] if p.startswith("b is lost since ")]
-    (finding,) = absent(board.cluster, NOW.wall_s)
+    (finding,) = absent(published.cluster, NOW.wall_s)
     assert (finding.node, finding.level) == ("b", ERROR)
     assert finding.cure.endswith("elasticctl nodes forget b")
-    text = metrics.exposition(lambda: board, IDENTITY)().decode()
+    text = metrics.exposition(lambda: published, IDENTITY)().decode()
     assert 'elasticd_node_state{node="b",state="lost"} 1.0' in text
     assert 'elasticd_node_slots{node="b"}' not in text, "it holds no workers now"
     assert "class='now lost'>lost" in live.cluster(data, [])
@@ -77,18 +77,18 @@ def test_a_lost_node_is_on_every_screen_and_the_cluster_is_degraded() -> None:
 
 def test_a_node_that_was_stopped_in_order_is_off_and_degrades_nothing() -> None:
     shut = DrainRecord(reason="the machine shuts down", since_wall_s=1.0)
-    board = seen(
+    published = seen(
         gone("b", left=True),
         gone("c", left=True),
         drains={"c": shut},
         cordons={"b": CordonRecord(reason="fans", since_wall_s=1.0)},
     )
-    data = status(board)
+    data = status(published)
     rows = {row["node"]: row for row in data["nodes"]}
     assert (data["health"], rows["b"]["state"], rows["c"]["state"]) == ("healthy", "off", "off")
     assert rows["b"]["why"].endswith(": its elasticd was stopped; cordoned: fans")
     assert ": the machine shuts down" in rows["c"]["why"]
-    assert {f.level for f in absent(board.cluster, NOW.wall_s)} == {WARNING}
+    assert {f.level for f in absent(published.cluster, NOW.wall_s)} == {WARNING}
 
 
 def test_a_thousand_lost_nodes_are_a_few_lines() -> None:
@@ -98,18 +98,18 @@ def test_a_thousand_lost_nodes_are_a_few_lines() -> None:
 
 
 def test_a_node_whose_agents_live_is_not_lost() -> None:
-    board = seen(gone("b"))
-    board = replace(board, cluster=replace(board.cluster, jobs={"train": job()}))
-    assert {row["node"]: row["state"] for row in status(board)["nodes"]} == {"a": "ready", "b": "no daemon"}
-    assert not list(absent(board.cluster, NOW.wall_s))
+    published = seen(gone("b"))
+    published = replace(published, cluster=replace(published.cluster, jobs={"train": job()}))
+    assert {row["node"]: row["state"] for row in status(published)["nodes"]} == {"a": "ready", "b": "no daemon"}
+    assert not list(absent(published.cluster, NOW.wall_s))
 
 
 def test_a_job_that_waits_names_lost_nodes() -> None:
     waiting = replace(job(), members={}, generation=None)
     wide = msgspec.structs.replace(waiting.spec.spec, nodes="2:2")  # type: ignore[union-attr]
     waiting = replace(waiting, spec=msgspec.structs.replace(waiting.spec, spec=wide))  # type: ignore[type-var]
-    board = seen(gone("b"), jobs={"train": waiting})
-    assert plan(board.cluster, {}, "a").waiting["train"].endswith("; b is lost")
+    published = seen(gone("b"), jobs={"train": waiting})
+    assert plan(published.cluster, {}, "a").waiting["train"].endswith("; b is lost")
 
 
 def test_the_event_says_whether_a_node_left_in_order() -> None:
@@ -188,7 +188,7 @@ def test_a_daemon_keeps_the_inventory(tmp_path: pathlib.Path, monkeypatch: pytes
 def door(tmp_path: pathlib.Path) -> Iterator[Door]:
     there = Door(tmp_path)
     (tmp_path / "jobs").mkdir()
-    there.board.publish(seen(gone("b")))
+    there.published.publish(seen(gone("b")))
     there.client.put(KEYS.known_node("b"), encode(gone("b")))
     yield there
     there.close()

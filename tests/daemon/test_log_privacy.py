@@ -79,9 +79,9 @@ def submitted(number: str, **facts: Any) -> Snapshot:
 class Slow(Captured):
     """A reader of a followed log; the first line is `taken` late."""
 
-    def __init__(self, board: PublishedState, folder: Path, taken: Any, authority: Authority) -> None:
+    def __init__(self, published: PublishedState, folder: Path, taken: Any, authority: Authority) -> None:
         service = SimpleNamespace(
-            board=board, identity=SimpleNamespace(node="a"), asker=None, logs=lambda job: Folder(folder),
+            published=published, identity=SimpleNamespace(node="a"), asker=None, logs=lambda job: Folder(folder),
             authority=authority,
         )  # fmt: skip
         super().__init__(service, User(name=ADA.user, uid=ADA.uid, admin=False))  # type: ignore[arg-type]
@@ -106,8 +106,8 @@ def lines_of(h: Captured, **query: str) -> list[str]:
 
 def test_lines_of_an_earlier_job_of_the_name_are_shown_on_request_only(tmp_path: Path) -> None:
     """Also where this node's clock is behind that of the node at which the job was submitted."""
-    board, numbers = PublishedState(), ("5be1c0de" * 4, "0123abcd" * 4)
-    board.publish(submitted(numbers[1]))
+    published, numbers = PublishedState(), ("5be1c0de" * 4, "0123abcd" * 4)
+    published.publish(submitted(numbers[1]))
     for number, said in zip(numbers, ("earlier", "present"), strict=True):
         config = AgentConfig(cluster="c", node="a", job="train", address="", slots=1, etcd=EtcdAccess(endpoints=()),
                              agent_dir="", logs_dir=str(tmp_path), submission=number)  # fmt: skip
@@ -117,22 +117,22 @@ def test_lines_of_an_earlier_job_of_the_name_are_shown_on_request_only(tmp_path:
     (tmp_path / "slot0.i.0001.log").write_text("of an agent of an earlier version\n")
 
     def asked(**query: str) -> list[str]:
-        return sorted(lines_of(Slow(board, tmp_path, None, Authority(daemon_uid=ADA.uid + 1)), **query))
+        return sorted(lines_of(Slow(published, tmp_path, None, Authority(daemon_uid=ADA.uid + 1)), **query))
 
     assert asked() == ["of an agent of an earlier version", "present"]
     assert asked(earlier="1") == ["earlier", "of an agent of an earlier version", "present"]
 
 
 def test_a_followed_log_does_not_go_on_into_a_later_job_of_the_name(tmp_path: Path) -> None:
-    board = PublishedState()
-    board.publish(submitted("one"))
+    published = PublishedState()
+    published.publish(submitted("one"))
     (tmp_path / "slot0.i.1.log").write_text("of ada\n")
 
     def another_job() -> None:
-        board.publish(submitted("two"))
+        published.publish(submitted("two"))
         (tmp_path / "slot0.j.1.log").write_text("of bob\n")
 
-    h = Slow(board, tmp_path, another_job, Authority(daemon_uid=ADA.uid + 1))
+    h = Slow(published, tmp_path, another_job, Authority(daemon_uid=ADA.uid + 1))
     log_routes.get_logs(h, {"follow": "1"}, "train")
     *before, end = h.content["lines"]
     assert [m["line"] for m in before if "line" in m] == ["of ada"]
@@ -153,11 +153,11 @@ def test_a_folder_that_has_become_another_users_is_not_read(tmp_path: Path) -> N
 
 def test_a_reader_gets_a_tail_of_the_own_folders_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "slot0.i.1.log").write_text("of bob\n")
-    board = PublishedState()
-    board.publish(submitted("one"))
+    published = PublishedState()
+    published.publish(submitted("one"))
     monkeypatch.setattr(log_routes, "_folder_uid", lambda h, job: None)  # there was no folder yet at the check
     for peer_uid, lines in ((ADA.uid, ["of bob"]), (ADA.uid + 1, [])):
-        h = Slow(board, tmp_path, None, Authority(daemon_uid=ADA.uid + 2))
+        h = Slow(published, tmp_path, None, Authority(daemon_uid=ADA.uid + 2))
         monkeypatch.setattr(h, "peer", lambda peer_uid=peer_uid: Peer(peer_uid, -1, "ada"))
         monkeypatch.setattr(Authority, "check_logs", lambda *_: None)
         monkeypatch.setattr(Authority, "is_admin", lambda *_: False)

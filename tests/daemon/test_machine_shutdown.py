@@ -32,7 +32,7 @@ class Drains:
 
 
 def waits(*found: Snapshot) -> Callable[[Callable[[Snapshot], object], float], Snapshot]:
-    """A board that shows one snapshot after the other."""
+    """A published that shows one snapshot after the other."""
     left = list(found)
     return lambda until, timeout_s: left.pop(0)
 

@@ -45,21 +45,21 @@ class Daemon:
         settings = host.complete(Settings(node="a", state_dir=str(folder), slots=2), ())
         self.server = FakeServer()
         self.client = FakeClient(self.server)
-        self.mailbox = EventQueue()
-        self.writer = ClusterWriter(cast(Etcd, self.client), ClusterKeys("main"), self.mailbox, log)
-        agents = Agents(folder, Detached(), Threads(log), self.mailbox.post, log)
+        self.event_queue = EventQueue()
+        self.writer = ClusterWriter(cast(Etcd, self.client), ClusterKeys("main"), self.event_queue, log)
+        agents = Agents(folder, Detached(), Threads(log), self.event_queue.post, log)
         self.loop = DaemonLoop(
-            settings, EtcdAccess(endpoints=("127.0.0.1:1",)), (), self.mailbox, self.writer, agents, PublishedState(),
-            Notify(""), log, Health((), log, self_test=False), own_user(),
+            settings, EtcdAccess(endpoints=("127.0.0.1:1",)), (), self.event_queue, self.writer, agents,
+            PublishedState(), Notify(""), log, Health((), log, self_test=False), own_user(),
         )  # fmt: skip
-        self.client.watch("/elastic/main/", self.mailbox.show)
+        self.client.watch("/elastic/main/", self.event_queue.show)
         self.now_s = time.monotonic()
 
     def turn(self) -> None:
         """One of the loop's, some time after the one before."""
         self.now_s += max(RETRY_S, ALARMS_S) + 1.0
         self.client.pump()
-        events, view = self.mailbox.take(0)
+        events, view = self.event_queue.take(0)
         for event in events:
             self.loop._hear(event)
         if view is not None:

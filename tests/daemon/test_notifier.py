@@ -258,17 +258,17 @@ class Fragile:
 
 
 def waiting_jobs(*names: str) -> PublishedState:
-    board = PublishedState()
+    published = PublishedState()
     state = JobState(phase=Phase.WAITING, since_wall_s=time.time() - 10.0)
     jobs = {name: pictures.job(name=name, state=state, incidents=()) for name in names}
     snapshot = pictures.snapshot(*jobs.values())
-    board.publish(snapshot)
-    return board
+    published.publish(snapshot)
+    return published
 
 
-def a_notifier(board: PublishedState, way: Fragile, log: Log, pauses_s: tuple[float, ...] = ()) -> Notifier:
+def a_notifier(published: PublishedState, way: Fragile, log: Log, pauses_s: tuple[float, ...] = ()) -> Notifier:
     settings = NotifySettings(job_waiting_s=5.0)
-    return Notifier(settings, "main", "a", [way], board, log, every_s=0.01, pauses_s=pauses_s)
+    return Notifier(settings, "main", "a", [way], published, log, every_s=0.01, pauses_s=pauses_s)
 
 
 def test_each_turn_sends_one_and_no_notification_twice() -> None:

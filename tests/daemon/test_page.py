@@ -54,9 +54,9 @@ def published(*events: EventRecord, **facts: object) -> Snapshot:
 
 
 def source(seen: Snapshot, folder: pathlib.Path) -> server.PageSource:
-    board = PublishedState()
-    board.publish(seen)
-    return server.PageSource(board, IDENTITY, lambda name: Folder(folder, (name, "logs")))
+    published = PublishedState()
+    published.publish(seen)
+    return server.PageSource(published, IDENTITY, lambda name: Folder(folder, (name, "logs")))
 
 
 def test_the_cluster_page_shows_jobs_nodes_and_newest_events(tmp_path: pathlib.Path) -> None:

@@ -37,14 +37,14 @@ class Quiet:
 
 
 def test_an_open_page_shows_a_recovery_as_it_happens(tmp_path: pathlib.Path) -> None:
-    board, log = PublishedState(), Quiet()
-    source = server.PageSource(board, IDENTITY, lambda name: Folder(tmp_path, (name, "logs")))
+    published, log = PublishedState(), Quiet()
+    source = server.PageSource(published, IDENTITY, lambda name: Folder(tmp_path, (name, "logs")))
 
     def publish(step: int, *incidents: IncidentRecord, reason: str = "") -> None:
         now_s = time.time()
         state = JobState(phase=Phase.RUNNING, reason=reason)
         known = job(progress=progress(step, wall_s=now_s), incidents=incidents, state=state)
-        board.publish(replace(snapshot(known), turned_s=time.monotonic()))
+        published.publish(replace(snapshot(known), turned_s=time.monotonic()))
 
     publish(41)
     served = server.page_server(PageSettings(listen="127.0.0.1:0"), lambda: "", source, log)
@@ -84,10 +84,10 @@ def test_texts_of_events_have_the_width_of_a_phone(tmp_path: pathlib.Path) -> No
     event = EventRecord(
         when_wall_s=990.0, kind="incident.opened", job="train", node="b", text="out of memory: killed " * 5
     )
-    board, base = PublishedState(), snapshot(job())
+    published, base = PublishedState(), snapshot(job())
     cluster = replace(base.cluster, events={"/elastic/main/events/1.a.x": encode(event)})
-    board.publish(replace(base, cluster=cluster, turned_s=time.monotonic()))
-    source = server.PageSource(board, IDENTITY, lambda name: Folder(tmp_path, (name, "logs")))
+    published.publish(replace(base, cluster=cluster, turned_s=time.monotonic()))
+    source = server.PageSource(published, IDENTITY, lambda name: Folder(tmp_path, (name, "logs")))
     served = server.page_server(PageSettings(listen="127.0.0.1:0"), lambda: "", source, Quiet())
     threading.Thread(target=served.serve, daemon=True).start()
     try:

@@ -32,7 +32,7 @@ _DECODER = msgspec.json.Decoder(GradientSamples)
 
 
 def post_debug(h: Request, query: Mapping[str, str], job: str) -> None:
-    snapshot = h.service.board.now
+    snapshot = h.service.published.now
     if job not in snapshot.cluster.jobs:
         raise no_job(job, snapshot)
     known = snapshot.cluster.jobs[job]
@@ -47,7 +47,7 @@ def post_debug(h: Request, query: Mapping[str, str], job: str) -> None:
 
 
 def get_gradients(h: Request, query: Mapping[str, str], job: str) -> None:
-    snapshot, me = h.service.board.now, h.service.identity.node
+    snapshot, me = h.service.published.now, h.service.identity.node
     if job not in snapshot.cluster.jobs:
         raise no_job(job, snapshot)
     known = snapshot.cluster.jobs[job]

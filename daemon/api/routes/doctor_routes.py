@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 
 def get_doctor(h: Request, query: Mapping[str, str]) -> None:
-    h.send_json(200, h.service.doctor.whole(h.service.board.now, asking(h)))
+    h.send_json(200, h.service.doctor.whole(h.service.published.now, asking(h)))
 
 
 def get_doctor_local(h: Request, query: Mapping[str, str]) -> None:
-    h.send_json(200, h.service.doctor.answer(query.get("connect", ""), h.service.board.now))
+    h.send_json(200, h.service.doctor.answer(query.get("connect", ""), h.service.published.now))

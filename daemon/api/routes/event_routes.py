@@ -57,15 +57,15 @@ def listed(cluster: Cluster, job: str, node: str, since_wall_s: float, last: int
     return [timeline.as_json(event) for _, event in chosen(cluster, job, node, since_wall_s)][-last:]
 
 
-def follow(h: StreamedAnswer, board: PublishedState, job: str, node: str, since_wall_s: float, last: int) -> None:
+def follow(h: StreamedAnswer, published: PublishedState, job: str, node: str, since_wall_s: float, last: int) -> None:
     """Answer with the chosen events, and with each new one, until the client has gone."""
-    cluster = board.now.cluster
+    cluster = published.now.cluster
     h.begin_stream()
     for row in listed(cluster, job, node, since_wall_s, last):
         h.stream(row)
     while h.still_there():
         before = cluster.events
-        cluster = board.wait(_others_than(before), FOLLOW_S).cluster
+        cluster = published.wait(_others_than(before), FOLLOW_S).cluster
         for key, event in chosen(cluster, job, node, since_wall_s):
             if key not in before:
                 h.stream(timeline.as_json(event))

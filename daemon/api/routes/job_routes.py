@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def get_stacks(h: Request, query: Mapping[str, str], job: str) -> None:
-    snapshot, me = h.service.board.now, h.service.identity.node
+    snapshot, me = h.service.published.now, h.service.identity.node
     if job not in snapshot.cluster.jobs:
         raise no_job(job, snapshot)
     h.service.authority.check_job(h.peer(), job, snapshot.cluster.jobs[job].spec, "read the stacks of")

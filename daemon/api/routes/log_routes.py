@@ -47,13 +47,13 @@ NAME_REUSED = "a newer job uses this name; its log is not shown here"
 
 def get_logs(h: Request, query: Query, job: str) -> None:
     """Lines of this node's workers, then, unless another node's daemon asks, of the other nodes' workers."""
-    board, here = h.service.board, "here" in query
+    published, here = h.service.published, "here" in query
     rank = query_values.count(query, "rank", 0) if "rank" in query else None
     slot = _slot_of(h, job, rank) if rank is not None else None
     if rank is not None and slot is None:
         _far_rank(h, query, job, rank)
         return
-    known, folder = board.now.cluster.jobs.get(job), h.service.logs(job)
+    known, folder = published.now.cluster.jobs.get(job), h.service.logs(job)
     folder_uid = _folder_uid(h, job)
     peer, authority, submission = h.peer(), h.service.authority, _submission(known)
     authority.check_logs(peer, job, known.spec if known else None, folder_uid)
@@ -63,8 +63,8 @@ def get_logs(h: Request, query: Query, job: str) -> None:
                 owner=None if authority.is_admin(peer) else peer.uid,
                 submission="" if query_values.flag(query, "earlier") else submission or "")  # fmt: skip
     last = tail.more_from(_offsets(query)) if "offsets" in query else tail.last(query_values.count(query, "tail", 100))
-    if not last and job not in board.now.cluster.jobs:
-        raise no_job(job, board.now)
+    if not last and job not in published.now.cluster.jobs:
+        raise no_job(job, published.now)
     h.begin_stream()
     if tail.cut:
         h.stream({"note": f"of the lines asked for, only the last {len(last)} are shown: as many as were found in the "
@@ -79,7 +79,7 @@ def get_logs(h: Request, query: Query, job: str) -> None:
     if not here or query_values.flag(query, "rest"):
         for line in tail.rest():
             h.stream(_line(h, job, line))
-    known = None if _name_is_reused(board.now, job, submission) else board.now.cluster.jobs.get(job)
+    known = None if _name_is_reused(published.now, job, submission) else published.now.cluster.jobs.get(job)
     phase = str(known.state.phase) if known else None
     h.stream({"end": True, "phase": phase, "elsewhere": elsewhere} | ({"offsets": tail.offsets} if here else {}))
     h.end_stream()
@@ -88,22 +88,22 @@ def get_logs(h: Request, query: Query, job: str) -> None:
 def _follow(h: Request, tail: Tail, query: Query, job: str, submission: str | None) -> None:
     """Stream what is written, and what happens to the job, until it is over here or the reader has gone. A later job of
     the same name may be another user's: the reader was checked for this `submission` only."""
-    board, follow = h.service.board, True
-    told, waits = _incident_messages(board.now, job), Waits(job)
+    published, follow = h.service.published, True
+    told, waits = _incident_messages(published.now, job), Waits(job)
     progress = ProgressReports(job) if query_values.flag(query, "progress") else None
-    while follow and h.still_there() and not _name_is_reused(board.now, job, submission):
-        if note := waits.look(board.now, time.monotonic()):
+    while follow and h.still_there() and not _name_is_reused(published.now, job, submission):
+        if note := waits.look(published.now, time.monotonic()):
             h.stream({"note": note})
-        before, told = told, _incident_messages(board.now, job)
+        before, told = told, _incident_messages(published.now, job)
         for note in new_messages(before, told):
             h.stream({"note": note})
-        if progress and (row := progress.look(board.now, time.monotonic())):
+        if progress and (row := progress.look(published.now, time.monotonic())):
             h.stream({"progress": row})
         for line in tail.more():
             h.stream(_line(h, job, line))
-        seen = board.wait(lambda s: _ended(s, job) or _name_is_reused(s, job, submission), FOLLOW_S)
+        seen = published.wait(lambda s: _ended(s, job) or _name_is_reused(s, job, submission), FOLLOW_S)
         follow = not _ended(seen, job)
-    if _name_is_reused(board.now, job, submission):
+    if _name_is_reused(published.now, job, submission):
         h.stream({"note": NAME_REUSED, "cut": True})
         return
     for line in tail.more():
@@ -115,10 +115,10 @@ def _folder_uid(h: Request, job: str) -> int | None:
     away when the agent of the new job starts: its owner may ask before that."""
     peer, end_s = h.peer(), time.monotonic() + MOVED_S
     while (uid := h.service.logs(job).owner()) not in (None, peer.uid) and time.monotonic() < end_s:
-        known = h.service.board.now.cluster.jobs.get(job)
+        known = h.service.published.now.cluster.jobs.get(job)
         if known is None or known.spec is None or known.over or not owns(peer, known.spec):
             break
-        h.service.board.wait(lambda s: _ended(s, job), FOLLOW_S)
+        h.service.published.wait(lambda s: _ended(s, job), FOLLOW_S)
     return uid
 
 
@@ -145,11 +145,11 @@ def _asked(query: Query) -> dict[str, object]:
 
 def _far_rank(h: Request, query: Query, job: str, rank: int) -> None:
     """The lines of a rank on another node."""
-    board = h.service.board
-    known = board.now.cluster.jobs.get(job)
+    published = h.service.published
+    known = published.now.cluster.jobs.get(job)
     submission = _submission(known)
     h.service.authority.check_logs(h.peer(), job, known.spec if known else None, None)
-    nodes = other_nodes(board.now, job, h.service.identity.node, rank)
+    nodes = other_nodes(published.now, job, h.service.identity.node, rank)
     if "here" in query or not nodes:
         raise Refused(404, f"rank {rank} of job {job!r} is not on node {h.service.identity.node} (any more)")
     # Raises before the stream begins.
@@ -158,20 +158,20 @@ def _far_rank(h: Request, query: Query, job: str, rank: int) -> None:
     _far_lines(h, nodes[0], answer)
     if query_values.flag(query, "follow"):
         _follow_far(h, job, rank, nodes[0], _offsets_in(answer), submission)
-    known = None if _name_is_reused(board.now, job, submission) else board.now.cluster.jobs.get(job)
+    known = None if _name_is_reused(published.now, job, submission) else published.now.cluster.jobs.get(job)
     h.stream({"end": True, "phase": str(known.state.phase) if known else None, "elsewhere": {}})
     h.end_stream()
 
 
 def _follow_far(h: Request, job: str, rank: int, node: str, offsets: object, submission: str | None) -> None:
     """Ask for more lines every FAR_S, wherever the rank is, until the job is over and all its lines are here."""
-    board, path, over, rest, error = h.service.board, f"/v1/jobs/{job}/logs", False, False, ""
+    published, path, over, rest, error = h.service.published, f"/v1/jobs/{job}/logs", False, False, ""
     while h.still_there():
-        if _name_is_reused(board.now, job, submission):
+        if _name_is_reused(published.now, job, submission):
             h.stream({"note": NAME_REUSED, "cut": True})
             return
         ended = over  # before asking: then nothing is written any more
-        there = other_nodes(board.now, job, h.service.identity.node, rank)
+        there = other_nodes(published.now, job, h.service.identity.node, rank)
         if not over and node not in there:
             if not there:
                 h.stream({"note": f"rank {rank} has left {node}, and is on no other node now: ask again", "cut": True})
@@ -193,7 +193,7 @@ def _follow_far(h: Request, job: str, rank: int, node: str, offsets: object, sub
             if rest:
                 return
             rest = ended and offsets == known  # all whole lines are here: only a last one without an end may follow
-        over = over or _over(board.wait(lambda s: _over(s, job), 0.0 if chars >= BACKLOG_CHARS else FAR_S), job)
+        over = over or _over(published.wait(lambda s: _over(s, job), 0.0 if chars >= BACKLOG_CHARS else FAR_S), job)
 
 
 def _far_lines(h: Request, node: str, answer: Mapping[str, Any]) -> int:
@@ -314,7 +314,7 @@ def _ended(snapshot: Snapshot, job: str) -> bool:
 
 def _slot_of(h: Request, job: str, rank: int) -> int | None:
     """The slot on this node that has `rank` now, or had it last; None: it is on another node."""
-    snapshot = h.service.board.now
+    snapshot = h.service.published.now
     known = snapshot.cluster.jobs.get(job)
     generation = known.generation if known else None
     if generation is None:
@@ -331,7 +331,7 @@ def _slot_of(h: Request, job: str, rank: int) -> int | None:
 
 def _elsewhere(h: Request, job: str) -> dict[str, list[int]]:
     """Other nodes that have workers of the job -> their ranks."""
-    snapshot = h.service.board.now
+    snapshot = h.service.published.now
     known = snapshot.cluster.jobs.get(job)
     generation = known.generation if known else None
     nodes = other_nodes(snapshot, job, h.service.identity.node)
@@ -339,7 +339,7 @@ def _elsewhere(h: Request, job: str) -> dict[str, list[int]]:
 
 
 def _line(h: Request, job: str, line: Line) -> Json:
-    known = h.service.board.now.cluster.jobs.get(job)
+    known = h.service.published.now.cluster.jobs.get(job)
     ranks = known.generation.ranks(h.service.identity.node) if known and known.generation else {}
     rank = ranks.get(line.slot) if line.slot is not None else None
     return {"rank": rank, "slot": line.slot, "file": line.source, "line": line.text}

@@ -26,7 +26,7 @@ LONGEST_WAIT_S = 60.0
 def get_node(h: Request, query: Query, node: str) -> None:
     snapshot = _with_node(h, node)
     if (wait_s := query_values.seconds(query, "wait_empty_s")) > 0:
-        snapshot = h.service.board.wait(lambda s: s.cluster.is_empty(node), min(wait_s, LONGEST_WAIT_S))
+        snapshot = h.service.published.wait(lambda s: s.cluster.is_empty(node), min(wait_s, LONGEST_WAIT_S))
     found = row(snapshot, h.service.identity.node, node)
     there = {"jobs": snapshot.cluster.jobs_on(node), "empty": snapshot.cluster.is_empty(node)}
     h.send_json(200, {"schema": SCHEMA} | found | there)
@@ -40,7 +40,7 @@ def row(snapshot: Snapshot, me: str, node: str) -> Json:
 
 def changed(h: Request, node: str) -> None:
     """Answer a request that has changed the node: with its state since."""
-    seen = row(h.service.board.now, h.service.identity.node, node)
+    seen = row(h.service.published.now, h.service.identity.node, node)
     h.send_json(200, {"schema": SCHEMA} | {key: seen[key] for key in ("node", "state", "reason")})
 
 
@@ -63,7 +63,7 @@ def post_gc(h: Request, query: Query) -> None:
 
 def _with_node(h: Request, node: str) -> Snapshot:
     """The newest snapshot, if it knows the node. Raises Refused (404, 503)."""
-    snapshot = h.service.board.now
+    snapshot = h.service.published.now
     cluster = snapshot.cluster
     if node not in (known := known_nodes(cluster)):
         raise no_node(node, known, cluster)

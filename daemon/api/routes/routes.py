@@ -37,14 +37,14 @@ def get_jobs(h: Request, query: Query) -> None:
 
 
 def get_nodes(h: Request, query: Query) -> None:
-    full = views.status(h.service.board.now, h.service.identity, now())
+    full = views.status(h.service.published.now, h.service.identity, now())
     h.send_json(200, {key: full[key] for key in ("schema", "cluster", "etcd", "nodes")})
 
 
 def get_job(h: Request, query: Query, job: str) -> None:
-    snapshot = h.service.board.now
+    snapshot = h.service.published.now
     if (wait_s := query_values.seconds(query, "wait_over_s")) > 0:
-        snapshot = h.service.board.wait(
+        snapshot = h.service.published.wait(
             lambda s: job not in s.cluster.jobs or s.cluster.jobs[job].over, min(wait_s, LONGEST_WAIT_S)
         )
     if job not in snapshot.cluster.jobs:
@@ -59,18 +59,18 @@ def get_job(h: Request, query: Query, job: str) -> None:
 
 
 def get_history(h: Request, query: Query, job: str) -> None:
-    board = h.service.board.now
-    known = board.cluster.jobs.get(job)
+    published = h.service.published.now
+    known = published.cluster.jobs.get(job)
     found = course.read(h.service.logs(job), known.spec if known else None)
     if found is None:
         if known is None:
-            raise no_job(job, board)
+            raise no_job(job, published)
         raise Refused(404, course.nowhere(job, known.generation, h.service.identity.node))
     h.send_json(200, {"schema": SCHEMA, "job": job, "node": h.service.identity.node} | found)
 
 
 def get_incidents(h: Request, query: Query) -> None:
-    snapshot, job = h.service.board.now, query.get("job", "")
+    snapshot, job = h.service.published.now, query.get("job", "")
     if job and job not in snapshot.cluster.jobs:
         raise no_job(job, snapshot)
     found = views.incidents(snapshot, job, now())
@@ -83,14 +83,14 @@ def get_incidents(h: Request, query: Query) -> None:
 
 
 def get_events(h: Request, query: Query) -> None:
-    board, job, node = h.service.board, query.get("job", ""), query.get("node", "")
+    published, job, node = h.service.published, query.get("job", ""), query.get("node", "")
     since_wall_s, last = query_values.seconds(query, "since_wall_s"), query_values.count(query, "last", 0)
-    event_routes.check_names(board.now, job, node)
+    event_routes.check_names(published.now, job, node)
     if query.get("follow", "0") in ("1", "true", ""):
-        event_routes.follow(h, board, job, node, since_wall_s, last)
+        event_routes.follow(h, published, job, node, since_wall_s, last)
     else:
-        found = event_routes.listed(board.now.cluster, job, node, since_wall_s, last)
-        etcd = views.etcd(board.now, h.service.identity, now())
+        found = event_routes.listed(published.now.cluster, job, node, since_wall_s, last)
+        etcd = views.etcd(published.now, h.service.identity, now())
         h.send_json(200, {"schema": SCHEMA, "etcd": etcd, "events": found})
 
 
@@ -100,7 +100,7 @@ def get_config(h: Request, query: Query) -> None:
         h.send_json(200, mine)
         return
     me = h.service.identity.node
-    others = sorted(h.service.board.now.cluster.nodes.keys() - {me})
+    others = sorted(h.service.published.now.cluster.nodes.keys() - {me})
     answers = ask_each(h.service.asker, others, "/v1/config", {}, job_routes.asking(h))
     h.send_json(200, {"schema": SCHEMA, "nodes": {me: mine, **answers}})
 
@@ -122,7 +122,7 @@ def post_job(h: Request, query: Query) -> None:
         raise Refused(400, f"{field} holds {masking.MASK}, which hides a secret in a status: give the value itself")
     owner = h.service.authority.submitter(h.peer(), wanted, named(wanted))
     name = h.service.actions.submit(spec, h.peer(), owner, replace)
-    plan = h.service.board.now.plan
+    plan = h.service.published.now.plan
     h.send_json(201, {"schema": SCHEMA, "job": name, "note": plan.waiting[name] if name in plan.never else ""})
 
 
@@ -190,7 +190,7 @@ def delete_node(h: Request, query: Query, node: str) -> None:
 
 def _status(h: Request, every: bool) -> Json:
     """Without log lines of jobs whose logs this user may not read."""
-    snapshot = h.service.board.now
+    snapshot = h.service.published.now
     full = views.status(snapshot, h.service.identity, now(), every)
     if strange := _others_jobs(h, snapshot):
         full["jobs"] = [log_privacy.job(row) if row["job"] in strange else row for row in full["jobs"]]
@@ -254,7 +254,7 @@ def _summary(body: Mapping[str, Any], names: Mapping[str, str]) -> tuple[dict[st
 
 
 def _done(h: Request, job: str) -> None:
-    known = h.service.board.now.cluster.jobs.get(job)
+    known = h.service.published.now.cluster.jobs.get(job)
     h.send_json(200, {"schema": SCHEMA, "job": job, "phase": str(known.state.phase) if known else None})
 
 
