@@ -58,10 +58,12 @@ from elastic.recovery.machine.events import (
     PeerReachable,
     PeerUnreachable,
     Progress,
+    Saving,
     Start,
     Tick,
     Undrain,
     Viewed,
+    WorkerDone,
     WorkerExited,
     WorkerFailed,
     WorkerManaged,
@@ -143,7 +145,7 @@ class AgentLoop:
             self._spec.checkpoint, config.job, self.pool.tell,
             on_saved=lambda generation, step: self.post(CheckpointSaved(generation, step)), on_failed=self._save_failed,
             cut=lambda generation: cut_short(self.agent, generation), apart=lambda: apart(self.agent, registry.folder),
-            versions=versions(), slots=config.slots,
+            versions=versions(), slots=config.slots, patience_s=max(FINISH_SAVING_S, self._spec.exit_timeout_s),
         )  # fmt: skip
         self._reports = WorkerReports(config, spec, self.saver, lambda: self._pictures.known_step)
 
@@ -205,19 +207,15 @@ class AgentLoop:
         """A failed checkpoint is recorded as an incident too, though it loses no step."""
         self._registry.put_save_incident(save_failed(self.agent, step, error, wall_s))
 
+    def _look_at_saver(self) -> None:
+        if (saving := self.saver.gets_on(time.monotonic())) != self.agent.local.saving:
+            self._turn(Saving(saving))
+
     def _finish_saving(self) -> None:
-        """Wait until the snapshots that the workers have handed over are on disk: the last state of a job that has
-        succeeded is nowhere else, and has as long as a worker has to end."""
+        """Wait until what workers have handed over is on disk; of a job that has succeeded it is nowhere else."""
         soon_s = time.monotonic() + FINISH_SAVING_S
-        succeeded = self.agent.etcd.view.state.phase is Phase.SUCCEEDED
-        latest_s = max(soon_s, time.monotonic() + self._spec.exit_timeout_s) if succeeded else soon_s
-        with selectors.DefaultSelector() as results:  # events of all else have no receiver any more
-            if self.saver.busy():
-                results.register(self.saver.writer, selectors.EVENT_READ)
-            while self.saver.busy() and time.monotonic() < min(latest_s, max(soon_s, self._end_by_s)):
-                results.select(STATUS_S)
-                self.saver.readable()
-                self._write_status()
+        latest_s = float("inf") if self.agent.etcd.view.state.phase is Phase.SUCCEEDED else soon_s
+        self.saver.finish(lambda: min(latest_s, max(soon_s, self._end_by_s)), self._write_status)
 
     def _on_signal(self) -> None:
         self._end_by_s = min(self._end_by_s, time.monotonic() + self._spec.stop_grace_s)
@@ -270,6 +268,7 @@ class AgentLoop:
         for happening in self.pool.tick():
             self._happened(happening)
         self.saver.answer()
+        self._look_at_saver()
         beats = self.pool.beats()
         progress = self._watchman.look(self.agent, now_s, beats)
         self._ledger.looked(beats)
@@ -315,6 +314,8 @@ class AgentLoop:
                 elif self._reports.take(slot, worker_id, message, self.agent):
                     pass
                 elif event := to_event(slot, worker_id, message):
+                    if isinstance(event, WorkerDone):
+                        self._look_at_saver()
                     self._turn(event)
 
     def _slot(self, worker_id: int) -> int:

@@ -27,6 +27,7 @@ from elastic.recovery.machine.events import (
     Progress,
     PublishFailed,
     RanksStill,
+    Saving,
     Start,
     StillBusy,
     StoreClosed,
@@ -140,6 +141,8 @@ def take(turn: Turn, event: Event) -> None:  # noqa: C901
                 group_failed(turn, why, STORE)
         case CheckpointSaved(generation, at_step):
             turn.change(drain_saved=(generation, at_step))
+        case Saving(saving):
+            turn.change(saving=saving)
         case Tick():
             _forgive(turn)
         case _:

@@ -24,6 +24,9 @@ DISPUTE_S = 1.0
 """From the newest dispute until it decides anything. The two sides of a partition report it up to a second apart, and
 only all reports together show which nodes are partitioned."""
 
+SAVING = "the last checkpoint to be saved"
+"""What a job waits for whose training is complete."""
+
 PUBLISH_AGAIN_S = 5.0
 """A generation that the view does not show this long after it was ordered is decided on anew. Should the order still be
 under way, the compare-and-swap lets one of the two win."""
@@ -246,7 +249,9 @@ def _wait(turn: Turn, decision: Wait) -> None:
         reason += "".join(f"; {m.node} is tried again and again: {m.lacks}" for m in short)
     lost = turn.is_broken() or not turn.steps_advance()
     halted = decision.below_min and lost and turn.agent.formed.generation is not None
-    turn.change(reason="" if decision.fine else reason, below_min=decision.below_min, halted=halted)
+    if decision.fine:
+        reason = SAVING if turn.done_here() and turn.policy.spec.checkpoint.dir else ""
+    turn.change(reason=reason, below_min=decision.below_min, halted=halted)
     if decision.below_min and any(m.record.draining for m in view.members.values()):
         # Any rank passes this request on to the others; the draining node may have none.
         turn.ask(SaveNow("a node leaves, and the job falls below its minimum", stop=True), "save")

@@ -16,6 +16,7 @@ import pytest
 from support.jobs import policy
 
 from elastic.agent.loop import AgentLoop
+from elastic.agent.snapshots.saver import Saver
 from elastic.agent.workers.pool import Pool
 from elastic.contract.agent_files import AgentConfig, EtcdAccess
 from elastic.contract.job.spec import JobSpec
@@ -191,8 +192,13 @@ class _Writing:
         self.left = looks
         self.writer, self.other = socket.socketpair()
 
+    finish = Saver.finish
+
     def busy(self) -> bool:
         return self.left > 0
+
+    def gets_on(self, now_s: float) -> bool:
+        return self.busy()
 
     def readable(self) -> None:
         self.left -= 1
@@ -210,7 +216,7 @@ def test_the_last_state_of_a_job_that_has_succeeded_gets_the_time_to_be_saved(
     saver = _Writing(20)
     monkeypatch.setattr(loop, "saver", saver)
     monkeypatch.setattr(loop, "_write_status", lambda: None)
-    monkeypatch.setattr("elastic.agent.loop.STATUS_S", 0.0)
+    monkeypatch.setattr("elastic.agent.saver.LOOK_S", 0.0)
     monkeypatch.setattr(time, "monotonic", lambda: 10.0 * (20 - saver.left))
     if told:
         loop._on_signal()

@@ -19,6 +19,7 @@ class Writer:
     def __init__(self) -> None:
         self.refuses: set[type] = set()
         self.taken: list[object] = []
+        self.moved = 0
 
     def submit(self, order: object, arena: object = None) -> int:
         if type(order) in self.refuses:
@@ -28,6 +29,13 @@ class Writer:
 
     def results(self) -> list[orders.Result]:
         return []
+
+    @property
+    def waiting(self) -> int:
+        return len(self.taken)
+
+    def activity(self) -> tuple[object, ...]:
+        return (self.moved,)
 
     def close(self) -> None: ...
 
@@ -148,3 +156,16 @@ def test_more_arenas_than_a_message_takes_are_none(bench: Bench, monkeypatch: py
         monkeypatch.setattr(bench.saver, "_whole", lambda count=count: [arena] * count)
         bench.saver.ask_kept(1, 3)
     assert [fds for _, fds in bench.told] == [MAX_KEPT, 0]
+
+
+def test_a_save_gets_on_as_long_as_bytes_move_and_a_writer_that_hangs_does_not(bench: Bench) -> None:
+    patience_s = bench.saver.patience_s
+    assert not bench.saver.gets_on(0.0), "nothing is under way"
+    bench.filled()
+    for now_s in (patience_s, 1.9 * patience_s, 2.8 * patience_s):
+        bench.writer.moved += 1
+        assert bench.saver.gets_on(now_s)
+    assert bench.saver.gets_on(3.7 * patience_s)
+    assert not bench.saver.gets_on(3.8 * patience_s)
+    bench.writer.moved += 1
+    assert bench.saver.gets_on(4.0 * patience_s), "the disk is back"

@@ -10,7 +10,7 @@ from elastic.contract.records.job_records import GenerationRecord, IncidentRecor
 from elastic.contract.worker import messages
 from elastic.recovery.facts.restart_budget import BAD_NODE_FAILURES
 from elastic.recovery.facts.transitions import Stage
-from elastic.recovery.machine.effects import Effect, Kill, Publish, Send
+from elastic.recovery.machine.effects import Effect, Kill, Publish, PutState, Send
 from elastic.recovery.machine.events import Event, PeerDead
 from elastic.recovery.machine.model import Agent
 from elastic.worker.data.sharding import BatchPlan, rank_range
@@ -72,6 +72,7 @@ class Judge:
     def turned(self, node: Node, event: Event, before: Agent, after: Agent, effects: tuple[Effect, ...]) -> None:
         self._deaths(node, event, after)
         self._orders(node, effects)
+        self._saved(after, effects)
         if not (before.etcd.joined and after.etcd.joined):
             self._leaseless[node.name] = self._cluster.clock.now_s
         if after.formed.generation is not before.formed.generation:
@@ -94,6 +95,17 @@ class Judge:
                         disturbs = isinstance(effect, Kill)
                 if disturbs:
                     raise Broken("G4", f"{node.name} disturbs training while only etcd fails: {effect}")
+
+    def _saved(self, agent: Agent, effects: tuple[Effect, ...]) -> None:
+        """The job succeeds when its last checkpoint is on disk."""
+        if not any(isinstance(e, PutState) and e.state.phase is Phase.SUCCEEDED for e in effects):
+            return
+        there = {m.record.incarnation for m in agent.etcd.view.members.values()}
+        newest, held = self._cluster.record(), agent.formed.generation
+        current = newest is not None and held is not None and newest.number == held.number
+        for node in self._cluster.nodes:
+            if current and node.incarnation in there and node.agent is not None and node.saves:
+                raise Broken("G7", f"the job succeeds while {node.name} saves the last checkpoint")
 
     def _deaths(self, node: Node, event: Event, after: Agent) -> None:
         """What is proven is not forgotten while it matters: as long as the dead have a place or a member record."""

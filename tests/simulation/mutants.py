@@ -85,6 +85,8 @@ MUTANTS = (
            "if best is None or key > best:", "if best is None or key < best:"),
     Mutant("one node's end is everybody's", "recovery.leading",
            "all(m.record.done == generation.number for m in there)", "any(m.record.ready for m in there)"),
+    Mutant("the last checkpoint is not waited for", "recovery.workers.announce",
+           "done=number if turn.saved_here() else 0", "done=number if turn.done_here() else 0"),
     Mutant("a hang is ignored", "recovery.knowledge",
            "if worker.stage in IN_GROUP | {Stage.STARTING, Stage.READY}:", "if False:"),
     Mutant("an agent that left for nothing never joins again", "recovery.workers.announce",

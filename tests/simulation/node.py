@@ -17,7 +17,7 @@ from elastic.recovery.facts.transitions import Stage
 from elastic.recovery.facts.view import JobView
 from elastic.recovery.leading import PUBLISH_AGAIN_S
 from elastic.recovery.machine.effects import Effect, ForkPlain, ForkWorker, Kill, Leave, SaveNow, Send
-from elastic.recovery.machine.events import Event, Progress, Start, Tick, Viewed, WorkerExited
+from elastic.recovery.machine.events import Event, Progress, Saving, Start, Tick, Viewed, WorkerExited
 from elastic.recovery.machine.model import Agent, Policy, is_leader
 from elastic.recovery.machine.turn import ASK_AGAIN_S
 from elastic.recovery.observers.watch_scope import watches_members
@@ -132,6 +132,8 @@ class Node:
         self.watched: set[tuple[str, str]] = set()
         self.effects_left: int | None = None
         """After so many more effects the agent's process is struck; None: it is not."""
+        self.saves = 0
+        """Last snapshots that its writer has not on disk yet."""
         self.pause_s = 0.0
         """Struck, it stands still for so long; 0: it dies."""
         self._starts = 0
@@ -170,7 +172,7 @@ class Node:
         self._starts += 1
         self.incarnation = f"{self.name}.{self._starts}"
         self._client, self._view, self._queue, self._undone, self._lines = client, None, [], (), {}
-        self.paused, self.effects_left, self._seen, self.watched = False, None, (0, 0), set()
+        self.paused, self.effects_left, self._seen, self.watched, self.saves = False, None, (0, 0), set(), 0
         self._tick_due_s = float("inf")
         spec = cluster.spec
         policy = Policy(
@@ -283,6 +285,8 @@ class Node:
             self._queue.append(event)
             return
         self._look_at_pages()
+        if self.agent is not None and self.agent.local.saving != bool(self.saves):
+            self._turn(Saving(bool(self.saves)))
         self._turn(event)
 
     def resume(self) -> None:
@@ -489,6 +493,8 @@ class Node:
         if any(w.stage is Stage.READY and w.generation == number for w in agent.local.workers.values()):
             due.append(now_s + 0.5)
         narrow = self._watch is not None and self._watch.prefix != self.cluster.keys.root
+        if self.agent.local.saving:  # whether it still does
+            due.append(now_s + 0.5)
         if narrow:  # whether it still steps
             due.append(now_s + 1.0)
         if agent.drain.draining is not None or agent.lead.reason not in AT_REST:

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from .node import Node
 
 LONG_S = 1.0
+COMMIT_WAIT_S = 5.0
 """Steps longer than this delay a worker that is told to abort."""
 SETUP = 0
 """The chain of a state that nothing has gone into."""
@@ -360,6 +361,8 @@ class Group:
         training = self.training
         if training.steps and self.version[1] >= training.steps:
             self.phase = "done"
+            if training.checkpoint_every:
+                training.save_last(self)
             for worker in self.ranks.values():
                 worker.doing = "done"
                 worker.say(WorkerDone(worker.slot, worker.worker_id, self.generation, self.version[1]))
@@ -549,6 +552,25 @@ class Training:
             if worker.rank == 0 and worker.group.phase == "running":
                 worker.group.save = True
                 worker.group.stop = worker.group.stop or stop
+
+    def save_last(self, group: Group) -> None:
+        """The final state, a shard on each node: committed if none of their writers dies before."""
+        writers = {worker.node.name: (worker.node, worker.node.incarnation) for worker in group.ranks.values()}
+        for node, _ in writers.values():
+            node.saves += 1
+        saved = (group.version, group.chain)
+        self.saved_in = max(self.saved_in, group.version[0])
+        self.cluster.clock.after(self.cluster.setting.save_s, self._last_saved, saved, list(writers.values()), False)
+
+    def _last_saved(self, saved: tuple[Version, int], writers: list[tuple[Node, str]], waited: bool) -> None:
+        alive = [node for node, incarnation in writers if node.agent and node.incarnation == incarnation]
+        if len(alive) == len(writers):
+            self._saved(saved)
+        elif not waited:  # the commit waits for the shard that is missing
+            self.cluster.clock.after(COMMIT_WAIT_S, self._last_saved, saved, writers, True)
+            return
+        for node in alive:
+            node.saves -= 1
 
     def _saved(self, checkpoint: tuple[Version, int]) -> None:
         if checkpoint[1] in self.spoiled:

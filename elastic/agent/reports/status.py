@@ -16,6 +16,7 @@ from elastic.agent.workers.pool import Pool
 from elastic.contract.agent_files import LEFT, AgentStatus
 from elastic.contract.records.job_records import ProgressRecord, RankRow
 from elastic.recovery.facts.transitions import Stage
+from elastic.recovery.leading import SAVING
 from elastic.recovery.machine.model import Agent
 from elastic.util.files import replace_file
 from elastic.util.processes import memory_nbytes
@@ -97,7 +98,8 @@ def progress(agent: Agent, pool: Pool, gauge: Gauge, rows: tuple[RankRow, ...], 
             gauge.show(process.page.read().loss, worker_id)
             break
     leaves = agent.drain.leaving is not None  # why it goes is no matter of the job's, which goes on elsewhere
-    reason = "" if leaves or phase_of(agent) == "running" else agent.lead.reason
+    runs = phase_of(agent) == "running" and agent.lead.reason != SAVING
+    reason = "" if leaves or runs else agent.lead.reason
     starting = [] if reason else _starting(agent)
     known = agent.etcd.view.progress
     mine = max((row.step for row in rows), default=agent.progress.step)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import selectors
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -75,6 +76,7 @@ COMMIT_WAIT_S = 60.0
 KEPT_WRITE_S, KEPT_COMMIT_S = 60.0, 3.0
 """How long a recovery without live state waits for the checkpoint under way: for this node's writes, and for other
 nodes' shards, which may never come."""
+LOOK_S = 0.5
 MAX_KEPT = 250
 """Descriptors in one message; the kernel takes 253. Part of a snapshot is useless: if more are needed none is sent."""
 
@@ -138,6 +140,8 @@ class Saver:
     versions: dict[str, str] = field(default_factory=dict)
     slots: int = 1
     """Workers of this node; each of them requests the same memory."""
+    patience_s: float = 300.0
+    """A writer that has moved no byte for so long is not waited for any more."""
 
     def __post_init__(self) -> None:
         self.writer = WriterProcess()
@@ -149,6 +153,8 @@ class Saver:
         self._to_copy = (0, 0)
         """(generation, step) of the newest checkpoint that this node is to copy."""
         self._asking: dict[int, tuple[int, float]] = {}
+        self._moved: tuple[tuple[object, ...], float] = (), 0.0
+        """The writer's activity at the last look, and since when it is that."""
         self._outdated = False
         """The writer still maps buffers that have been replaced."""
 
@@ -397,6 +403,24 @@ class Saver:
 
     def busy(self) -> bool:
         return bool(self.on and self.writer.waiting)
+
+    def gets_on(self, now_s: float) -> bool:
+        """Whether orders are under way, and the writer has moved a byte within `patience_s`. To be called often."""
+        if not self.busy():
+            return False
+        if (seen := self.writer.activity()) != self._moved[0]:
+            self._moved = seen, now_s
+        return now_s - self._moved[1] < self.patience_s
+
+    def finish(self, until_s: Callable[[], float], meanwhile: Callable[[], None]) -> None:
+        """Wait for what is under way, as long as it gets on: events of all else have no receiver any more."""
+        with selectors.DefaultSelector() as results:
+            if self.busy():
+                results.register(self.writer, selectors.EVENT_READ)
+            while self.gets_on(now_s := time.monotonic()) and now_s < until_s():
+                results.select(LOOK_S)
+                self.readable()
+                meanwhile()
 
     def close(self) -> None:
         """A checkpoint that is not committed yet has failed: nothing is left to do that."""

@@ -131,7 +131,7 @@ class MemberRecord(Record, frozen=True, kw_only=True):
     """Slots that may be given a rank: they have a worker, or (`on_loss = wait`) will have one shortly."""
     draining: str | None = None
     done: Int = 0
-    """The newest generation all of whose local workers have finished `train`; 0 = none."""
+    """The newest generation all of whose local workers have finished `train`, all saved; 0 = none."""
     unreachable: tuple[str, ...] = ()
     """Nodes, sorted, whose agents do not answer this one although their leases are valid."""
     standings: tuple[Standing, ...] = ()

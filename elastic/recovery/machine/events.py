@@ -258,6 +258,13 @@ class CheckpointSaved:
 
 
 @dataclass(frozen=True, slots=True)
+class Saving:
+    """Whether snapshots that local workers have handed over are still on their way to disk, and get on."""
+
+    saving: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     pass
 
@@ -296,5 +303,6 @@ Event = (
     | Undrain
     | StoreClosed
     | CheckpointSaved
+    | Saving
     | Tick
 )

@@ -174,6 +174,8 @@ class LocalState(msgspec.Struct, frozen=True):
     suspicious_since_s: float | None = None
     """Since when a collective that failed here has had no known cause; None: there is none."""
     suspicion: str = ""
+    saving: bool = False
+    """Snapshots of local workers are on their way to disk."""
 
 
 class ProgressState(msgspec.Struct, frozen=True):

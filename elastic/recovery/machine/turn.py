@@ -115,7 +115,7 @@ class Turn:
     def steps_advance(self) -> bool:
         if not self.policy.managed:
             return False
-        if self.done_here():
+        if self.saved_here():
             return True  # all ranks have reached the end; a silent one has nothing left to do
         return self.now_s - self.agent.progress.stepped_at_s < max(STALL_S, 3 * self.agent.progress.step_s)
 
@@ -128,3 +128,8 @@ class Turn:
             if worker.stage is not Stage.DONE or worker.generation != number:
                 return False
         return bool(mine)
+
+    def saved_here(self) -> bool:
+        """Whether they have, and what they have handed over is on disk. Until then a node that is lost costs the last
+        checkpoint, and the others, which hold that state, form again and save it."""
+        return not self.agent.local.saving and self.done_here()

@@ -49,7 +49,7 @@ def member_record(turn: Turn) -> MemberRecord:
         slots=policy.slots,
         ready=tuple(slot for slot in ready if slot not in lacking),
         draining=agent.drain.draining,
-        done=number if turn.done_here() else 0,
+        done=number if turn.saved_here() else 0,
         unreachable=tuple(sorted({node for node, _ in agent.peers.unreachable})),
         standings=agent.local.standings,
         managed=policy.managed,
