@@ -111,11 +111,8 @@ def take(turn: Turn, event: Event) -> None:  # noqa: C901
         case PeerUnreachable(node, incarnation):
             _unreachable(turn, node, incarnation)
         case PeerReachable(node, incarnation):
-            peer = {(node, incarnation)}
-            turn.change(
-                unreachable=turn.agent.peers.unreachable - peer,
-                falsely_suspected=turn.agent.peers.falsely_suspected - peer,
-            )
+            peers, peer = turn.agent.peers, {(node, incarnation)}
+            turn.change(unreachable=peers.unreachable - peer, falsely_suspected=peers.falsely_suspected - peer)
         case Progress(generation, at_step, step_s):
             if at_step > turn.agent.progress.step or generation > turn.agent.progress.settled:
                 turn.change(stepped_at_s=turn.now_s)

@@ -216,7 +216,7 @@ def test_the_last_state_of_a_job_that_has_succeeded_gets_the_time_to_be_saved(
     saver = _Writing(20)
     monkeypatch.setattr(loop, "saver", saver)
     monkeypatch.setattr(loop, "_write_status", lambda: None)
-    monkeypatch.setattr("elastic.agent.saver.LOOK_S", 0.0)
+    monkeypatch.setattr("elastic.agent.snapshots.saver.LOOK_S", 0.0)
     monkeypatch.setattr(time, "monotonic", lambda: 10.0 * (20 - saver.left))
     if told:
         loop._on_signal()

@@ -13,6 +13,7 @@ READERS = ("elasticd", "elastic.contract", "elastic.util", "elastic.etcd", "elas
 
 _SETTING, _OWN, _KERNEL = "a file that a setting names", "this user's own file", "/proc: the kernel limits it"
 WITHOUT_A_LIMIT = {
+    "elastic.checkpoint.saving.client:WriterProcess.activity": _KERNEL,
     "elastic.checkpoint.saving.client:WriterProcess.results": "a pipe of one's own: 64 bytes",
     "elastic.checkpoint.stored.remote:fetch": "nothing is read: the file is synced",
     "elastic.etcd.etcd3_import:_serialized": "a file of an installed package",
