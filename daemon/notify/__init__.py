@@ -1,1 +1,1 @@
-"""Notifications to a webhook or a command."""
+"""Notifications: of which events, with what text, to a webhook or a command."""

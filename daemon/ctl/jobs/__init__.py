@@ -1,1 +1,1 @@
-"""Commands about jobs."""
+"""Commands about jobs: run, stop, logs, events, top, checkpoints."""

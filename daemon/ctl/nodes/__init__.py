@@ -1,1 +1,1 @@
-"""Commands about nodes, settings and the installation."""
+"""Commands about nodes: drain, settings, clean-up, bundle, installation."""

@@ -1,1 +1,1 @@
-"""What elasticctl prints: styled text, tables, curves."""
+"""What elasticctl prints: the columns of status, tables, curves, styled text."""

@@ -1,1 +1,1 @@
-"""Checks of the numbers: gradients, losses, replicas."""
+"""Checks of the numbers: gradients, losses that are not finite, replicas that differ."""

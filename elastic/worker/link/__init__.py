@@ -1,1 +1,1 @@
-"""The connection to the agent, and misuse that is reported through it."""
+"""The connection to the agent: messages, heartbeats, aborts; and misuse that is reported through it."""
