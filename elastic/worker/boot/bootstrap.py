@@ -26,8 +26,7 @@ from elastic.worker.link import misuse
 from elastic.worker.link.session import CHANNEL_ENV, PAGE_ENV, WORKER_ENV
 
 from . import random_state, signals
-from .main_module import run_as_main
-from .program import become_program
+from .main_module import become_program, run_as_main
 from .title import title, worker_title
 
 ADOPTION_S = 5.0

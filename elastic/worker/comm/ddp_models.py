@@ -3,7 +3,7 @@ broadcast before a step is applied. And which of its options they cannot have.""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from elastic.worker.link.misuse import MisuseRuntimeError, MisuseValueError
 from elastic.worker.torch_internals import torch_private
 
-from .buffers import broadcast_coalesced
+from .in_flight import IN_FLIGHT
 from .parts_loop import UnsyncedGradients
 
 BUCKET_MB = 25
@@ -193,3 +193,46 @@ def refuse_subgroup(options: Mapping[str, Any], world_size: int) -> None:
             f"job.ddp: a {name} of {max(size, 0)} of the {world_size} ranks: each rank's gradients have the weight of "
             f"its samples among those of all ranks, and all have the same model. Leave {name} out"
         )
+
+
+def broadcast_coalesced(
+    tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, source: int, bucket_bytes: int
+) -> None:
+    """Copy rank `source`'s tensors, on the CPU, into those of all ranks, in messages of about `bucket_bytes`.
+
+    Raises GroupAborted if the group is aborted meanwhile, and gloo's RuntimeError if a message fails; these tensors are
+    then unchanged, but for those of messages that are complete.
+    """
+    started = []
+    for bucket in _buckets(tensors, bucket_bytes):
+        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+        # As bytes: gloo takes no int16, no float8.
+        work = dist.broadcast(flat.view(torch.uint8), group=group, group_src=source, async_op=True)
+        assert work is not None  # only for ranks outside the group
+        started.append((bucket, flat, IN_FLIGHT.follow(work.get_future(), _done, lambda: None)))
+    for bucket, flat, future in started:
+        future.wait()
+        if group.rank() != source:
+            parts = flat.split_with_sizes([tensor.numel() for tensor in bucket])
+            shaped = [part.view(tensor.shape) for part, tensor in zip(parts, bucket, strict=True)]
+            torch_private.foreach_copy(bucket, shaped)
+
+
+def _buckets(tensors: Sequence[torch.Tensor], bucket_bytes: int) -> Iterator[list[torch.Tensor]]:
+    """Of one dtype each, and the same on all ranks."""
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        bucket, size = list[torch.Tensor](), 0
+        for tensor in tensors:
+            if tensor.dtype != dtype:
+                continue
+            if bucket and size + tensor.nbytes > bucket_bytes:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(tensor)
+            size += tensor.nbytes
+        yield bucket
+
+
+def _done(future: torch.futures.Future[Any]) -> torch.Tensor:
+    future.value()  # raises what gloo has raised
+    return torch.empty(0)

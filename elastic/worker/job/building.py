@@ -8,7 +8,7 @@ from elastic.worker.link.misuse import MisuseRuntimeError, MisuseTypeError
 from elastic.worker.state.optimizers import SHARDED, sharded, sharded_module
 from elastic.worker.state.state import State
 
-from .job import Job, Setup, checked
+from .job import Job, Setup
 
 _UNFORMED = ("process group has not been initialized", "env:// rendezvous")
 _SHARDING = {
@@ -23,7 +23,7 @@ def build(setup: Setup, job: Job) -> State:
     """The state that `setup` builds. Raises TypeError if that is no State or is sharded, RuntimeError if it uses the
     process group, and what `setup` raises."""
     try:
-        return checked(setup(job))
+        state: object = setup(job)
     except (ValueError, RuntimeError) as error:
         if not any(said in str(error) for said in _UNFORMED):
             raise
@@ -34,3 +34,6 @@ def build(setup: Setup, job: Job) -> State:
             "setup() uses torch.distributed, and the process group is formed after it, anew for each generation: move "
             f"this to train(), where job.broadcast() sends a value of rank 0 to all ranks ({error})"
         ) from error
+    if not isinstance(state, State):
+        raise MisuseTypeError(f"setup returned {type(state).__name__}: return elastic.State(model=…, optimizer=…)")
+    return state

@@ -24,7 +24,7 @@ from elastic.worker.comm.p2p import control_device
 from elastic.worker.comm.powersgd import PowerSGD
 from elastic.worker.data import batches as data
 from elastic.worker.link.link import Link
-from elastic.worker.link.misuse import MisuseError, MisuseRuntimeError, MisuseTypeError, MisuseValueError
+from elastic.worker.link.misuse import MisuseError, MisuseRuntimeError, MisuseValueError
 from elastic.worker.state.state import State
 
 from .job_calls import JobCalls
@@ -377,10 +377,3 @@ saved."""
 
 Train = Callable[[Job, State], None]
 """Called once per generation."""
-
-
-def checked(made: object) -> State:
-    """The value that `setup` returned. Raises TypeError if it is not a State."""
-    if not isinstance(made, State):
-        raise MisuseTypeError(f"setup returned {type(made).__name__}: return elastic.State(model=…, optimizer=…)")
-    return made

@@ -54,9 +54,7 @@ class InitialLayout:
         if tensors != self._tensors:
             name = next(n for n in {**self._tensors, **tensors} if tensors.get(n) != self._tensors.get(n))
             raise MisuseTypeError(
-                _refusal(
-                    f"state.{name}", _described_layout(self._tensors.get(name)), _described_layout(tensors.get(name))
-                )
+                _refusal(f"state.{name}", _described(self._tensors.get(name)), _described(tensors.get(name)))
             )
         for name, counts in _groups(extra).items():
             if counts != self._groups.get(name):
@@ -66,10 +64,6 @@ class InitialLayout:
     def _fixed(self, table: Table, extra: Mapping[str, Any]) -> dict[str, TensorInfo]:
         own = _own(table, extra)
         return {n: TensorInfo(n, i.dtype, (), 0) if n in self._buffers else i for n, i in own.items()}
-
-
-def _described_layout(info: TensorInfo | None) -> str:
-    return "missing" if info is None else f"{info.dtype} {list(info.shape)}"
 
 
 def _refusal(name: str, was: str, now: str) -> str:

@@ -10,8 +10,7 @@ import torch
 
 from elastic.contract.worker.tensor_table import Table, TensorInfo
 from elastic.worker.link.misuse import MisuseRuntimeError, MisuseTypeError, MisuseValueError
-from elastic.worker.state.guards.hooks import Hooks
-from elastic.worker.state.parts.data_progress import DataProgress, HasProgress
+from elastic.worker.state.parts.data_progress import DataProgress
 from elastic.worker.state.parts.described import Described
 from elastic.worker.state.parts.json_codec import Codecs
 from elastic.worker.state.parts.object_parts import ValuePart, object_part
@@ -22,7 +21,7 @@ from elastic.worker.torch_internals.torch_private import pytree
 
 from .commit_point import CommitPoint
 from .guards import left_behind
-from .modes import Modes
+from .modes import Hooks, Modes
 from .optimizers import Optimizers, is_sharded, sharded
 from .receive_plan import (
     InitialLayout,
@@ -44,7 +43,7 @@ PROVEN_COMMITS = 2
 is refused there."""
 
 
-class State(HasProgress):
+class State:
     """The state of a job, made of named parts.
 
         elastic.State(model=model, optimizer=optimizer, scheduler=scheduler, best_loss=math.inf)
@@ -149,6 +148,11 @@ class State(HasProgress):
     def established(self) -> bool:
         """Whether this is the job's state (a step was committed, or it was received), not merely what `setup` built."""
         return self._established
+
+    @property
+    def data_progress(self) -> DataProgress:
+        """Not for scripts."""
+        return self._progress
 
     def clean(self) -> bool:
         """Whether the state is consistent: not between an optimizer step and the commit, and not partly received."""

@@ -243,17 +243,6 @@ class DataProgress:
         return json.dumps([plan.numbers for plan in self._open.values()], sort_keys=True)
 
 
-class HasProgress:
-    """A state."""
-
-    _progress: DataProgress
-
-    @property
-    def data_progress(self) -> DataProgress:
-        """Not for scripts."""
-        return self._progress
-
-
 def refuse_unlike(told: Sequence[str]) -> None:
     """`told`: each rank's. Raises MisuseRuntimeError."""
     other = next(rank for rank, each in enumerate(told) if each != told[0])
