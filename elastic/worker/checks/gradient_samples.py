@@ -11,25 +11,18 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import xxhash
 from torch import nn
 
 from elastic.contract.worker.messages import GradientRow, GradientSample
+from elastic.worker.state.state import State
 from elastic.worker.torch_internals import torch_private
 
 ROWS = 300
 """Parameters in one message."""
-
-
-class HasModules(Protocol):
-    def modules(self) -> list[nn.Module]:
-        """The modules of the state."""
-
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        """The optimizers of the state."""
 
 
 Send = Callable[[GradientSample], None]
@@ -64,7 +57,7 @@ class GradientSampler:
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
             self._own[id(parameter)] = _numbers(gradient)
 
-    def applied(self, state: HasModules) -> None:
+    def applied(self, state: State) -> None:
         """An optimizer is about to step: the gradients are means over the ranks. GradScaler has unscaled them, unless
         the optimizer divides by the factor itself."""
         optimizers = state.optimizers()
@@ -78,7 +71,7 @@ class GradientSampler:
             if parameter.grad is not None:
                 self._mean[id(parameter)] = _divided(_numbers(parameter.grad), left.get(id(parameter)))
 
-    def committed(self, state: HasModules, *, generation: int, step: int, rank: int, empty: bool) -> None:
+    def committed(self, state: State, *, generation: int, step: int, rank: int, empty: bool) -> None:
         """`empty`: this rank had no samples in the step; its own gradients mean nothing then."""
         if self.asked_at and step >= self.asked_at:
             self.asked_at = 0
@@ -119,7 +112,7 @@ class GradientSampler:
             )  # fmt: skip
 
 
-def _parameters(state: HasModules) -> list[tuple[str, nn.Parameter]]:
+def _parameters(state: State) -> list[tuple[str, nn.Parameter]]:
     """By name; with several modules, the part's number is in front. Shared parameters once."""
     modules = state.modules()
     found = []

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .gradient_samples import HasModules
+from elastic.worker.state.state import State
 
 LOOKS = 8
 """Commits without an optimizer's step that are looked at, if nothing is found. A loop that accumulates over commits is
@@ -28,7 +28,7 @@ class KeptGradients:
         self._since = 0
         """The first committed step whose gradients no optimizer has applied; 0: none."""
 
-    def committed(self, state: HasModules, step: int, *, applied: bool) -> str:
+    def committed(self, state: State, step: int, *, applied: bool) -> str:
         """`step` is committed; `applied`: by an optimizer. Returns a warning, once, and '' otherwise."""
         self._stop()
         self._since = 0 if applied else self._since or step
@@ -55,7 +55,7 @@ class KeptGradients:
             "that step will lack their samples"
         )
 
-    def _next(self, state: HasModules, applied: bool) -> None:
+    def _next(self, state: State, applied: bool) -> None:
         """Watch the next turn, if there is something to find in it."""
         if self._added_to and not applied:
             pass  # gradients that gather until an optimizer applies them: found only then

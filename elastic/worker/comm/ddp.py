@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from elastic.worker.torch_internals import torch_private
 
 from .comm_hooks import Exchange, GradientHook, Sampler, plain
 from .ddp_models import BufferSyncingDDP, FixedLayout, bucket_options
-from .errors import FailedSums
+from .errors import GroupAborted
 from .parts_loop import (
     HELD,
     LEFT,
@@ -52,7 +52,7 @@ class _Taken:
         """A backward has had its weight, or an optimizer has stepped since."""
 
 
-class GradientWeight(FailedSums):
+class GradientWeight:
     """This rank's weight in the current step: set by `batches`, read by the gradient hook.
 
     It is that of the newest batch; 1 / world size before the first one, and after a commit whose loop is gone. The next
@@ -93,6 +93,8 @@ class GradientWeight(FailedSums):
         self._sums = 0
         self._weighted = False
         """`add_up` was called in this group."""
+        self.failed = False
+        """An exchange has failed in this group, even if the script handles the error."""
 
     def __call__(self) -> float:
         """Samples of the current backward / samples of the global batch; 1 / world size before the first batch is
@@ -169,6 +171,15 @@ class GradientWeight(FailedSums):
         self._sums, self._held, self._kept = 0, False, False
         self._step_over()
         self.failed = self._weighted = False
+
+    def fail(self) -> None:
+        """Gradients may be sums over some ranks only: they must not be applied in this group any more."""
+        self.failed = True
+
+    def refuse_failed(self) -> None:
+        """Raises GroupAborted."""
+        if self.failed:
+            raise GroupAborted("an exchange between the ranks has failed, and what is here is no sum over all of them")
 
     @property
     def exchanges(self) -> bool:
@@ -396,15 +407,11 @@ def _scale(models: Sequence[nn.Module], factor: float) -> None:
         torch_private.foreach_mul(grads, factor)
 
 
-class Weight(Protocol):
-    def __call__(self) -> float: ...
-
-
 def wrap(
     model: nn.Module,
     *,
     process_group: dist.ProcessGroup | None = None,
-    weight: Weight,
+    weight: Callable[[], float],
     on_contributed: Callable[[], None],
     on_received: Callable[[], None] = lambda: None,
     on_failed: Callable[[], None] = lambda: None,

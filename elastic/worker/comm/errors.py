@@ -16,21 +16,6 @@ class GroupAborted(BaseException):
     `session.GenerationEnded`."""
 
 
-class FailedSums:
-    """Whether an exchange has failed in this group, even if the script handles the error."""
-
-    failed = False
-
-    def fail(self) -> None:
-        """Gradients may be sums over some ranks only: they must not be applied in this group any more."""
-        self.failed = True
-
-    def refuse_failed(self) -> None:
-        """Raises GroupAborted."""
-        if self.failed:
-            raise GroupAborted("an exchange between the ranks has failed, and what is here is no sum over all of them")
-
-
 class FormError(Exception):
     """The group could not be formed in time. The message names what was missing."""
 

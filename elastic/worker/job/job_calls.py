@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from elastic.contract.timeouts import QUIET_S
+from elastic.worker.checks.numerics import disagreeing
 from elastic.worker.comm.errors import is_communication_error
 from elastic.worker.comm.p2p import control_device
 from elastic.worker.data import batches as data
@@ -408,9 +409,6 @@ class JobCalls(abc.ABC):
     def _compare_loops(self, progress: DataProgress) -> None:
         """After a commit of all ranks. Raises MisuseRuntimeError if their loops take other batches."""
         with self._collective("commit"):
-            mine = torch.tensor([progress.digest()], dtype=torch.int64, device=control_device())
-            all_of_them = [torch.zeros_like(mine) for _ in range(self.world_size)]
-            dist.all_gather(all_of_them, mine)
-            if len({int(each) for each in all_of_them}) > 1:
+            if disagreeing(progress.digest(), world_size=self.world_size, device=control_device()):
                 own, cpu = progress.told(), torch.device("cpu")
                 refuse_unlike(shared_values.gather(own, rank=self.rank, world_size=self.world_size, device=cpu))

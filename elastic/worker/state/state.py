@@ -100,7 +100,7 @@ class State:
             object.__setattr__(self, name, value)
         elif isinstance(self._parts.get(name), ValuePart):
             part = self._part(name, value)
-            part.extra()
+            part.held()
             self._parts[name] = part
         elif name in self._parts:
             raise AttributeError(f"state.{name} stays the object it was built with: load into it instead")
@@ -276,18 +276,17 @@ class State:
         it may be the state's object. Weights that modules share (tied) appear once, under their first name. If `extra`
         is given, it is filled with what `extra()` returns, from the same walk. Raises CannotEncodeError.
         """
-        parts: dict[str, Any] | None = None if extra is None else {}
+        return [(each.info, tensor) for each, tensor in self.described(extra, own=own)]
+
+    @gc_pause.paused()
+    def described(
+        self, extra: dict[str, Any] | None = None, *, own: bool = False
+    ) -> list[tuple[Described, torch.Tensor]]:
+        """As `tensors`, with what else is known of each tensor."""
+        parts: dict[str, Any] = {}
         found, self._tied, self._described = self._walk(self._parts.values(), parts, own)
         if extra is not None:
             extra.update(self._with(parts))
-        return [(each.info, tensor) for each, tensor in found]
-
-    @gc_pause.paused()
-    def described(self, extra: dict[str, Any]) -> list[tuple[Described, torch.Tensor]]:
-        """As `tensors` with `own` False, with what else is known of each tensor."""
-        parts: dict[str, Any] = {}
-        found, self._tied, self._described = self._walk(self._parts.values(), parts)
-        extra.update(self._with(parts))
         return found
 
     def last_described(self) -> list[Described]:
@@ -295,7 +294,7 @@ class State:
         return [each for name, each in self._described.items() if name not in self._tied]
 
     def _walk(
-        self, parts: Iterable[Part], extras: dict[str, Any] | None, own: bool = False
+        self, parts: Iterable[Part], extras: dict[str, Any], own: bool = False
     ) -> tuple[list[tuple[Described, torch.Tensor]], dict[str, str], dict[str, Described]]:
         """(the tensors of `parts`, tied names, descriptions by name); `extras` is filled by part."""
         first: dict[object, str] = {}
@@ -304,10 +303,7 @@ class State:
         described: dict[str, Described] = {}
         before = self._described
         for part in parts:
-            if extras is None:
-                tensors = part.tensors()
-            else:
-                tensors, extras[part.name] = part.held()
+            tensors, extras[part.name] = part.held()
             module = isinstance(part, ModulePart)
             for name, tensor in tensors:
                 was = before.get(name)
@@ -324,7 +320,7 @@ class State:
         """Names of the tensors that may change other than in an optimizer step, such as buffers, which a forward
         changes."""
         stepped = {id(param) for _, _, param in self._groups()}
-        found = {name for part in self._parts.values() for name, t in part.tensors() if id(t) not in stepped}
+        found = {name for part in self._parts.values() for name, t in part.held()[0] if id(t) not in stepped}
         for part in self._optimizer_parts():
             found = {name for name in found if not (name.startswith(f"{part.name}.") and ".state." in name)}
         return found
@@ -337,7 +333,7 @@ class State:
 
     def optimizer_tensors(self) -> list[tuple[str, torch.Tensor]]:
         """What the optimizers keep, by name."""
-        return [each for part in self._optimizer_parts() for each in part.tensors()]
+        return [each for part in self._optimizer_parts() for each in part.held()[0]]
 
     def _optimizer_parts(self) -> list[OptimizerPart]:
         return [part for part in self._parts.values() if isinstance(part, OptimizerPart)]
@@ -358,9 +354,9 @@ class State:
         """Everything other than tensors, as JSON: hyper-parameters, schedules, plain values, the version.
 
         Raises CannotEncodeError."""
-        return self._with({name: part.extra() for name, part in self._parts.items()})
+        return self._with({name: part.held()[1] for name, part in self._parts.items()})
 
-    def _with(self, parts: dict[str, Any] | None) -> dict[str, Any]:
+    def _with(self, parts: dict[str, Any]) -> dict[str, Any]:
         flags = self._modes.changes if self._modes is not None else {}
         return {
             **({"modes": flags} if flags else {}),

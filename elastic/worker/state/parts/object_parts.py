@@ -34,12 +34,6 @@ class ObjectPart:
         encoded, found = self._encoded()
         return list((found if self._coming is None else self._coming).items()), encoded
 
-    def tensors(self) -> Named:
-        return list((self._coming if self._coming is not None else self._encoded()[1]).items())
-
-    def extra(self) -> Any:
-        return self._encoded()[0]
-
     def adopt(self, infos: Infos, extra: Any) -> Mapping[str, torch.Tensor]:
         mine = self._encoded()[1]
         coming: dict[str, torch.Tensor] = {}

@@ -44,11 +44,9 @@ class Part(Protocol):
     def held(self) -> tuple[Named, Any]:
         """(tensors, everything else as JSON), from one walk: with thousands of tensors a second one costs."""
 
-    def tensors(self) -> Named: ...
-    def extra(self) -> Any: ...
     def adopt(self, infos: Infos, extra: Any) -> Mapping[str, torch.Tensor]:
         """The tensors to fill, by name; those of `infos` that have no place here are missing. A module returns those
-        alone that were not in `tensors()` before."""
+        alone that were not in `held()` before."""
 
     def filled(self) -> None: ...
     def to(self, device: torch.device) -> None: ...
@@ -83,17 +81,6 @@ class ModulePart:
         encoded = self._encoded(made, found if self._coming is None else {})
         found.update(self._coming or {})
         return list(found.items()), encoded
-
-    def tensors(self) -> Named:
-        found, made = self.split()
-        if self._coming is not None:
-            found.update(self._coming)
-        else:
-            self._encoded(made, found)
-        return list(found.items())
-
-    def extra(self) -> Any:
-        return self._encoded(self.split()[1], {})
 
     def adopt(self, infos: Infos, extra: Any) -> Mapping[str, torch.Tensor]:
         self._coming, self._coming_made = None, {}
@@ -226,12 +213,6 @@ class OptimizerPart:
         encoded = self._walk(found)
         return list(found.items()), encoded
 
-    def tensors(self) -> Named:
-        return self.held()[0]
-
-    def extra(self) -> Any:
-        return self.held()[1]
-
     def make(self, infos: Infos, devices: Mapping[str, str]) -> OptimizerTensors | None:
         """What `adopt` is to fill for `infos`, whose tensors are on `devices` by name. Changes nothing. None: nothing
         can be made beforehand, as an entry may be a list or dict of tensors. Raises ValueError if they are not of this
@@ -239,7 +220,7 @@ class OptimizerPart:
         depth = self.name.count(".") + 3  # NAME.state.INDEX.KEY
         if max((name.count(".") for name in infos), default=0) > depth:
             return None
-        return self._made(infos, set(), dict(self.tensors()), devices, {})
+        return self._made(infos, set(), dict(self.held()[0]), devices, {})
 
     def adopt(self, infos: Infos, extra: Any, made: OptimizerTensors | None = None) -> Mapping[str, torch.Tensor]:
         """`made`: what `make` has returned for the same `infos`, since when nothing has changed here."""
@@ -247,7 +228,7 @@ class OptimizerPart:
         if counts != theirs:
             said = f"{self.name} has parameter groups of {counts} parameters as setup() builds it, and of {theirs}"
             raise ValueError(f"{said} in the state to be loaded: let setup() build all groups that training will add")
-        mine = dict(self.tensors())
+        mine = dict(self.held()[0])
         inner = tensors_named(extra)
         if made is None or not inner.isdisjoint(made.came):
             made = self._made(infos, inner, mine, {}, extra["on"])
