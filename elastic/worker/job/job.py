@@ -7,7 +7,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 from torch import nn
@@ -25,28 +25,12 @@ from elastic.worker.comm.powersgd import PowerSGD
 from elastic.worker.data import batches as data
 from elastic.worker.link.link import Link
 from elastic.worker.link.misuse import MisuseError, MisuseRuntimeError, MisuseValueError
+from elastic.worker.snapshots.checkpoint_scheduler import CheckpointScheduler
 from elastic.worker.state.state import State
 
 from .job_calls import JobCalls
 from .logged import JobLog, LossReader
 from .lr_scaling import ScaledSteps
-
-
-class CheckpointScheduler(Protocol):
-    """Takes snapshots and checkpoints."""
-
-    def exchanges_at(self, step: int) -> bool:
-        """Whether `after` exchanges anything with the other ranks at `step`; the same on all ranks."""
-
-    def after(self, state: State, *, keep: bool, digest: tuple[int, int]) -> bool:
-        """Called after each commit, on every rank at the same step; copies this rank's shard when a snapshot is due.
-        Returns whether the ranks' `digest` differ.
-
-        With `keep` False, because this rank's state is bad, no rank takes one.
-        """
-
-    def settle(self) -> None:
-        """Complete the copy under way: the state is about to change, or no step follows for long."""
 
 
 class _Given:
