@@ -49,11 +49,11 @@ def become(order: messages.Fork, descriptors: list[int], agent_pid: int) -> NoRe
     sys.exit(code)
 
 
-def _say_ended(channel: int, code: int, told: WorkerConfig) -> None:
+def _say_ended(channel: int, code: int, config: WorkerConfig) -> None:
     """Report the exit to the agent, which starts its time limit, and schedule a stack dump shortly before that
     expires."""
     _flush()
-    limit_s = min(told.exit_timeout_s, told.stop_grace_s) if code else told.exit_timeout_s
+    limit_s = min(config.exit_timeout_s, config.stop_grace_s) if code else config.exit_timeout_s
     if 0 < limit_s < MOST_S:
         with contextlib.suppress(OSError, ValueError):
             faulthandler.dump_traceback_later(limit_s * STACKS_AT, file=2)
@@ -141,9 +141,9 @@ def _run(argv: tuple[str, ...]) -> int:
 def _of_the_script(error: BaseException) -> traceback.TracebackException:
     """`error` as the interpreter prints it, without the frames of elastic and of torch between the script's own and the
     innermost one. The error file, and so ``elasticctl incidents --full``, has all of them."""
-    told = traceback.TracebackException.from_exception(error)
+    report = traceback.TracebackException.from_exception(error)
     seen: set[int] = set()
-    part: traceback.TracebackException | None = told
+    part: traceback.TracebackException | None = report
     while part is not None and id(part) not in seen:
         seen.add(id(part))
         own = [frame for frame in part.stack if not frame.filename.startswith(_INNER)]
@@ -152,7 +152,7 @@ def _of_the_script(error: BaseException) -> traceback.TracebackException:
         if own or isinstance(error, SyntaxError):
             part.stack[:] = own
         part = part.__cause__ or part.__context__
-    return told
+    return report
 
 
 def _exit_code(stop: SystemExit) -> int:

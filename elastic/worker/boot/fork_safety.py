@@ -14,8 +14,8 @@ from collections.abc import Sequence
 
 TRIAL_S = 30.0
 """Limit of the wait for the trial fork. On a machine with GPUs it starts the driver, which may take seconds."""
-SAID_BYTES = 500
-UNFIT = 3
+MAX_REPORT_BYTES = 500
+EXIT_UNFIT = 3
 """Exit code of a trial fork that says what is wrong."""
 
 
@@ -48,8 +48,8 @@ def unfit() -> str:
     """Why no worker may be forked from this process; empty: it is fit. Runs a trial fork."""
     if cuda_started():
         return "CUDA was started in it: a fork cannot use its GPU"
-    if said := _trial():
-        return said
+    if reason := _trial():
+        return reason
     # After the trial: some libraries (OpenBLAS) end their threads when a process forks, and survive that.
     return unfit_by_threads()
 
@@ -70,31 +70,31 @@ def _trial() -> str:
     readable, _, _ = select.select([reader], [], [], TRIAL_S)
     if not readable:
         os.kill(pid, signal.SIGKILL)
-    said = os.read(reader, SAID_BYTES).decode(errors="replace") if readable else ""
+    reason = os.read(reader, MAX_REPORT_BYTES).decode(errors="replace") if readable else ""
     os.close(reader)
     _, status = os.waitpid(pid, 0)
     if not readable:
         return f"a trial fork of it did not run a backward within {TRIAL_S:g} s"
     code = os.waitstatus_to_exitcode(status)
-    if code == UNFIT:
-        return f"a trial fork of it failed: {said}"
+    if code == EXIT_UNFIT:
+        return f"a trial fork of it failed: {reason}"
     return f"a trial fork of it died with status {code}" if code else ""
 
 
 def _in_child(writer: int) -> None:
     """Never returns."""
-    code, said = UNFIT, "no answer"
+    code, reason = EXIT_UNFIT, "no answer"
     try:
         import torch
 
         from elastic.worker.torch_internals.torch_private import cuda_was_forked
 
         if cuda_was_forked():
-            said = "CUDA was started before the fork"
+            reason = "CUDA was started before the fork"
         else:
             weight = torch.ones(1, requires_grad=True)
             torch.autograd.backward((weight * 2.0).sum())
-            code, said = 0, ""
+            code, reason = 0, ""
     except (
         RuntimeError,
         AssertionError,
@@ -102,9 +102,9 @@ def _in_child(writer: int) -> None:
         AttributeError,
         OSError,
     ) as error:  # a backward would raise it too
-        said = f"{type(error).__name__}: {error}"
+        reason = f"{type(error).__name__}: {error}"
     finally:
-        os.write(writer, said.encode()[:SAID_BYTES])
+        os.write(writer, reason.encode()[:MAX_REPORT_BYTES])
         os._exit(code)
 
 

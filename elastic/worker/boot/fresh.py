@@ -17,8 +17,8 @@ from . import bootstrap
 
 def main(argv: Sequence[str]) -> int:
     agent_pid, order_fd, *descriptors = map(int, argv)
-    with open(order_fd, "rb") as told:
-        order = messages.to_zygote(told.read())
+    with open(order_fd, "rb") as file:
+        order = messages.to_zygote(file.read())
     return bootstrap.become(order, descriptors, agent_pid)
 
 

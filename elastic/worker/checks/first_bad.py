@@ -70,23 +70,23 @@ class FirstBad:
 
         return look
 
-    def told(self, batch: HasIndices | None) -> str:
+    def description(self, batch: HasIndices | None) -> str:
         """What is known of the step, in words; waits for a GPU. '' if nothing is."""
         ids = list(batch.indices) if batch is not None else []
-        said = []
+        lines = []
         if layer := self._first():
             name, places = layer
             hit = [ids[at] for at in places if at < len(ids)] if ids else []
-            said.append(f"first in layer {name}" + (f", for {_samples(hit)}" if hit else ""))
+            lines.append(f"first in layer {name}" + (f", for {_samples(hit)}" if hit else ""))
         elif self.on:
-            said.append(
+            lines.append(
                 "the outputs of all layers without inner ones are finite: look at what follows them, and at the loss"
             )
         if batch is not None and (inputs := _bad_inputs(batch)):
-            said.append(f"the data of {_samples(inputs)} are not finite themselves")
-        elif ids and not said:
-            said.append(f"this rank had {_samples(ids)}")
-        return "; ".join(said)
+            lines.append(f"the data of {_samples(inputs)} are not finite themselves")
+        elif ids and not lines:
+            lines.append(f"this rank had {_samples(ids)}")
+        return "; ".join(lines)
 
     def _first(self) -> tuple[str, list[int]] | None:
         """The first layer with such a value, and the samples by their place in the batch, over its micro-batches."""

@@ -44,15 +44,15 @@ class Replicas:
         self._gradients = gradients
         self._only_say = only_say
         self._exchanges = 0
-        self._said = self._said_drift = self._said_plain = False
+        self._warned = self._warned_drift = self._warned_plain = False
 
     def enter(self) -> None:
         """A generation begins."""
-        self._exchanges, self._said, self._said_drift, self._said_plain = 0, False, False, False
+        self._exchanges, self._warned, self._warned_drift, self._warned_plain = 0, False, False, False
 
     def _window(self, state: State) -> dict[str, torch.Tensor]:
         """The same parameters on all ranks; none once it was said that some differ."""
-        if self._said_drift:
+        if self._warned_drift:
             return {}
         found = list(_compared(state).items())
         start = self._exchanges.bit_length() * WINDOW % max(1, len(found))
@@ -63,11 +63,11 @@ class Replicas:
         differs, and of what is only said. 0 if this is not the 1st, 2nd, 4th, 8th, … call of a generation: what is
         wrong is wrong from the beginning, or for long."""
         self._exchanges += 1
-        if self._said or self._exchanges & (self._exchanges - 1):
+        if self._warned or self._exchanges & (self._exchanges - 1):
             return 0, 0
         unexchanged = _unexchanged(state, self._gradients.exchanged)
-        said = {**_values(self._window(state)), **({} if self._said_plain else _plain(state))}
-        return _digest({**_values(unexchanged), **_table(state)}), _digest(said)
+        only_warned = {**_values(self._window(state)), **({} if self._warned_plain else _plain(state))}
+        return _digest({**_values(unexchanged), **_table(state)}), _digest(only_warned)
 
     def refuse(self, state: State, *, rank: int, world_size: int, step: int) -> None:
         """The digests of `state` differ. All ranks call. Raises RuntimeError, the same on all, that names what differs;
@@ -82,24 +82,24 @@ class Replicas:
         exchanges = self._gradients.exchanges
         # State that a rank lacks may be that of parameters which it has not stepped yet: their values then differ too.
         if table.names and (table.unlike or not values.own):
-            told, error = _table_text(step, table, lacks=not table.unlike), table.unlike or exchanges
+            text, error = _table_text(step, table, lacks=not table.unlike), table.unlike or exchanges
         elif values.own:
-            told, error = _values_text(step, values), exchanges
-        elif drift.names and not self._said_drift:
-            told, error = _drift_text(step, drift), False
-        elif not self._said_plain and (plain := _differing(_plain(state), rank, world_size)).names:
-            self._said_plain = True
+            text, error = _values_text(step, values), exchanges
+        elif drift.names and not self._warned_drift:
+            text, error = _drift_text(step, drift), False
+        elif not self._warned_plain and (plain := _differing(_plain(state), rank, world_size)).names:
+            self._warned_plain = True
             if rank == 0:
                 print(f"elastic: {_plain_text(step, plain)}", file=sys.stderr, flush=True)
             return
         else:
             return
         if error and not self._only_say:
-            raise RuntimeError(told)
-        self._said_drift = True
-        self._said = bool(table.names or values.own)
+            raise RuntimeError(text)
+        self._warned_drift = True
+        self._warned = bool(table.names or values.own)
         if rank == 0:
-            print(f"elastic: {told}", file=sys.stderr, flush=True)
+            print(f"elastic: {text}", file=sys.stderr, flush=True)
 
 
 def _digest(rows: Rows) -> int:
@@ -132,10 +132,10 @@ def _values(params: Mapping[str, torch.Tensor]) -> Rows:
         by_device.setdefault(param.device, []).append((name, sample.view(torch.uint8)))
     found: Rows = {}
     for samples in by_device.values():
-        whole, start = torch.cat([sample for _, sample in samples]).cpu().numpy().tobytes(), 0
+        joined, start = torch.cat([sample for _, sample in samples]).cpu().numpy().tobytes(), 0
         for name, sample in samples:
             stop = start + sample.numel()
-            found[name] = xxhash.xxh3_64_hexdigest(whole[start:stop])
+            found[name] = xxhash.xxh3_64_hexdigest(joined[start:stop])
             start = stop
     return found
 
@@ -181,9 +181,9 @@ def _differing(rows: Rows, rank: int, world_size: int, own: Collection[str] = ()
     mine = [name for name in mine if name in kept] or mine
     everywhere: Sequence[Any] = shared_values.gather([mine[:NAMES], not kept.isdisjoint(mine), unlike], **place)
     any_own = any(each for _, each, _ in everywhere)
-    told = [names if each or not any_own else [] for names, each, _ in everywhere]
-    names = dict.fromkeys(name for theirs in told for name in theirs)
-    ranks = [other for other, theirs in enumerate(told) if theirs]
+    reported = [names if each or not any_own else [] for names, each, _ in everywhere]
+    names = dict.fromkeys(name for theirs in reported for name in theirs)
+    ranks = [other for other, theirs in enumerate(reported) if theirs]
     return _Difference(list(names)[:NAMES], ranks, any_own, any(each for _, _, each in everywhere))
 
 

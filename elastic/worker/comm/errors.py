@@ -55,14 +55,14 @@ def is_communication_error(error: BaseException | None) -> bool:
 
 def _from_a_collective(error: BaseException) -> bool:
     """By its message and by where it was raised: the script may use connections of its own, which break as well."""
-    said, where = str(error), _innermost(error.__traceback__)
-    if where is None or not _SAYS_IT_FAILED.search(said):
+    text, where = str(error), _innermost(error.__traceback__)
+    if where is None or not _SAYS_IT_FAILED.search(text):
         return False
     code = where.tb_frame.f_code
     if code.co_filename.startswith(_COLLECTIVE_PLACES):
         return True
     # ``work.wait()`` leaves no frame of torch. The line is not a `raise` either.
-    return code.co_code[where.tb_lasti] != _RAISE and _NAMES_ITSELF.search(said) is not None
+    return code.co_code[where.tb_lasti] != _RAISE and _NAMES_ITSELF.search(text) is not None
 
 
 def _innermost(trace: TracebackType | None) -> TracebackType | None:

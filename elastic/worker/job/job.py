@@ -285,7 +285,7 @@ class Job(JobCalls):
         bad = value is not None and not math.isfinite(value) and not self._ignore_bad_numbers
         if bad:
             self._suspect = step
-            detail = "; ".join(filter(None, (f"loss is {value}", self._first_bad.told(self._batch))))
+            detail = "; ".join(filter(None, (f"loss is {value}", self._first_bad.description(self._batch))))
             self._link.bad_numbers(step, "bad loss", detail, (self.rank,))
         if self._first_bad.on:
             self._drop_layer_outputs(step)

@@ -410,5 +410,5 @@ class JobCalls(abc.ABC):
         """After a commit of all ranks. Raises MisuseRuntimeError if their loops take other batches."""
         with self._collective("commit"):
             if disagreeing(progress.digest(), world_size=self.world_size, device=control_device()):
-                own, cpu = progress.told(), torch.device("cpu")
+                own, cpu = progress.numbers(), torch.device("cpu")
                 refuse_unlike(shared_values.gather(own, rank=self.rank, world_size=self.world_size, device=cpu))

@@ -16,7 +16,7 @@ within this time."""
 
 
 class MisuseError(Exception):
-    """elastic refuses what the script does. The message has the cure."""
+    """elastic refuses what the script does. The message has the fix."""
 
 
 class MisuseRuntimeError(MisuseError, RuntimeError):

@@ -66,9 +66,9 @@ class Optimizers:
     def look_for_unkept(self) -> None:
         """Say which attributes change in an optimizer's steps and are not kept. At the first commits of a process."""
         held = {name: part.value for name, part in self._parts.items()}
-        told = self._unkept.look({n: value for n, value in held.items() if isinstance(value, torch.optim.Optimizer)})
-        if told:
-            print(f"elastic: {told}", file=sys.stderr, flush=True)
+        warning = self._unkept.look({n: value for n, value in held.items() if isinstance(value, torch.optim.Optimizer)})
+        if warning:
+            print(f"elastic: {warning}", file=sys.stderr, flush=True)
 
     def regrouped(self) -> bool:
         """Whether an optimizer of the state has another number of parameter groups than at the last call."""

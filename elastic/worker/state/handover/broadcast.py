@@ -280,18 +280,18 @@ def byte_view(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _pack(part: Slice, tensors: Sequence[torch.Tensor], data: torch.Tensor) -> None:
-    strided, whole = _sorted(part, tensors)
-    start = data.data_ptr() if whole else 0
-    for segment, tensor in whole:
+    strided, contiguous = _sorted(part, tensors)
+    start = data.data_ptr() if contiguous else 0
+    for segment, tensor in contiguous:
         ctypes.memmove(start + segment.offset, tensor.data_ptr(), tensor.numel() * tensor.element_size())
     if pairs := list(_pieces(strided, tensors, data)):
         torch_private.foreach_copy([staged for _, staged in pairs], [piece for piece, _ in pairs])
 
 
 def _unpack(part: Slice, tensors: Sequence[torch.Tensor], data: torch.Tensor) -> None:
-    strided, whole = _sorted(part, tensors)
-    start = data.data_ptr() if whole else 0
-    for segment, tensor in whole:
+    strided, contiguous = _sorted(part, tensors)
+    start = data.data_ptr() if contiguous else 0
+    for segment, tensor in contiguous:
         ctypes.memmove(tensor.data_ptr(), start + segment.offset, tensor.numel() * tensor.element_size())
     if pairs := list(_pieces(strided, tensors, data)):
         with torch.no_grad():
@@ -304,14 +304,14 @@ def _sorted(
     """Returns (segments that torch copies, complete dense tensors in CPU memory). For the latter a memmove each
     costs a tenth of torch's copy, which matters with thousands of them."""
     strided: list[Segment] = []
-    whole: list[tuple[Segment, torch.Tensor]] = []
+    contiguous: list[tuple[Segment, torch.Tensor]] = []
     for segment in part.segments:
         tensor = tensors[segment.tensor]
         if segment.elements == tensor.numel() and movable(tensor):
-            whole.append((segment, tensor))
+            contiguous.append((segment, tensor))
         else:
             strided.append(segment)
-    return strided, whole
+    return strided, contiguous
 
 
 def _pieces(
@@ -343,8 +343,8 @@ def row_major(tensor: torch.Tensor, start: int, count: int) -> Iterator[torch.Te
         head = min(row - skip, count)
         yield from row_major(tensor[first], skip, head)
         first, count = first + 1, count - head
-    whole, rest = divmod(count, row)
-    if whole:
-        yield tensor[first : first + whole]
+    rows, rest = divmod(count, row)
+    if rows:
+        yield tensor[first : first + rows]
     if rest:
-        yield from row_major(tensor[first + whole], 0, rest)
+        yield from row_major(tensor[first + rows], 0, rest)

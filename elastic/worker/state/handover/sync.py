@@ -163,8 +163,8 @@ def synchronise(
         mine = msgspec.structs.replace(mine, **saves, known_step=known_step)
         offers = _gather(mine, world_size)
     with gc_pause.paused():
-        choice, said = _chosen(state, mine, offers, restore, generation, load, found.look_again, check)
-        given = _bring(state, choice, said, rank, generation, load, logged, check, offers[choice.source].described)
+        choice, source = _chosen(state, mine, offers, restore, generation, load, found.look_again, check)
+        given = _bring(state, choice, source, rank, generation, load, logged, check, offers[choice.source].described)
     check()
     return SyncResult(
         step=state.step,
@@ -230,7 +230,7 @@ def _chosen(
     Only loading shows that a checkpoint is damaged. The one before it may be older than what another rank has, so all
     ranks choose again, by what was really loaded. All make the same number of exchanges.
     """
-    said, damaged = "", None
+    source, damaged = "", None
     loaded: set[int] = set()
     passed: list[UnreadableRange] = []
     before = counted_before(offers, restore, generation)
@@ -242,11 +242,11 @@ def _chosen(
                 raise damaged from None  # it lists the checkpoints
             raise
         if choice.origin is not Origin.CHECKPOINT or choice.source in loaded:
-            return choice, said
+            return choice, source
         loaded.add(choice.source)
         if mine.rank == choice.source:
             try:
-                said = _loaded(load, choice.origin)
+                source = _loaded(load, choice.origin)
                 version = state.version
             except NoGoodCheckpoint as error:
                 print(f"elastic: {error}", file=sys.stderr, flush=True)
@@ -276,7 +276,7 @@ def _loaded(load: Load | None, origin: Origin) -> str:
 def _bring(
     state: State,
     choice: Choice,
-    said: str,
+    source: str,
     rank: int,
     generation: int,
     load: Load | None,
@@ -287,22 +287,22 @@ def _bring(
     """`described`: see `Offer`; of the source."""
     # What a rank has loaded meanwhile is in other tensors than those that it has listed.
     early = choice.origin in (Origin.LIVE, Origin.SETUP) and described >= EARLY_TENSORS
-    said = said if choice.origin is Origin.CHECKPOINT else choice.origin.value
+    source = source if choice.origin is Origin.CHECKPOINT else choice.origin.value
     if rank == choice.source:
         if choice.origin is Origin.SETUP:
             state.establish(generation)
         elif choice.origin is Origin.SNAPSHOT:
-            said = _loaded(load, choice.origin)
+            source = _loaded(load, choice.origin)
     elif rank not in choice.needs:
-        return said, 0, ()
+        return source, 0, ()
     if rank == choice.source:
         if choice.needs:
-            _give(state, said, choice, logged, check, early=early)
-        return said, 0, ()
+            _give(state, source, choice, logged, check, early=early)
+        return source, 0, ()
     return _take(state, choice, rank, check, early=early)
 
 
-def _give(state: State, said: str, choice: Choice, logged: Logged, check: Callable[[], None], *, early: bool) -> None:
+def _give(state: State, source: str, choice: Choice, logged: Logged, check: Callable[[], None], *, early: bool) -> None:
     extra: dict[str, Any] = {}
     rows = tuple(row.as_json() for row in logged()) if 0 in choice.needs else ()
     sent = SourceTensors.of(state.last_described()) if early else None
@@ -312,7 +312,7 @@ def _give(state: State, said: str, choice: Choice, logged: Logged, check: Callab
     described, tensors = [each for each, _ in held], [tensor for _, tensor in held]
     ours = SourceTensors.of(described)
     with pull.open_to_readers([each.address for each in described]) as window:
-        head = StateHeader(None if ours == sent else ours, extra, said, window, rows)
+        head = StateHeader(None if ours == sent else ours, extra, source, window, rows)
         p2p.send_bytes(msgspec.json.encode(head), choice.needs[0])
         readers = [bool(_number(source=rank)) for rank in choice.needs]
         for rank in choice.needs:

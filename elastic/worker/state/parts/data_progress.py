@@ -217,36 +217,36 @@ class DataProgress:
 
     def check(self, step: int) -> str:
         """The first step of this entry is about to be committed, or `train` has returned without one. Raises
-        MisuseError if a loop that was under way takes other batches now. Returns what is to be said."""
-        said = ""
+        MisuseError if a loop that was under way takes other batches now. Returns what is to be warning."""
+        warning = ""
         for kept in self._kept.loops if not self._committed and not self._allowed else ():
             if kept.end is not None and kept.end <= step:
                 continue
             if now_same := [plan for plan in self._begun if kept.same(plan)]:
                 if kept.world not in (0, now_same[0].world) and kept.numbers.get("length") is None:
-                    said = _in_another_world(kept, now_same[0])
+                    warning = _in_another_world(kept, now_same[0])
                 continue
             now = [plan for plan in self._begun if not any(map(plan.same, self._kept.loops))]
             if not now:
                 continue  # left for good, as by an early stop
             if kept.world and any(plan.world not in (0, kept.world) for plan in now):
-                said = _in_another_world(kept, now[-1])
+                warning = _in_another_world(kept, now[-1])
                 continue
             raise MisuseRuntimeError(_changed(kept, now, step))
-        return said
+        return warning
 
     def digest(self) -> int:
         """63 bits, equal on all ranks whose loops take the same batches."""
-        return xxhash.xxh3_64_intdigest(self.told().encode()) >> 1
+        return xxhash.xxh3_64_intdigest(self.numbers().encode()) >> 1
 
-    def told(self) -> str:
+    def numbers(self) -> str:
         return json.dumps([plan.numbers for plan in self._open.values()], sort_keys=True)
 
 
-def refuse_unlike(told: Sequence[str]) -> None:
-    """`told`: each rank's. Raises MisuseRuntimeError."""
-    other = next(rank for rank, each in enumerate(told) if each != told[0])
-    here, there = json.loads(told[0]), json.loads(told[other])
+def refuse_unlike(numbers: Sequence[str]) -> None:
+    """`numbers`: each rank's. Raises MisuseRuntimeError."""
+    other = next(rank for rank, each in enumerate(numbers) if each != numbers[0])
+    here, there = json.loads(numbers[0]), json.loads(numbers[other])
     pairs = [
         f"{name} = {one.get(name)!r} on rank 0 and {two.get(name)!r} on rank {other}"
         for one, two in zip(here, there, strict=False)

@@ -155,8 +155,8 @@ class ModulePart:
 
     def put_back(self, held: Any) -> None:
         # Complete, as a module may need several keys together; tensors in place are copied onto themselves.
-        whole = {**self.value.state_dict(), **held}
-        missed = set(self.value.load_state_dict(whole, strict=False).unexpected_keys) & set(held)
+        complete = {**self.value.state_dict(), **held}
+        missed = set(self.value.load_state_dict(complete, strict=False).unexpected_keys) & set(held)
         if missed:
             raise ValueError(f"{self.name}.{min(missed)} is in the state, and load_state_dict() here does not take it")
 
