@@ -1,4 +1,4 @@
-"""Many agents in a few processes: the real loop, registry, peers and etcd client, and a pool that has no processes.
+"""Many agents in a few processes: the real loop, etcd_writer, peers and etcd client, and a pool that has no processes.
 
 The agents of a process share its imports, its interpreter lock and nothing else: each has its own connection to etcd,
 its own threads, and decodes every record itself. Run as a program it is one of those processes: it reads orders as
@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
@@ -32,6 +33,7 @@ import structlog  # noqa: E402
 from elastic.agent import loop as agent_loop  # noqa: E402
 from elastic.agent.etcd.watch_scope import WatchScope  # noqa: E402
 from elastic.agent.etcd.writer import EtcdWriter  # noqa: E402
+from elastic.agent.inbox import Inbox  # noqa: E402
 from elastic.agent.loop import AgentLoop  # noqa: E402
 from elastic.agent.peers.peers import Peers  # noqa: E402
 from elastic.agent.peers.store import Stores  # noqa: E402
@@ -40,6 +42,7 @@ from elastic.agent.workers.pool import Pool, PoolEvent  # noqa: E402
 from elastic.contract.agent_files import AgentConfig, EtcdAccess  # noqa: E402
 from elastic.contract.job.spec import JobSpec  # noqa: E402
 from elastic.contract.keys import ClusterKeys  # noqa: E402
+from elastic.contract.origin import Origin  # noqa: E402
 from elastic.contract.records.job_records import GenerationRecord, SpecRecord  # noqa: E402
 from elastic.contract.timeouts import Timeouts  # noqa: E402
 from elastic.contract.worker import messages  # noqa: E402
@@ -50,11 +53,7 @@ from elastic.recovery.machine.events import (  # noqa: E402
     Progress,
     Start,
     WorkerExited,
-    WorkerFormed,
-    WorkerGroupClosed,
-    WorkerReady,
-    WorkerStepping,
-    WorkerSynced,
+    WorkerSaid,
 )
 from elastic.recovery.machine.model import Agent, Policy  # noqa: E402
 
@@ -70,46 +69,47 @@ class NoProcesses(Pool):
 
     def __init__(self) -> None:
         super().__init__(selectors.DefaultSelector(), sys.executable, messages.Preload(), 0.0)
-        self._post: Callable[[Event], None] = lambda event: None
+        self.post: Callable[[Event], None] = lambda event: None
         self._generation = 0
         self._step = 0
         self._yield: tuple[int, messages.StopAtStep] | None = None
 
-    def attach(self, loop: AgentLoop) -> None:
-        self._post = loop._inbox.put
-
     def fork(
         self, worker_id: int, slot: int, env: Mapping[str, str], argv: Sequence[str], workdir: str, log_file: str
     ) -> None:
-        self._post(WorkerReady(0, worker_id))
+        self.post(WorkerSaid(0, worker_id, messages.Ready()))
 
     def tell(self, worker_id: int, message: messages.Message, descriptors: Sequence[int] = ()) -> None:
-        post = self._post
+        post = self.post
         match message:
             case messages.Form(generation=generation):
                 self._generation = generation
                 self._step += 1
-                post(WorkerFormed(0, worker_id, generation))
-                post(WorkerSynced(0, worker_id, generation, self._step))
-                post(WorkerStepping(0, worker_id, generation, self._step))
+                synced = messages.Synced(generation=generation, step=self._step, origin=Origin.LIVE, source="live")
+                stepping = messages.Stepping(generation=generation, step=self._step)
+                for said in (messages.Formed(generation=generation), synced, stepping):
+                    post(WorkerSaid(0, worker_id, said))
                 post(Progress(generation, self._step, STEP_S))
             case messages.AbortGroup(generation=generation):
-                post(WorkerGroupClosed(0, worker_id, generation, self._step))
+                post(self._group_closed(worker_id, generation))
             case messages.StopAtStep():
                 self._yield = (worker_id, message)
 
+    def _group_closed(self, worker_id: int, generation: int) -> WorkerSaid:
+        return WorkerSaid(0, worker_id, messages.GroupClosed(generation=generation, step=self._step, clean=True))
+
     def kill(self, worker_id: int, graceful: bool = False, late: bool = False) -> None:
-        self._post(WorkerExited(0, worker_id, "killed"))
+        self.post(WorkerExited(0, worker_id, "killed"))
 
     def tick(self) -> list[PoolEvent]:
         """A step has passed."""
         if self._generation:
             self._step += 1
-            self._post(Progress(self._generation, self._step, STEP_S))
+            self.post(Progress(self._generation, self._step, STEP_S))
         if self._yield and self._step >= self._yield[1].at_step:
             worker_id, message = self._yield
             self._yield = None
-            self._post(WorkerGroupClosed(0, worker_id, message.generation, self._step))
+            self.post(self._group_closed(worker_id, message.generation))
         return []
 
     def reap(self) -> None:
@@ -126,6 +126,7 @@ class OneAgent(AgentLoop):
     """The loop without signals, in a thread of its own; it can vanish as a killed process does."""
 
     vanished = False
+    formed: Callable[[Agent, GenerationRecord], None]
 
     def run(self, env: dict[str, str]) -> int:
         beat_s = self.config.timeouts.beat_s
@@ -140,9 +141,13 @@ class OneAgent(AgentLoop):
         return 0
 
     def prepare(self) -> None:
-        for sock in (self._wake_read, self._wake_write):
-            sock.setblocking(False)
-        self._selector.register(self._wake_read, selectors.EVENT_READ, ("wake", 0))
+        self._selector.register(self._inbox.readable, selectors.EVENT_READ, ("wake", 0))
+
+    def _turn(self, event: Event) -> None:
+        before = self.agent.formed.generation
+        super()._turn(event)
+        if (generation := self.agent.formed.generation) is not None and generation is not before:
+            self.formed(self.agent, generation)
 
 
 class Host:
@@ -167,20 +172,19 @@ class Host:
             cluster="scale", node=node, job="job", address="127.0.0.1", slots=1, etcd=self._access,
             timeouts=TIMEOUTS, agent_dir=str(folder), logs_dir=str(folder / "logs"),
         )  # fmt: skip
-        loop: OneAgent | None = None
-        peers = Peers(incarnation, lambda *dead: loop.on_dead(*dead) if loop else None)
+        inbox = Inbox()
+        peers = Peers(incarnation, inbox.post)
         policy = Policy(
             node=node, incarnation=incarnation, host="127.0.0.1", port=peers.port, slots=1, managed=True,
             spec=self._spec, timeouts=TIMEOUTS,
         )  # fmt: skip
         record = SpecRecord(spec=self._spec, submitted_wall_s=0.0, submitted_by="benchmark")
-        registry = EtcdWriter(
-            etcd, keys, policy, Stores("127.0.0.1"), lambda event: loop.post(event) if loop else None, record
-        )
+        etcd_writer = EtcdWriter(etcd, keys, policy, Stores("127.0.0.1"), inbox.post, record)
         sight = WatchScope(etcd, keys, policy.crowd)
         pool = NoProcesses()
-        loop = OneAgent(config, Agent(policy), registry, peers, sight, keys, record, pool)
-        pool.attach(loop)
+        never: Any = lambda *_: ""  # noqa: E731
+        loop = OneAgent(config, Agent(policy), inbox, etcd_writer, peers, sight, keys, record, pool, never, never)
+        pool.post = inbox.post
 
         def formed(agent: Agent, generation: GenerationRecord) -> None:
             now_s, whole = time.monotonic(), agent.etcd.view.whole
@@ -188,22 +192,22 @@ class Host:
                 agent=index, generation=generation.number, world_size=generation.world_size, at_s=now_s, whole=whole
             )
 
-        loop.on_generation = formed
+        loop.formed = formed
         loop.prepare()
-        self._agents[index] = (loop, peers, etcd, registry)
-        registry.start()
+        self._agents[index] = (loop, peers, etcd, etcd_writer)
+        etcd_writer.start()
         peers.start()
         self.say(agent=index, ready_s=time.monotonic())
-        sight.start(loop.post, time.monotonic())
+        sight.start(inbox.post, time.monotonic())
         threading.Thread(target=loop.run, args=[{}], daemon=True).start()
 
     def lose(self, index: int) -> None:
         """As SIGKILL would: nothing is revoked, the port is refused."""
-        loop, peers, etcd, registry = self._agents.pop(index)
+        loop, peers, etcd, etcd_writer = self._agents.pop(index)
         loop.vanished = True
         peers.close()
-        if registry._key.lease is not None:
-            registry._key.lease.close(revoke=False)  # it is not renewed any more
+        if etcd_writer._key.lease is not None:
+            etcd_writer._key.lease.close(revoke=False)  # it is not renewed any more
         threading.Thread(target=etcd.close, daemon=True).start()
 
 

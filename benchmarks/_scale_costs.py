@@ -26,10 +26,11 @@ from elastic.contract.records.job_records import (
     encode,
 )
 from elastic.contract.timeouts import Timeouts
+from elastic.contract.worker.messages import Ready
 from elastic.etcd.client import KV
 from elastic.recovery.facts.generation_delta import GenerationReader, changes
 from elastic.recovery.facts.view import JobReader, JobView
-from elastic.recovery.machine.events import Joined, Progress, Start, Tick, Viewed, WorkerReady
+from elastic.recovery.machine.events import Joined, Progress, Start, Tick, Viewed, WorkerSaid
 from elastic.recovery.machine.model import Agent, Policy
 from elastic.recovery.recovery import step
 
@@ -115,7 +116,7 @@ def agent_at(index: int, picture: Picture, view: JobView, now_s: float) -> Agent
     for event in (Joined(), Viewed(view, True)):
         agent, _ = step(agent, event, now_s)
     for slot, worker in agent.local.workers.items():
-        agent, _ = step(agent, WorkerReady(slot, worker.worker_id), now_s)
+        agent, _ = step(agent, WorkerSaid(slot, worker.worker_id, Ready()), now_s)
     agent, _ = step(agent, Progress(1, 5, 1.0), now_s + 100.0)
     return agent
 

@@ -1,4 +1,4 @@
-"""How the control plane scales: simulated agents (the real loop, registry and recovery, a real etcd, no workers).
+"""How the control plane scales: simulated agents (the real loop, etcd_writer and recovery, a real etcd, no workers).
 
     python benchmarks/scale.py [--quick] [--max N] [--only N] [--costs]
 

@@ -11,7 +11,7 @@ from elastic.agent.etcd.writer import EtcdWriter
 from elastic.agent.workers.pool import Pool
 from elastic.contract.agent_files import AgentConfig
 from elastic.contract.job.spec import JobSpec
-from elastic.contract.records.job_records import IncidentRecord
+from elastic.contract.records.job_records import IncidentRecord, ProgressRecord
 from elastic.contract.worker import messages
 from elastic.recovery.facts.transitions import Stage
 from elastic.recovery.machine.effects import (
@@ -36,17 +36,26 @@ log = structlog.get_logger()
 class EffectRunner:
     """Nothing here blocks: the outcome of an effect arrives later, as an event."""
 
-    def __init__(self, config: AgentConfig, spec: JobSpec, registry: EtcdWriter, pool: Pool) -> None:
+    def __init__(
+        self,
+        config: AgentConfig,
+        spec: JobSpec,
+        etcd_writer: EtcdWriter,
+        pool: Pool,
+        on_incident: Callable[[IncidentRecord], None],
+        progress: Callable[[], ProgressRecord | None],
+    ) -> None:
+        """`progress`: what the job has reached at this instant; None: nothing is known."""
+        self._on_incident, self._progress = on_incident, progress
         self._config = config
         self._spec = spec
-        self._registry = registry
+        self._etcd_writer = etcd_writer
         self._pool = pool
         self._workdir = worker_env.workdir(spec)
         self.env: Mapping[str, str] = {}
         """The environment that those of the workers are based on."""
         self.slots: dict[int, int] = {}
         """worker id -> slot of every process ever forked here; -1: a standby."""
-        self.on_incident: Callable[[IncidentRecord], None] = lambda incident: None
         self.left: Leave | None = None
 
     def do(self, effect: Effect, agent: Agent) -> None:
@@ -76,10 +85,10 @@ class EffectRunner:
                 self.save_now(agent, reason, stop)
 
     def _in_etcd(self, effect: Effect, agent: Agent) -> None:
-        self._registry.do(effect, agent.etcd.view)
+        self._etcd_writer.do(effect, agent.etcd.view, self._progress)
         match effect:
             case PutIncident(key, record):
-                self.on_incident(record)
+                self._on_incident(record)
                 log.info("incident", key=key, **msgspec.to_builtins(record))
             case AddCauses(key, record):
                 log.info("incident.causes", key=key, kind=record.kind, node=record.node, detail=record.detail)

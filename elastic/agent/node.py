@@ -31,6 +31,7 @@ from elastic.etcd.client import KV, Etcd, EtcdError, JobSigner, scrub_environmen
 from elastic.recovery.machine.model import Agent, Policy, changed
 from elastic.util.capped_log import LogFile
 
+from .inbox import Inbox
 from .loop import AgentLoop
 from .workers import gpu_gate, worker_env
 
@@ -158,13 +159,8 @@ def _run_with(
     from . import torch_agent
 
     job = spec.spec
-    loop: AgentLoop | None = None
-    peers = Peers(
-        incarnation,
-        lambda *dead: loop.on_dead(*dead) if loop else None,
-        lambda *heard: loop.on_reach(*heard) if loop else None,
-        listen(config.address, config.ports),
-    )
+    inbox = Inbox()
+    peers = Peers(incarnation, inbox.post, listen(config.address, config.ports))
     policy = Policy(
         node=config.node,
         incarnation=incarnation,
@@ -178,21 +174,23 @@ def _run_with(
         code=worker_env.script_digest(env, job),
     )
     stores = Stores(config.address, config.address, config.ports)
-    registry = EtcdWriter(etcd, keys, policy, stores, lambda event: loop.post(event) if loop else None, spec)
+    etcd_writer = EtcdWriter(etcd, keys, policy, stores, inbox.post, spec)
     watch_scope = WatchScope(etcd, keys, policy.crowd)
     reached, left_wall_s = left_behind(Path(config.agent_dir), spec.submitted_wall_s)
     agent = changed(Agent(policy), reached=reached, left_wall_s=left_wall_s)
-    loop = AgentLoop(config, agent, registry, peers, watch_scope, keys, spec, pool)
+    loop = AgentLoop(
+        config, agent, inbox, etcd_writer, peers, watch_scope, keys, spec, pool, stores.overfull, torch_agent.count
+    )
     log.info("agent.starts", job=config.job, node=config.node, incarnation=incarnation, pid=os.getpid())
     pool.gate = gpu_gate.gate(config.gpus, config.timeouts.respawn_s)
-    registry.start()
+    etcd_writer.start()
     peers.start()
-    watch_scope.start(loop.post, time.monotonic())
+    watch_scope.start(inbox.post, time.monotonic())
     try:
-        return torch_agent.run(torch_agent.NodeAgent(loop, stores, env, worker_env.argv(job)))
+        return torch_agent.run(torch_agent.NodeAgent(loop, env, worker_env.argv(job)))
     finally:
         watch_scope.close()
-        registry.leave()
+        etcd_writer.leave()
         peers.close()
         stores.close()
 

@@ -7,6 +7,18 @@ import math
 
 from msgspec.structs import replace
 
+from elastic.contract.worker.messages import (
+    BadNumbers,
+    CollectiveFailed,
+    Done,
+    Formed,
+    FromWorker,
+    GroupClosed,
+    Managed,
+    Ready,
+    Stepping,
+    Synced,
+)
 from elastic.recovery.facts.evidence import merged
 from elastic.recovery.facts.restart_budget import STORE
 from elastic.recovery.facts.state_holders import all_workers_lost
@@ -34,18 +46,11 @@ from elastic.recovery.machine.events import (
     Tick,
     Undrain,
     Viewed,
-    WorkerBadNumbers,
-    WorkerDone,
     WorkerEvent,
     WorkerExited,
     WorkerFailed,
-    WorkerFormed,
-    WorkerGroupClosed,
-    WorkerManaged,
-    WorkerReady,
+    WorkerSaid,
     WorkerStarted,
-    WorkerStepping,
-    WorkerSynced,
     WorkerUnhealthy,
 )
 from elastic.recovery.machine.model import Agent, Worker
@@ -194,7 +199,7 @@ def _take_from_worker(turn: Turn, event: WorkerEvent) -> None:
             exited(turn, event)
         case WorkerFailed():
             failed(turn, event)
-        case WorkerReady(_, worker_id) if standby := turn.standby(worker_id):
+        case WorkerSaid(_, worker_id, Ready()) if standby := turn.standby(worker_id):
             if standby.stage is Stage.STARTING:
                 turn.move_standby(standby, Trigger.SET_UP)
         case _:
@@ -202,32 +207,12 @@ def _take_from_worker(turn: Turn, event: WorkerEvent) -> None:
                 _heard(turn, worker, event)
 
 
-# As `take`: one case per event.
-def _heard(turn: Turn, worker: Worker, event: WorkerEvent) -> None:  # noqa: C901
+def _heard(turn: Turn, worker: Worker, event: WorkerEvent) -> None:
     match event:
+        case WorkerSaid(_, _, message):
+            _said(turn, worker, message)
         case WorkerStarted():
             turn.put(replace(worker, started=True, lacks=worker.lacks if turn.policy.managed else ""))
-        case WorkerManaged():
-            manage(turn)
-        case WorkerReady():
-            if worker.stage is Stage.STARTING:
-                turn.move(worker, Trigger.SET_UP, lacks="")
-        case WorkerFormed():
-            pass
-        case WorkerSynced(_, _, generation, at_step):
-            if worker.stage is Stage.FORMING and generation == worker.generation:
-                turn.move(worker, Trigger.SYNCED, step=at_step, synced=generation)
-                turn.reaches(generation, at_step)
-        case WorkerStepping(_, _, generation, at_step):
-            if generation == worker.generation:
-                turn.put(replace(worker, step=at_step, synced=generation, crashes=0))
-                turn.reaches(generation, at_step)
-                turn.change(settled=max(turn.agent.progress.settled, generation), stepped_at_s=turn.now_s)
-        case WorkerGroupClosed():
-            _released(turn, worker, event)
-        case WorkerDone(_, _, generation, at_step):
-            if worker.stage in IN_GROUP - {Stage.DONE} and generation == worker.generation:
-                turn.move(worker, Trigger.TRAINED, step=at_step)
         case WorkerUnhealthy(_, _, kind, evidence, stacks):
             if worker.stage in IN_GROUP | {Stage.STARTING, Stage.READY}:
                 if worker.slot in turn.my_ranks():
@@ -242,10 +227,38 @@ def _heard(turn: Turn, worker: Worker, event: WorkerEvent) -> None:  # noqa: C90
         case StillBusy():
             if worker.stage in (Stage.ABORTING, Stage.STOPPING_AT_STEP):
                 turn.put(replace(worker, deadline_s=turn.now_s + turn.policy.timeouts.abort_s))
-        case WorkerBadNumbers():
-            take_bad_numbers(turn, worker, event)
         case _:
             raise AssertionError(f"no transition on {event!r}")
+
+
+# As `take`: one case per message.
+def _said(turn: Turn, worker: Worker, message: FromWorker) -> None:
+    match message:
+        case Managed():
+            manage(turn)
+        case Ready():
+            if worker.stage is Stage.STARTING:
+                turn.move(worker, Trigger.SET_UP, lacks="")
+        case Formed(generation=generation):
+            turn.put(replace(worker, formed=max(worker.formed, generation)))
+        case Synced(generation=generation, step=at_step):
+            if worker.stage is Stage.FORMING and generation == worker.generation:
+                turn.move(worker, Trigger.SYNCED, step=at_step, synced=generation)
+                turn.reaches(generation, at_step)
+        case Stepping(generation=generation, step=at_step):
+            if generation == worker.generation:
+                turn.put(replace(worker, step=at_step, synced=generation, crashes=0))
+                turn.reaches(generation, at_step)
+                turn.change(settled=max(turn.agent.progress.settled, generation), stepped_at_s=turn.now_s)
+        case GroupClosed() | CollectiveFailed():
+            _released(turn, worker, message)
+        case Done(generation=generation, step=at_step):
+            if worker.stage in IN_GROUP - {Stage.DONE} and generation == worker.generation:
+                turn.move(worker, Trigger.TRAINED, step=at_step)
+        case BadNumbers():
+            take_bad_numbers(turn, worker, message)
+        case _:
+            raise AssertionError(f"no transition on {message!r}")
 
 
 def _viewed(turn: Turn, view: JobView, connected: bool) -> None:
@@ -322,33 +335,34 @@ def _rejoin(turn: Turn) -> None:
     turn.do(Rejoin(record))
 
 
-def _may_be_behind(turn: Turn, event: WorkerGroupClosed) -> bool:
+def _may_be_behind(turn: Turn, message: CollectiveFailed) -> bool:
     """Whether a failure has ended a generation short of the boundary of a planned change, and a rank that this leaves
     out may have committed a step more. If it leaves out one rank only, that has failed, or the next generation has."""
     current, before = turn.agent.formed.generation, turn.agent.formed.last_committed
-    if current is None or before is None or before.number != event.generation:
+    if current is None or before is None or before.number != message.generation:
         return False
-    if current.at_step is None or event.step >= current.at_step:
+    if current.at_step is None or message.step >= current.at_step:
         return False
     leave = [p for p in left_out(before, current) if p.node in turn.agent.etcd.view.members]
     return sum(len(p.slots) for p in leave) > 1
 
 
-def _released(turn: Turn, worker: Worker, event: WorkerGroupClosed) -> None:
-    if event.generation != worker.generation or worker.stage not in IN_GROUP | {Stage.ABORTING}:
+def _released(turn: Turn, worker: Worker, message: GroupClosed | CollectiveFailed) -> None:
+    if message.generation != worker.generation or worker.stage not in IN_GROUP | {Stage.ABORTING}:
         return
     untold = worker.stage in (Stage.FORMING, Stage.RUNNING, Stage.DONE)
-    left = event.generation if event.between else worker.left
-    turn.move(worker, Trigger.GROUP_CLOSED, step=event.step, left=left, consistent=event.clean)
-    turn.reaches(worker.synced, event.step)
+    failed = message if isinstance(message, CollectiveFailed) else None
+    left = message.generation if isinstance(message, GroupClosed) and message.between else worker.left
+    turn.move(worker, Trigger.GROUP_CLOSED, step=message.step, left=left, consistent=message.clean)
+    turn.reaches(worker.synced, message.step)
     current = turn.agent.formed.generation
-    if current is None or current.number != event.generation:
-        if event.error and _may_be_behind(turn, event):
+    if current is None or current.number != message.generation:
+        if failed and _may_be_behind(turn, failed):
             report_failure(turn, "boundary", BEHIND, (), charged=False)
         return
-    if event.altered:
-        group_failed(turn, event.altered, STORE)
-    elif untold and event.error and not turn.is_broken():
-        turn.change(suspicion=event.error)
+    if failed and failed.altered:
+        group_failed(turn, failed.altered, STORE)
+    elif failed and untold and not turn.is_broken():
+        turn.change(suspicion=failed.error or "a collective failed")
         if turn.agent.local.suspicious_since_s is None:
             turn.change(suspicious_since_s=turn.now_s)

@@ -78,7 +78,7 @@ class Office:
         self.queues: dict[str, AtOnce] = {}
         self.now_s = 1000.0
         self.stores = Stores("203.0.113.1")  # an address that is not ours
-        self.registry = EtcdWriter(
+        self.writer = EtcdWriter(
             self.client,  # type: ignore[arg-type]
             KEYS,
             self.policy,
@@ -88,7 +88,7 @@ class Office:
             queue=self._queue,
             wall=lambda: self.now_s,
         )
-        self.client.put(KEYS.spec, encode(self.registry.spec))
+        self.client.put(KEYS.spec, encode(self.writer.spec))
 
     def _queue(self, name: str) -> AtOnce:
         return self.queues.setdefault(name, AtOnce(name))
@@ -105,10 +105,10 @@ def test_error_record_with_invalid_utf8_text_is_written() -> None:
     office = Office()
     error = WorkerError(node="n", slot=0, rank=0, message="FileNotFoundError: 'caf\udce9.png'", traceback="\udce9")
     record = msgspec.structs.replace(BROKEN, generation=1, detail="caf\udce9", error=error)
-    office.registry.put_broken(record, None)
+    office.writer.put_broken(record, None)
     state = JobState(restarts=1, error=error)
     office.client.put(KEYS.member("n"), b"")
-    office.registry.put_state(PutState(state, 0))
+    office.writer.put_state(PutState(state, 0))
     for queue in office.queues.values():
         for order in queue.orders:
             order()
@@ -123,7 +123,7 @@ def test_state_is_written_only_over_the_revision_that_it_was_decided_on() -> Non
     office = Office()
     office.client.put(KEYS.member("n"), b"")
     office.client.put(KEYS.state, encode(JobState(phase=Phase.SUCCEEDED)))
-    office.registry.put_state(PutState(JobState(phase=Phase.FAILED), 1))
+    office.writer.put_state(PutState(JobState(phase=Phase.FAILED), 1))
     office.queues["urgent"].orders[-1]()
     assert office.state().phase is Phase.SUCCEEDED
 
@@ -132,11 +132,11 @@ def test_the_end_of_a_job_is_written_together_with_its_last_step() -> None:
     office = Office()
     office.client.put(KEYS.member("n"), b"")
     last = ProgressRecord(generation=1, world_size=2, step=160, steps_per_s=1.0, loss=None, wall_s=1.0)
-    office.registry.progress = lambda: last
-    office.registry.put_state(PutState(JobState(phase=Phase.WAITING), 0))
+    office.writer.put_state(PutState(JobState(phase=Phase.WAITING), 0), lambda: last)
     office.queues["urgent"].orders.pop()()
     assert KEYS.progress not in office.client.server.kvs
-    office.registry.put_state(PutState(JobState(phase=Phase.SUCCEEDED), office.client.get(KEYS.state).mod_revision))  # type: ignore[union-attr]
+    revision = office.client.get(KEYS.state).mod_revision  # type: ignore[union-attr]
+    office.writer.put_state(PutState(JobState(phase=Phase.SUCCEEDED), revision), lambda: last)
     office.queues["lazy"].orders.pop()()
     written = office.client.server.kvs
     assert decode(ProgressRecord, written[KEYS.progress].value) == last
@@ -150,8 +150,8 @@ def test_a_job_that_has_succeeded_shows_no_open_incident() -> None:
     office.client.put(KEYS.member("n"), b"")
     over = IncidentRecord(generation=2, kind="exit", node="n", ranks=(0,), detail="", wall_s=1.0)
     for record in (msgspec.structs.replace(over, open=True), over):
-        office.registry.put_incident(record, 2)
-    office.registry.put_state(PutState(JobState(phase=Phase.SUCCEEDED), 0))
+        office.writer.put_incident(record, 2)
+    office.writer.put_state(PutState(JobState(phase=Phase.SUCCEEDED), 0))
     for name in ("urgent", "lazy"):  # the one thread is ahead of the other
         for order in office.queues[name].orders:
             order()
@@ -166,17 +166,17 @@ def test_failure_counted_at_the_same_moment_does_not_displace_the_end_of_the_job
     office.client.put(KEYS.member("n"), b"")
     office.client.put(KEYS.state, encode(JobState(phase=Phase.RUNNING)))
     revision = office.client.get(KEYS.state).mod_revision  # type: ignore[union-attr]
-    registry = dataclasses.replace(office.registry, queue=WriteQueue)
-    registry.put_state(PutState(JobState(phase=Phase.FAILED, reason="nan at step 3"), revision))
-    registry.put_state(PutState(JobState(phase=Phase.RUNNING, restarts=1), revision))
-    registry.start()
-    registry.leave()
+    writer = dataclasses.replace(office.writer, queue=WriteQueue)
+    writer.put_state(PutState(JobState(phase=Phase.FAILED, reason="nan at step 3"), revision))
+    writer.put_state(PutState(JobState(phase=Phase.RUNNING, restarts=1), revision))
+    writer.start()
+    writer.leave()
     assert office.state().reason == "nan at step 3"
 
 
 def publish(office: Office) -> Write:
     effect = Publish(1, Change((), "first", planned=False), 0, None, None)
-    office.registry.publish(effect, JobView())
+    office.writer.publish(effect, JobView())
     return office.queues["urgent"].orders[-1]
 
 
@@ -202,7 +202,7 @@ def test_a_publication_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch) -
         publish(office)()
     assert office.posted == [PublishFailed(1)]
     monkeypatch.setattr(office.client, "txn", lambda *_: (_ for _ in ()).throw(EtcdUnavailable("x", maybe_done=False)))
-    office.registry.stores = Stores("203.0.113.1")
+    office.writer.stores = Stores("203.0.113.1")
     with pytest.raises(EtcdUnavailable):
         publish(office)()
     assert office.posted == [PublishFailed(1)] * 2
@@ -214,7 +214,7 @@ def test_only_a_member_publishes_and_changes_the_phase(member: bool) -> None:
     office = Office()
     if member:
         office.client.put(KEYS.member("n"), b"ours")
-    office.registry.put_state(PutState(JobState(phase=Phase.WAITING), 0))
+    office.writer.put_state(PutState(JobState(phase=Phase.WAITING), 0))
     phase = office.queues["urgent"].orders[-1]
     publish(office)()
     assert (office.client.get(KEYS.generation) is not None) is member
@@ -278,13 +278,11 @@ def test_generation_number_reused_after_etcd_wipe_gets_a_fresh_store() -> None:
     office.client.lose_answers = False
     there = port_of(office)
     office.client.server.wipe()
-    office.registry.restore(None, JobState(), None)
+    office.writer.restore(None, JobState(), None)
     office.queues["urgent"].orders[-1]()
     office.client.put(KEYS.member("n"), b"ours")
     state = office.client.server.kvs[KEYS.state].mod_revision
-    office.registry.publish(
-        Publish(1, Change((), "first", planned=False), 0, None, None), JobView(state_revision=state)
-    )
+    office.writer.publish(Publish(1, Change((), "first", planned=False), 0, None, None), JobView(state_revision=state))
     office.queues["urgent"].orders[-1]()
     assert port_of(office) != there
     office.stores.close()
@@ -299,7 +297,7 @@ def test_large_generation_record_contains_its_changes(nodes: int, large: bool) -
     revision = office.client.put(KEYS.generation, encode(before))
     after = before.nodes[1:]
     effect = Publish(2, Change(after, "n0 is gone", planned=False), revision, None, None)
-    office.registry.publish(effect, JobView(generation=before, generation_revision=revision))
+    office.writer.publish(effect, JobView(generation=before, generation_revision=revision))
     office.queues["urgent"].orders[-1]()
     office.stores.close()
     written = office.client.server.kvs[KEYS.generation].value
@@ -327,7 +325,7 @@ def test_a_new_agents_record_is_younger_than_its_predecessors_and_then_keeps_its
     office.client.put(key, b"its predecessor's")
     ages = [office.client.server.kvs[key].create_revision]
     for _ in range(2):
-        office.registry.rejoin(MemberRecord(node="n", incarnation="i", host="h", port=1, slots=1))
+        office.writer.rejoin(MemberRecord(node="n", incarnation="i", host="h", port=1, slots=1))
         office.queues["urgent"].orders[-1]()
         ages.append(office.client.server.kvs[key].create_revision)
     assert ages[0] < ages[1] == ages[2]
@@ -339,7 +337,7 @@ def test_a_record_that_was_closed_meanwhile_is_not_opened_again() -> None:
     over = IncidentRecord(generation=2, kind="exit", node="a", ranks=(1,), detail="", wall_s=1.0, ended_wall_s=2.0)
     late = msgspec.structs.replace(over, kind="lost", open=True, ended_wall_s=None)
     for record in (late, over, late):
-        office.registry.put_incident(record, 2)
+        office.writer.put_incident(record, 2)
         office.queues["lazy"].orders[-1]()
     kv = office.client.get(KEYS.incident(2))
     assert kv is not None
@@ -353,7 +351,7 @@ def test_the_last_record_of_a_generation_is_that_of_its_newest_incident() -> Non
     late = msgspec.structs.replace(over, kind="exit", open=True, ended_wall_s=None)
     for repeat in (0, 1, KEPT_REPEATS):
         for record in (over, late):
-            office.registry.put_incident(msgspec.structs.replace(record, repeat=repeat), 2)
+            office.writer.put_incident(msgspec.structs.replace(record, repeat=repeat), 2)
             office.queues["lazy"].orders[-1]()
     kinds = {repeat: office.client.get(KEYS.incident(2, repeat)) for repeat in (0, 1, KEPT_REPEATS)}
     assert {repeat: decode(IncidentRecord, kv.value).kind for repeat, kv in kinds.items() if kv is not None} == {
@@ -375,17 +373,17 @@ def test_causes_that_are_reported_late_are_added_to_a_record_that_is_over() -> N
         assert kv is not None
         return decode(IncidentRecord, kv.value)
 
-    office.registry.put_incident(opened, 2)
+    office.writer.put_incident(opened, 2)
     office.queues["lazy"].orders[-1]()
-    office.registry.add_causes(fuller, 2)
+    office.writer.add_causes(fuller, 2)
     with pytest.raises(EtcdUnavailable, match="not closed yet"):
         office.queues["lazy"].orders[-1]()
-    office.registry.put_incident(over, 2)
+    office.writer.put_incident(over, 2)
     office.queues["lazy"].orders[-1]()
-    office.registry.add_causes(fuller, 2)
+    office.writer.add_causes(fuller, 2)
     office.queues["lazy"].orders[-1]()
     assert record() == msgspec.structs.replace(over, kind="exit", node="b", causes=(death, comm))
-    office.registry.add_causes(over, 2)
+    office.writer.add_causes(over, 2)
     office.queues["lazy"].orders[-1]()
     assert record().kind == "exit", "what names fewer causes changes nothing"
 
@@ -397,9 +395,9 @@ def test_late_causes_are_not_added_to_a_record_of_another_submission_of_the_name
     other = SpecRecord(spec=office.policy.spec, submitted_wall_s=9.0, submitted_by="me", submission="another")
     office.client.put(KEYS.incident(2), encode(planned))
     late = msgspec.structs.replace(planned, causes=(Cause(generation=1, node="b", kind="exit"),))
-    for spec, causes in ((other, ()), (office.registry.spec, late.causes)):
+    for spec, causes in ((other, ()), (office.writer.spec, late.causes)):
         office.client.put(KEYS.spec, encode(spec))
-        office.registry.add_causes(late, 2)
+        office.writer.add_causes(late, 2)
         office.queues["lazy"].orders[-1]()
         kv = office.client.get(KEYS.incident(2))
         assert kv is not None
@@ -412,7 +410,7 @@ def test_late_exits_write_one_incident_each_with_no_steps_lost() -> None:
     for worker_id, slot in ((4, 0), (5, 1)):  # before their first generation: neither has a rank
         record = late_exit(agent, slot, Exited(worker_id, 0, None, 0, late_s=3.0), None, 10.0)
         assert record is not None
-        office.registry.put_exit_incident(record, worker_id)
+        office.writer.put_exit_incident(record, worker_id)
         office.queues["lazy"].orders[-1]()
     found = [decode(IncidentRecord, kv.value) for kv in office.client.get_prefix(KEYS.incidents).kvs.values()]
     assert sorted(i.detail.partition(" had")[0] for i in found) == ["the process of slot 0", "the process of slot 1"]
@@ -423,7 +421,7 @@ def test_late_exits_write_one_incident_each_with_no_steps_lost() -> None:
 def test_checkpoints_that_fail_without_end_do_not_fill_etcd() -> None:
     office = Office()
     for step in range(1, KEPT_BESIDE + 3):
-        office.registry.put_save_incident(save_failed(Agent(office.policy), step, "no space left", 10.0))
+        office.writer.put_save_incident(save_failed(Agent(office.policy), step, "no space left", 10.0))
         office.queues["lazy"].orders[-1]()
     kvs = office.client.get_prefix(KEYS.incidents).kvs.values()
     assert {decode(IncidentRecord, kv.value).step for kv in kvs} == set(range(3, KEPT_BESIDE + 3)), "the newest stay"
@@ -433,24 +431,24 @@ def test_checkpoints_of_a_node_that_joins_late_are_told_once_if_the_job_goes_on_
     """They outrank the job's own by their numbers."""
     office = Office(dir=str(tmp_path), shared=False)
     (tmp_path / tmp_name(60, 7, "job")).mkdir()
-    office.registry.rejoin(member("n").record)
+    office.writer.rejoin(member("n").record)
     office.queues["urgent"].orders[-1]()
     others, joined = generation(6, [place("m")]), generation(7, [place("m"), place("n")])
     outside = changed(Agent(office.policy), generation=others)
     inside = changed(outside, generation=joined)
-    saved = office.registry.saved_generation
+    saved = office.writer.saved_generation
     told = stray_checkpoints(outside, inside, saved, 10.0)
     assert told is not None
     assert (told.kind, told.node, told.open, told.steps_lost) == ("checkpoint", "n", False, 0)
     assert f"{tmp_path} on n has a checkpoint of generation 7; the job is in generation 7" in told.detail
-    office.registry.put_stray_incident(told)
+    office.writer.put_stray_incident(told)
     office.queues["lazy"].orders[-1]()
     assert decode(IncidentRecord, office.client.server.kvs[KEYS.stray_incident(7, "n")].value) == told
     assert stray_checkpoints(inside, changed(inside, generation=joined), saved, 10.0) is None, "it was there before"
     assert stray_checkpoints(outside, changed(outside, generation=others), saved, 10.0) is None, "it has no place"
     above = generation(8, [place("m"), place("n")])
     assert stray_checkpoints(outside, changed(outside, generation=above), saved, 10.0) is None, "the job's are newer"
-    office.registry.leave()
+    office.writer.leave()
 
 
 def report(node: str, *slots: int, kind: str = "exit") -> BrokenRecord:
@@ -461,7 +459,7 @@ def test_all_reports_of_a_broken_generation_are_kept_and_the_death_comes_first()
     office = Office()
     reports = [report("a", kind="comm"), report("b", 0), report("c", 1), report("b", 0), report("d", kind="comm")]
     for said in reports:
-        office.registry.put_broken(said, None)
+        office.writer.put_broken(said, None)
         office.queues["urgent"].orders[-1]()
     kv = office.client.get(KEYS.broken(3))
     assert kv is not None
@@ -474,12 +472,12 @@ def test_all_reports_of_a_broken_generation_are_kept_and_the_death_comes_first()
 def test_reports_of_two_ranks_of_a_node_are_both_kept_though_the_first_is_not_written_yet() -> None:
     """The queue keeps the newest order of each key: neither report may displace the other."""
     office = Office()
-    registry = dataclasses.replace(office.registry, queue=WriteQueue)
+    writer = dataclasses.replace(office.writer, queue=WriteQueue)
     for rank, step in ((2, 10), (3, 11)):
         said = msgspec.structs.replace(report("n", kind="bad loss"), ranks=(rank,), step=step)
-        registry.put_broken(said, None)
-    registry.start()
-    registry.leave()
+        writer.put_broken(said, None)
+    writer.start()
+    writer.leave()
     kv = office.client.get(KEYS.broken(3))
     assert kv is not None
     kept = decode(BrokenRecord, kv.value)
@@ -506,13 +504,13 @@ def member_with(node: str, saved_generation: int) -> Member:
 def test_an_agent_says_which_generation_its_own_checkpoint_folder_has(tmp_path: Path, shared: bool) -> None:
     office = Office(dir=str(tmp_path), shared=shared)
     (tmp_path / tmp_name(60, 7, "job")).mkdir()
-    office.registry.rejoin(member("n").record)
+    office.writer.rejoin(member("n").record)
     office.queues["urgent"].orders[-1]()
-    office.registry.put_member(member("n", ready=(0,)).record)
+    office.writer.put_member(member("n", ready=(0,)).record)
     office.queues["urgent"].orders[-1]()
     said = decode(MemberRecord, office.client.server.kvs[KEYS.member("n")].value)
     assert said.saved_generation == (0 if shared else 7)
-    office.registry.leave()
+    office.writer.leave()
 
 
 def test_first_generation_is_above_those_of_the_checkpoints_that_only_other_nodes_have(tmp_path: Path) -> None:
@@ -521,7 +519,7 @@ def test_first_generation_is_above_those_of_the_checkpoints_that_only_other_node
     (tmp_path / tmp_name(60, 3, "job")).mkdir()
     office.client.put(KEYS.member("n"), b"ours")
     seen = {"n": member_with("n", 3), "m": member_with("m", 10)}
-    office.registry.publish(Publish(1, Change((), "first", planned=False), 0, None, None), JobView(members=seen))
+    office.writer.publish(Publish(1, Change((), "first", planned=False), 0, None, None), JobView(members=seen))
     office.queues["urgent"].orders[-1]()
     assert decode(GenerationRecord, office.client.server.kvs[KEYS.generation].value).number == 11
     office.stores.close()
@@ -545,7 +543,7 @@ def test_first_generation_is_above_those_of_remote_checkpoints(
     monkeypatch.setattr(generation_numbers, "list_remote", listed)
     office.client.put(KEYS.member("n"), b"ours")
     effect = Publish(1, Change((), "first", planned=False), 0, None, None)
-    office.registry.publish(effect, JobView(members={"n": member_with("n", 0)}))
+    office.writer.publish(effect, JobView(members={"n": member_with("n", 0)}))
     with contextlib.nullcontext() if number else pytest.raises(RemoteError):
         office.queues["urgent"].orders[-1]()
     kv = office.client.server.kvs.get(KEYS.generation)
@@ -626,7 +624,7 @@ def numbered(
     members = {"late": member_with("late", 0 if shared else 30)}
     seen = JobView(generation=former, generation_revision=at, written_back=written_back, members=members)
     change = Change((place("n", 0),), "lost", planned=False)
-    office.registry.publish(Publish(2, change, at, None, None, after_loss=after_loss), seen)
+    office.writer.publish(Publish(2, change, at, None, None, after_loss=after_loss), seen)
     office.queues["urgent"].orders[-1]()
     office.stores.close()
     return decode(GenerationRecord, office.client.server.kvs[KEYS.generation].value).number
@@ -668,7 +666,7 @@ def test_a_generation_that_was_written_back_is_known_by_its_revision(by: str) ->
     office.client.server.wipe()
     older = generation(4, [place("n", 0)])
     for record in [former] if by == "one agent" else [older, former]:
-        office.registry.restore(record, JobState(), spec)
+        office.writer.restore(record, JobState(), spec)
         office.queues["urgent"].orders[-1]()
     assert seen().generation == former
     assert seen().written_back
@@ -681,7 +679,7 @@ def test_a_generation_is_not_written_back_into_another_submission_of_the_name() 
     office = Office()
     other = SpecRecord(spec=office.policy.spec, submitted_wall_s=9.0, submitted_by="me", submission="another")
     office.client.put(KEYS.spec, encode(other))
-    office.registry.restore(generation(1, [place("n", 0)]), JobState(), office.registry.spec)
+    office.writer.restore(generation(1, [place("n", 0)]), JobState(), office.writer.spec)
     office.queues["urgent"].orders[-1]()
     assert [key for key in (KEYS.generation, KEYS.restored, KEYS.state) if key in office.client.server.kvs] == []
 
@@ -697,13 +695,13 @@ def test_no_report_of_an_agent_gets_into_another_submission_of_the_name(what: st
     def report() -> None:
         match what:
             case "failure":
-                office.registry.put_broken(msgspec.structs.replace(BROKEN, generation=1), None)
+                office.writer.put_broken(msgspec.structs.replace(BROKEN, generation=1), None)
             case "late exit":
-                office.registry.put_exit_incident(incident, 7)
+                office.writer.put_exit_incident(incident, 7)
             case "checkpoint":
-                office.registry.put_save_incident(incident)
+                office.writer.put_save_incident(incident)
             case "ranks":
-                office.registry.put_ranks(RanksRecord(node="n", generation=1, wall_s=1.0))
+                office.writer.put_ranks(RanksRecord(node="n", generation=1, wall_s=1.0))
         for queue in office.queues.values():
             for order in queue.orders:
                 order()
@@ -711,7 +709,7 @@ def test_no_report_of_an_agent_gets_into_another_submission_of_the_name(what: st
     office.client.put(KEYS.spec, encode(other))
     report()
     assert list(office.client.server.kvs) == [KEYS.spec]
-    office.client.put(KEYS.spec, encode(office.registry.spec))
+    office.client.put(KEYS.spec, encode(office.writer.spec))
     report()
     assert len(office.client.server.kvs) == 2
 
@@ -722,7 +720,7 @@ def test_a_failure_is_reported_although_the_description_changes_meanwhile(
 ) -> None:
     """`elasticctl scale` writes it at the moment of the failure: the report is not of another job for that."""
     office = Office()
-    spec, ours = office.registry.spec, msgspec.structs.replace(BROKEN, generation=1, slots=(0,))
+    spec, ours = office.writer.spec, msgspec.structs.replace(BROKEN, generation=1, slots=(0,))
     office.client.put(KEYS.spec, encode(spec))
     key = KEYS.broken(1)
     if not first:
@@ -737,7 +735,7 @@ def test_a_failure_is_reported_although_the_description_changes_meanwhile(
         return found
 
     monkeypatch.setattr(office.client, "get", get)
-    office.registry.put_broken(ours, None)
+    office.writer.put_broken(ours, None)
     for _ in range(2):  # as the queue does
         with contextlib.suppress(EtcdUnavailable):
             office.queues["urgent"].orders[-1]()
@@ -750,14 +748,14 @@ def test_an_agent_that_still_ends_writes_nothing_of_a_job_that_is_forgotten() ->
     """`status` shows a forgotten job for as long as such a record lies in etcd, and `forget` does not remove it."""
     office = Office()
     late = IncidentRecord(generation=2, kind="late exit", node="n", ranks=(0,), detail="late", wall_s=1.0)
-    office.registry.put_exit_incident(late, 7)
-    office.registry.put_ranks(RanksRecord(node="n", generation=1, wall_s=1.0))
+    office.writer.put_exit_incident(late, 7)
+    office.writer.put_ranks(RanksRecord(node="n", generation=1, wall_s=1.0))
     office.client.server.kvs.clear()
     for order in office.queues["lazy"].orders:
         with contextlib.suppress(EtcdUnavailable):  # to be written once the spec is there again
             order()
     assert not office.client.server.kvs
-    office.client.put(KEYS.spec, encode(office.registry.spec))
+    office.client.put(KEYS.spec, encode(office.writer.spec))
     for order in office.queues["lazy"].orders:
         order()
     assert sorted(office.client.server.kvs) == [KEYS.spec, KEYS.exit_incident(2, "n", 7), KEYS.ranks_of("n")]
@@ -774,7 +772,7 @@ def test_a_planned_generation_is_not_published_over_a_failure_of_the_one_before_
     seen = JobView(generation=former, generation_revision=at)
     effect = Publish(3, Change((place("n", 0),), "m joins", planned=True), at, 12, None, after_loss=True)
     office.client.put(KEYS.broken(1), encode(msgspec.structs.replace(BROKEN, generation=1)))
-    office.registry.publish(effect, seen)
+    office.writer.publish(effect, seen)
     office.queues["urgent"].orders[-1]()
     assert decode(GenerationRecord, office.client.server.kvs[KEYS.generation].value).number == 1
     office.client.delete(KEYS.broken(1))
@@ -796,7 +794,7 @@ def test_records_of_numbers_below_those_that_were_left_out_are_deleted_but_not_w
     change = Change((place("n", 0),), "lost", planned=False)
     for shown, left in (({4: 0}, {4, 299, 300}), ({}, set())):
         seen = JobView(generation=former, generation_revision=at, repeats=shown)
-        office.registry.publish(Publish(500, change, at, None, None), seen)
+        office.writer.publish(Publish(500, change, at, None, None), seen)
         office.queues["urgent"].orders[-1]()
         at = office.client.server.kvs[KEYS.generation].mod_revision
         kvs = office.client.server.kvs
@@ -811,9 +809,9 @@ def test_a_report_that_etcd_finds_too_large_is_written_without_its_long_texts() 
     office, long = Office(), "x" * 1_600_000
     error = WorkerError(node="n", slot=0, rank=0, message="ValueError: planted", traceback=long)
     record = msgspec.structs.replace(BROKEN, generation=1, slots=(0,), error=error, stacks={"rank 0": long})
-    office.registry.put_broken(record, None)
+    office.writer.put_broken(record, None)
     incident = IncidentRecord(generation=2, kind="exit", node="n", ranks=(0,), detail=long, wall_s=1.0, error=error)
-    office.registry.put_incident(incident, 2)
+    office.writer.put_incident(incident, 2)
     for queue in office.queues.values():
         for order in queue.orders:
             order()

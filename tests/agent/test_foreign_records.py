@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from support.jobs import policy
 
+from elastic.agent.inbox import Inbox
 from elastic.agent.loop import AgentLoop
 from elastic.agent.snapshots.saver import Saver
 from elastic.agent.workers.pool import Pool
@@ -80,17 +81,17 @@ def loop(tmp_path: Path) -> Iterator[AgentLoop]:
         logs_dir=str(tmp_path),
     )
     pool = Pool(selectors.DefaultSelector(), "", Preload(), 1.0)
-    made = AgentLoop(config, Agent(policy("n", spec=SPEC.spec)), Mute(), Mute(), Mute(), KEYS, SPEC, pool)  # type: ignore[arg-type]
+    agent, inbox, mute, nothing = Agent(policy("n", spec=SPEC.spec)), Inbox(), Mute(), lambda *_: ""
+    made = AgentLoop(config, agent, inbox, mute, mute, mute, KEYS, SPEC, pool, nothing, nothing)  # type: ignore[arg-type]
     yield made
     made.saver.close()
     made.pool.selector.close()
-    made._wake_read.close()
-    made._wake_write.close()
+    inbox.close()
     gc.collect()
 
 
 class Mute:
-    """A registry that writes nothing, peers that watch nobody."""
+    """A writer that writes nothing, peers that watch nobody."""
 
     saved_generation = 0
 
@@ -106,14 +107,14 @@ def test_in_a_generation_the_last_view_is_kept(loop: AgentLoop, foreign: dict[st
     loop._viewed(view({**GOOD, **foreign}, 11))
     assert loop._ended is None
     assert loop.agent.etcd.view == before.etcd.view
-    loop._write_status()
-    said = loop._pictures.unreadable
+    loop._reports.write(loop.agent, None)
+    said = loop._view_reader.unreadable
     assert said
     assert said in (Path(loop.config.agent_dir) / "status.json").read_text().replace('\\"', '"')
     loop._viewed(view({**GOOD, **foreign}, 12, connected=False))
     assert not loop.agent.etcd.connected
     loop._viewed(view(GOOD, 13))
-    assert not loop._pictures.unreadable
+    assert not loop._view_reader.unreadable
     assert loop.agent.etcd.view.revision == 13
 
 
@@ -126,7 +127,7 @@ def refusing(*keys: str) -> View:
 @pytest.mark.parametrize("key", [KEYS.restored, f"{KEYS.head}of-a-later-version"])
 def test_a_refused_key_that_holds_no_record_hides_no_view(loop: AgentLoop, key: str) -> None:
     loop._viewed(refusing(key))
-    assert not loop._pictures.unreadable
+    assert not loop._view_reader.unreadable
     assert loop.agent.formed.generation == GENERATION
     assert not loop.agent.etcd.view.written_back
 
@@ -135,7 +136,7 @@ def test_a_refused_key_that_holds_no_record_hides_no_view(loop: AgentLoop, key: 
 def test_a_refused_record_of_the_head_hides_the_view(loop: AgentLoop, key: str) -> None:
     loop._viewed(view(GOOD, 10))
     loop._viewed(refusing(key))
-    assert f"{key} in etcd is refused: it belongs to another job" in loop._pictures.unreadable
+    assert f"{key} in etcd is refused: it belongs to another job" in loop._view_reader.unreadable
     assert loop.agent.etcd.view.revision == 10
 
 
@@ -215,7 +216,7 @@ def test_the_last_state_of_a_job_that_has_succeeded_gets_the_time_to_be_saved(
     monkeypatch.setattr(loop, "agent", over)
     saver = _Writing(20)
     monkeypatch.setattr(loop, "saver", saver)
-    monkeypatch.setattr(loop, "_write_status", lambda: None)
+    monkeypatch.setattr(loop._reports, "write", lambda *_: None)
     monkeypatch.setattr("elastic.agent.snapshots.saver.LOOK_S", 0.0)
     monkeypatch.setattr(time, "monotonic", lambda: 10.0 * (20 - saver.left))
     if told:

@@ -113,7 +113,7 @@ def scene() -> Iterator[Scene]:
 def test_the_wait_for_the_zygote_is_not_the_workers_silence(scene: Scene) -> None:
     scene.process.started_s = 130.0  # forked 30 s after it was ordered
     scene.look(134.0)
-    assert not scene.watchman._accused
+    assert not scene.watchman._being_examined
     scene.look(136.0)
     assert eventually(scene.accused, 10.0).evidence.startswith("no progress for 5")
 
@@ -127,7 +127,7 @@ def test_hang_detector_drops_accusation_if_worker_progresses_during_stack_dump(s
         scene.look(105.5)
         scene.page.write(Doing.COMPUTING, 105.4)  # it moves
         taken.set()
-        eventually(lambda: not scene.watchman._accused, 5.0)
+        eventually(lambda: not scene.watchman._being_examined, 5.0)
         assert scene.accused() is None
     finally:
         hang_detector.stack = before
@@ -172,14 +172,14 @@ def test_a_wait_beyond_the_groups_time_out_is_told_once(scene: Scene) -> None:
     assert isinstance(told, GroupStuck)
     assert "has waited for other ranks for 60 s" in told.evidence
     assert scene.events.empty()
-    assert not scene.watchman._accused, "it is not to blame"
+    assert not scene.watchman._being_examined, "it is not to blame"
 
 
 def test_a_pause_of_our_own_condemns_nobody(scene: Scene) -> None:
     scene.look(101.0)
     scene.looked_s = 130.0  # the whole node was frozen
     scene.look(130.8)
-    assert not scene.watchman._accused
+    assert not scene.watchman._being_examined
 
 
 def test_hang_detector_spares_worker_waiting_in_a_collective_and_checks_again_later(
@@ -190,7 +190,7 @@ def test_hang_detector_spares_worker_waiting_in_a_collective_and_checks_again_la
     told, looks = [waits], []
     monkeypatch.setattr(hang_detector, "stack", lambda pid, native: looks.append(native) or told[0])
     scene.look(105.5)
-    eventually(lambda: looks and not scene.watchman._accused, 5.0)
+    eventually(lambda: looks and not scene.watchman._being_examined, 5.0)
     scene.look(109.5)
     assert len(looks) == 1  # its silence has not doubled yet
     assert scene.accused() is None
@@ -205,7 +205,7 @@ def test_hang_detector_accuses_worker_stopped_while_waiting_in_a_collective(
     waits = 'Thread 1 (idle): "MainThread"\n    barrier (torch/distributed/distributed_c10d.py:4980)\n'
     monkeypatch.setattr(hang_detector, "stack", lambda pid, native: waits)
     scene.look(105.5)
-    eventually(lambda: scene.watchman._excused and not scene.watchman._accused, 5.0)
+    eventually(lambda: scene.watchman._cleared_until_s and not scene.watchman._being_examined, 5.0)
     kill(scene.process.pid, signal.SIGSTOP)
     eventually(lambda: state(scene.process.pid) == "T", 5.0)
     scene.look(106.0)
@@ -224,7 +224,7 @@ def test_hang_detector_accuses_plain_script_only_after_a_long_stop(scene: Scene)
         kill(scene.process.pid, signal.SIGCONT)
         eventually(lambda: state(scene.process.pid) == "S", 5.0)
         scene.look(now_s + 1.0)
-        assert not scene.watchman._accused
+        assert not scene.watchman._being_examined
     kill(scene.process.pid, signal.SIGSTOP)
     eventually(lambda: state(scene.process.pid) == "T", 5.0)
     scene.look(1008.0)
@@ -239,11 +239,11 @@ def test_hang_detector_spares_worker_resumed_during_stack_dump(scene: Scene, mon
     kill(scene.process.pid, signal.SIGSTOP)
     eventually(lambda: state(scene.process.pid) == "T", 5.0)
     scene.look(1003.0)
-    assert scene.watchman._accused
+    assert scene.watchman._being_examined
     kill(scene.process.pid, signal.SIGCONT)
     eventually(lambda: state(scene.process.pid) == "S", 5.0)
     taken.set()
-    eventually(lambda: not scene.watchman._accused, 5.0)
+    eventually(lambda: not scene.watchman._being_examined, 5.0)
     assert scene.accused() is None
 
 
@@ -293,7 +293,7 @@ def test_a_rank_that_waits_by_its_page_is_not_blamed_for_want_of_its_stack(
     scene.others = (Standing(rank=1, position=(1, 2, 2), doing="exchanging", silent_s=0.5, waits=True),)
     for now_s in (101.5, 104.0, 108.0, 116.0):
         scene.look(now_s)
-        eventually(lambda: not scene.watchman._accused, 5.0)
+        eventually(lambda: not scene.watchman._being_examined, 5.0)
         assert scene.accused() is None
     assert 2 <= len(looks) <= 5, "each time that its silence has doubled: at 1, 2, 4, 8 and 16 s"
 
@@ -334,7 +334,7 @@ def test_a_worker_that_cannot_be_looked_at_for_lack_of_processes_has_until_the_c
     for now_s in (106.0, 107.5, 109.0):
         looks = len(tried)
         scene.look(now_s)
-        eventually(lambda n=looks: len(tried) > n and not scene.watchman._accused, 10.0, "it is looked at")
+        eventually(lambda n=looks: len(tried) > n and not scene.watchman._being_examined, 10.0, "it is looked at")
         assert scene.accused() is None
 
     def at_the_ceiling() -> WorkerUnhealthy | None:
@@ -381,7 +381,7 @@ def test_a_killed_worker_that_the_kernel_has_not_ended_yet_is_left_to_its_exit(s
     eventually(lambda: is_ending(scene.process.pid), 10.0)
     scene.look(106.0)
     scene.look(106.1 + hang_detector.ENDING_S / 2)
-    assert not scene.watchman._accused, "and no thread that dumps its stack"
+    assert not scene.watchman._being_examined, "and no thread that dumps its stack"
     assert scene.accused() is None
 
 
@@ -405,7 +405,7 @@ def test_a_worker_killed_while_its_stack_is_dumped_is_left_to_its_exit(
 
     monkeypatch.setattr(hang_detector, "_stacks", killed)
     scene.look(106.0)
-    eventually(lambda: not scene.watchman._accused, 10.0)
+    eventually(lambda: not scene.watchman._being_examined, 10.0)
     assert scene.accused() is None
 
 
@@ -414,7 +414,7 @@ def test_a_look_that_fails_is_repeated(scene: Scene, monkeypatch: pytest.MonkeyP
         failing.setattr(threading, "excepthook", lambda _: None)
         failing.setattr(hang_detector, "_stacks", lambda _: 1 / 0)
         scene.look(105.5)
-        eventually(lambda: not scene.watchman._accused, 10.0)
+        eventually(lambda: not scene.watchman._being_examined, 10.0)
     assert scene.accused() is None
     scene.look(106.0)
     assert eventually(scene.accused, 10.0).kind == "hang"

@@ -15,15 +15,16 @@ from elastic.contract.records.job_records import Phase, ProgressRecord
 from elastic.contract.records.ledger import Bucket, Ledger
 from elastic.contract.worker.beat import PAGE_BYTES, Beat, BeatPage, Doing
 from elastic.recovery.facts.transitions import Stage
-from elastic.recovery.machine.events import Tick, WorkerFormed
 from elastic.recovery.machine.model import Agent, Worker, changed
 from elastic.recovery.observers.ledger_view import seen
 
 
-def agent(*stages: Stage, number: int = 2, node: str = "a", **facts: object) -> Agent:
-    """Of node a, with a worker in each of `stages`; its job has nodes a and b."""
+def agent(*stages: Stage, number: int = 2, node: str = "a", group: int = 0, **facts: object) -> Agent:
+    """Of node a, with a worker in each of `stages`, whose newest group is `group`; its job has nodes a and b."""
     formed = generation(number, [place("a", 0, 1), place("b", 0, 1)]) if number else None
-    workers = {slot: Worker(slot=slot, worker_id=slot + 1, stage=stage) for slot, stage in enumerate(stages)}
+    workers = {
+        slot: Worker(slot=slot, worker_id=slot + 1, stage=stage, formed=group) for slot, stage in enumerate(stages)
+    }
     return changed(
         changed(
             Agent(policy(node, nodes="2:2", slots=2)),
@@ -52,13 +53,13 @@ def agent(*stages: Stage, number: int = 2, node: str = "a", **facts: object) -> 
     ],
 )
 def test_what_a_job_does_follows_from_the_stages_of_the_workers(seen_agent: Agent, bucket: Bucket) -> None:
-    assert seen(seen_agent, syncing=False).bucket is bucket
+    assert seen(seen_agent).bucket is bucket
 
 
 def test_the_last_steps_are_those_of_the_workers_that_are_done() -> None:
     done = agent(Stage.DONE, step=8)
     last = msgspec.structs.replace(done.local.workers[0], step=10)
-    assert seen(changed(done, workers={0: last}), syncing=False).step == 10
+    assert seen(changed(done, workers={0: last})).step == 10
 
 
 def test_an_agent_knows_when_its_process_began() -> None:
@@ -74,22 +75,22 @@ READ = "import sys; sys.stdin.read(1); from elastic.agent.reports.ledger import 
 
 
 def test_a_formed_group_exchanges_its_state_until_the_workers_run() -> None:
-    assert seen(agent(Stage.FORMING), syncing=True).bucket is Bucket.SYNC
-    assert seen(agent(Stage.RUNNING), syncing=True).bucket is Bucket.STEPPING
+    assert seen(agent(Stage.FORMING, group=2)).bucket is Bucket.SYNC
+    assert seen(agent(Stage.RUNNING, group=2)).bucket is Bucket.STEPPING
 
 
 def test_a_job_without_its_nodes_waits_for_them_and_needs_so_many_ranks() -> None:
     alone = changed(agent(Stage.READY, number=0), view=view(member("a")))
-    assert seen(alone, syncing=False).bucket is Bucket.WAITING
-    assert seen(alone, syncing=False).ranks == 4
+    assert seen(alone).bucket is Bucket.WAITING
+    assert seen(alone).ranks == 4
     both = changed(agent(Stage.READY, number=0), view=view(member("b")))
-    assert seen(both, syncing=False).bucket is Bucket.SETUP, "this node has not seen its own key yet"
+    assert seen(both).bucket is Bucket.SETUP, "this node has not seen its own key yet"
 
 
 def test_the_ranks_of_a_job_that_is_over_are_idle() -> None:
     over = agent(Stage.RUNNING)
     stopping = view(member("a"), formed=over.formed.generation, phase=Phase.STOPPING)
-    assert seen(changed(over, view=stopping), syncing=False).bucket is Bucket.IDLE
+    assert seen(changed(over, view=stopping)).bucket is Bucket.IDLE
 
 
 def begun_now(submitted_ago_s: float = 0.0, started_ago_s: float = 0.0) -> tuple[LedgerKeeper, float]:
@@ -110,7 +111,7 @@ def with_ledger(known: Agent, ledger: Ledger, stepped_in: int = 0) -> Agent:
 
 def test_a_keeper_counts_from_the_submission_of_the_job_on() -> None:
     keeper, now_s = begun_now(100, 30)
-    keeper.turned(Tick(), agent(Stage.STARTING, number=0), now_s)
+    keeper.turned(agent(Stage.STARTING, number=0), now_s)
     ledger = keeper.published(agent(Stage.RUNNING))
     assert ledger.ranks_ms == pytest.approx({"waiting": 280_000, "setup": 120_000}, abs=20_000)
     assert ledger.by == "a.1"
@@ -121,12 +122,12 @@ def test_a_keeper_continues_the_ledger_of_the_leader_and_not_its_own_as_etcd_sho
     until_ms = int(time.time() * 1000)
     theirs = Ledger(until_ms=until_ms, ranks_ms={"stepping": 5_000_000}, wall_ms=1_250_000, step=9, by="b.1")
     keeper = LedgerKeeper(time.time(), 0.0)
-    keeper.turned(Tick(), with_ledger(runs, theirs), now_s + 1)
-    keeper.turned(Tick(), with_ledger(changed(runs, step=10), theirs), now_s + 2)
+    keeper.turned(with_ledger(runs, theirs), now_s + 1)
+    keeper.turned(with_ledger(changed(runs, step=10), theirs), now_s + 2)
     ours = keeper.published(runs)
     assert ours.ranks_ms["stepping"] == pytest.approx(5_008_000, abs=500), "two seconds of four ranks"
     old = msgspec.structs.replace(theirs, ranks_ms={}, by="a.1")
-    keeper.turned(Tick(), with_ledger(runs, old), now_s + 3)
+    keeper.turned(with_ledger(runs, old), now_s + 3)
     assert keeper.published(runs).ranks_ms["stepping"] >= ours.ranks_ms["stepping"]
 
 
@@ -137,7 +138,7 @@ def test_steps_that_the_leader_has_seen_sooner_are_no_repetition() -> None:
     theirs = Ledger(until_ms=int(time.time() * 1000), step=9, by="b.1")
     for at_s, step in ((0.0, 7), (0.1, 8), (0.2, 10)):
         known = with_ledger(changed(runs, step=step), theirs, stepped_in=2)
-        keeper.turned(Tick(), known if at_s else runs, now_s + 1 + at_s)
+        keeper.turned(known if at_s else runs, now_s + 1 + at_s)
     assert "redo" not in keeper.published(runs).ranks_ms
 
 
@@ -145,9 +146,9 @@ def test_the_time_in_which_no_agent_ran_was_spent_waiting() -> None:
     theirs = Ledger(until_ms=int(time.time() * 1000) - 100_000, step=9, by="b.1")
     keeper, now_s = begun_now(500, 10)
     forming = agent(Stage.FORMING)
-    keeper.turned(Tick(), forming, now_s)
-    keeper.turned(Tick(), with_ledger(forming, theirs), now_s)
-    keeper.turned(Tick(), with_ledger(forming, theirs), now_s)
+    keeper.turned(forming, now_s)
+    keeper.turned(with_ledger(forming, theirs), now_s)
+    keeper.turned(with_ledger(forming, theirs), now_s)
     assert keeper.published(forming).ranks_ms == pytest.approx({"waiting": 360_000, "form": 40_000}, abs=4_000)
 
 
@@ -161,9 +162,9 @@ def test_a_keeper_books_the_mean_of_what_its_workers_stood_still_for_a_snapshot(
         return page.read()
 
     keeper, now_s = begun_now()
-    keeper.turned(Tick(), agent(Stage.RUNNING, step=3), now_s)
+    keeper.turned(agent(Stage.RUNNING, step=3), now_s)
     keeper.looked({1: beat(0.2, 0.1), 2: beat(0.1, 0.0)})
-    keeper.turned(Tick(), agent(Stage.RUNNING, step=4), now_s + 1)
+    keeper.turned(agent(Stage.RUNNING, step=4), now_s + 1)
     booked = keeper.published(agent(Stage.RUNNING)).ranks_ms
     assert (booked.keys(), booked["checkpoint"]) == ({"checkpoint", "stepping"}, 800)
     assert booked["stepping"] == pytest.approx(3200, abs=8)
@@ -172,8 +173,8 @@ def test_a_keeper_books_the_mean_of_what_its_workers_stood_still_for_a_snapshot(
 def test_the_exchange_of_state_begins_when_a_worker_reports_its_group() -> None:
     keeper, now_s = begun_now()
     forming = agent(Stage.FORMING)
-    keeper.turned(Tick(), forming, now_s)
-    keeper.turned(WorkerFormed(0, 1, 2), forming, now_s + 1)
-    keeper.turned(Tick(), forming, now_s + 3)
+    keeper.turned(forming, now_s)
+    keeper.turned(agent(Stage.FORMING, group=2), now_s + 1)
+    keeper.turned(agent(Stage.FORMING, group=2), now_s + 3)
     booked = keeper.published(forming).ranks_ms
     assert (booked["form"], booked["sync"]) == (pytest.approx(4000, abs=8), pytest.approx(8000, abs=8))

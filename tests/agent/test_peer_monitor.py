@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from support.jobs import generation, member, place, policy, view
 
-from elastic.agent.peers.peers import LINES_PER_S, PeerMonitor
+from elastic.agent.peers.peers import CONNECTIONS_PER_S, PeerMonitor
 from elastic.recovery.machine.model import Agent, changed
 
 NODES = [f"n{i}" for i in range(200)]
@@ -30,30 +30,30 @@ def agent(*nodes: str) -> Agent:
 def test_peer_monitor_with_full_view_updates_watches_at_once_and_only_on_change() -> None:
     seen, before = Seen(), Agent(POLICY)
     lookout, there = PeerMonitor(seen), agent(*NODES)  # type: ignore[arg-type]
-    lookout.turned(before, there, True, 10.0)
+    lookout.after_turn(before, there, True, 10.0)
     assert len(seen.watched) == 1
     assert {"n149", "n151", "n0"} <= seen.watched[0]
     assert seen.known == {f"{node}.1" for node in NODES}, "any of them may connect"
     for now_s in (10.1, 20.0, 30.0):
-        lookout.turned(there, there, True, now_s)
+        lookout.after_turn(there, there, True, now_s)
     assert len(seen.watched) == 1
     found = changed(there, dead=frozenset({("n151", "n151.1")}))
-    lookout.turned(there, found, True, 31.0)
+    lookout.after_turn(there, found, True, 31.0)
     assert "n151" not in seen.watched[-1]
 
 
 def test_peer_monitors_of_a_large_job_stagger_their_connections() -> None:
-    limit_s = len(NODES) / LINES_PER_S
+    limit_s = len(NODES) / CONNECTIONS_PER_S
     there = agent(*NODES)
     begun = [(PeerMonitor(seen), seen) for seen in (Seen() for _ in range(60))]  # type: ignore[arg-type]
     for lookout, _ in begun:
-        lookout.turned(Agent(POLICY), there, False, 10.0)
+        lookout.after_turn(Agent(POLICY), there, False, 10.0)
     at_once = sum(len(seen.watched) for _, seen in begun)
     for lookout, _ in begun:
-        lookout.turned(there, there, False, 10.0 + limit_s / 2)
+        lookout.after_turn(there, there, False, 10.0 + limit_s / 2)
     half = sum(len(seen.watched) for _, seen in begun)
     for lookout, _ in begun:
-        lookout.turned(there, there, False, 10.0 + limit_s)
+        lookout.after_turn(there, there, False, 10.0 + limit_s)
     assert at_once < 5
     assert 5 < half < 55
     assert all(len(seen.watched) == 1 for _, seen in begun)

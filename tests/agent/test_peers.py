@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 from support.wait import eventually, holds
+from support.watching import watching
 
 from elastic.agent.peers import peers as peers_module
 from elastic.agent.peers.peers import Peers
@@ -25,14 +26,14 @@ def deaths() -> queue.SimpleQueue[tuple[str, str, str]]:
 
 @pytest.fixture
 def watcher(deaths: queue.SimpleQueue[tuple[str, str, str]]) -> Iterator[Peers]:
-    peers = Peers("watcher", lambda *dead: deaths.put(dead))
+    peers = watching("watcher", deaths.put)
     peers.start()
     yield peers
     peers.close()
 
 
 def other(incarnation: str) -> Peers:
-    peers = Peers(incarnation, lambda *_: None)
+    peers = watching(incarnation)
     peers.start()
     return peers
 
@@ -40,7 +41,7 @@ def other(incarnation: str) -> Peers:
 def test_a_closed_port_is_a_death(watcher: Peers, deaths: queue.SimpleQueue[tuple[str, str, str]]) -> None:
     peer = other("one")
     watcher.watch({("n1", "one"): ("127.0.0.1", peer.port)})
-    eventually(lambda: any(line.connected for line in watcher._lines.values()), 5.0)
+    eventually(lambda: any(line.connected for line in watcher._connections.values()), 5.0)
     peer.close()
     node, incarnation, evidence = deaths.get(timeout=30.0)
     assert (node, incarnation) == ("n1", "one")
@@ -57,9 +58,9 @@ def test_another_agent_on_the_port_is_a_death(watcher: Peers, deaths: queue.Simp
 def test_a_peer_no_longer_watched_may_end(watcher: Peers, deaths: queue.SimpleQueue[tuple[str, str, str]]) -> None:
     peer = other("one")
     watcher.watch({("n1", "one"): ("127.0.0.1", peer.port)})
-    eventually(lambda: any(line.connected for line in watcher._lines.values()), 5.0)
+    eventually(lambda: any(line.connected for line in watcher._connections.values()), 5.0)
     watcher.watch({})
-    eventually(lambda: not watcher._lines, 5.0)
+    eventually(lambda: not watcher._connections, 5.0)
     peer.close()
     holds(deaths.empty, 0.3)
 
@@ -81,7 +82,7 @@ def test_peer_with_one_refusing_address_of_several_is_not_reported_dead(
     peer = other("one")
     resolves_to(monkeypatch, ("127.0.0.1", refusing()), ("127.0.0.1", peer.port))
     watcher.watch({("n1", "one"): ("name", 1)})
-    eventually(lambda: any(line.connected for line in watcher._lines.values()), 5.0)
+    eventually(lambda: any(line.connected for line in watcher._connections.values()), 5.0)
     assert deaths.empty()
     resolves_to(monkeypatch, ("127.0.0.1", refusing()), ("127.0.0.1", peer.port))
     peer.close()
@@ -128,7 +129,7 @@ class Exhausted:
 
 
 def test_no_descriptors_left_is_waited_out() -> None:
-    peers = Peers("one", lambda *_: None)
+    peers = watching("one")
     peers._listener = exhausted = Exhausted(peers._listener)  # type: ignore[assignment]
     peers.start()
     try:
@@ -157,7 +158,7 @@ def looker(heard: Heard, monkeypatch: pytest.MonkeyPatch) -> Iterator[Peers]:
     monkeypatch.setattr(peers_module, "RETRY_S", 0.1)
     monkeypatch.setattr(peers_module, "CONNECT_S", 0.2)
     monkeypatch.setattr(peers_module, "HOLD_S", 0.2)
-    peers = Peers("looker", lambda *dead: heard.put(("dead", *dead[1:])), lambda *said: heard.put(said))
+    peers = watching("looker", lambda dead: heard.put(("dead", *dead[1:])), heard.put)
     peers.start()
     yield peers
     peers.close()
@@ -214,13 +215,15 @@ def test_peer_that_never_answers_is_reported_unreachable_once(looker: Peers, hea
     node, incarnation, evidence = heard.get(timeout=30.0)
     assert (node, incarnation) == ("n1", "one")
     assert "no answer from 127.0.0.1" in evidence
-    eventually(lambda: looker._lines["n1", "one"].misses >= len(peers_module.DIALS_S) + 3, 5.0)
+    eventually(lambda: looker._connections["n1", "one"].misses >= len(peers_module.DIALS_S) + 3, 5.0)
     assert heard.empty(), "said once"
 
 
 def test_silence_is_not_a_death(looker: Peers, heard: Heard, deaf: Deaf) -> None:
     looker.watch({("n1", "one"): deaf.address})
-    eventually(lambda: looker._lines and looker._lines["n1", "one"].misses >= len(peers_module.DIALS_S) + 3, 5.0)
+    eventually(
+        lambda: looker._connections and looker._connections["n1", "one"].misses >= len(peers_module.DIALS_S) + 3, 5.0
+    )
     assert heard.get(timeout=30.0)[0] == "n1"
     assert heard.empty(), "no death"
 
@@ -239,7 +242,7 @@ def test_a_line_that_does_not_hold_is_not_enough(
     looker.watch({("n1", "one"): deaf.address})
     assert heard.get(timeout=30.0)[2]
     deaf.hear(b"one")
-    line = looker._lines["n1", "one"]
+    line = looker._connections["n1", "one"]
     eventually(lambda: line.connected and line.deadline_s < float("inf"), 5.0)
     deaf.taken[-1].close()
     deaf.hear(b"one")
@@ -253,7 +256,7 @@ def test_a_line_without_a_hello_is_not_enough(looker: Peers, heard: Heard, deaf:
     looker.watch({("n1", "one"): deaf.address})
     assert heard.get(timeout=30.0)[2]
     deaf.hear(b"")
-    line = looker._lines["n1", "one"]
+    line = looker._connections["n1", "one"]
     eventually(lambda: line.connected, 5.0)
     assert line.deadline_s == float("inf"), "it waits for the hello"
     assert line.unreachable
@@ -263,14 +266,14 @@ def test_a_line_without_a_hello_is_not_enough(looker: Peers, heard: Heard, deaf:
 def test_a_frozen_process_can_be_reached(looker: Peers, heard: Heard) -> None:
     with socket.create_server(("127.0.0.1", 0)) as frozen:
         looker.watch({("n1", "one"): frozen.getsockname()})
-        eventually(lambda: any(line.connected for line in looker._lines.values()), 5.0)
-        (line,) = looker._lines.values()
+        eventually(lambda: any(line.connected for line in looker._connections.values()), 5.0)
+        (line,) = looker._connections.values()
         assert line.deadline_s == float("inf"), "nothing is expected of it by any time"
         assert heard.empty()
 
 
 def test_peer_connection_hold_time_doubles_after_each_loss_up_to_a_limit() -> None:
-    line = peers_module._Line(("n1", "one"), ("h", 1))
+    line = peers_module._PeerConnection(("n1", "one"), ("h", 1))
     holds_s = []
     for fall in range(1, 7):
         line.falls = fall
@@ -349,7 +352,7 @@ def test_peer_reported_dead_is_connected_to_again_while_watched(looker: Peers, h
             assert heard.get(timeout=30.0)[:2] == ("dead", "one")
         if left:
             looker.watch({})
-            eventually(lambda: not looker._lines, 5.0)
+            eventually(lambda: not looker._connections, 5.0)
         peer.listen()
         looker.watch({("n1", "one"): peer.getsockname()})
         line, _ = peer.accept()
@@ -363,10 +366,10 @@ def test_peer_connect_answered_in_time_counts_when_handled_late(heard: Heard) ->
     """A busy host: the call was answered in time, only not looked at. And calls that were not answered before it do not
     count any more."""
     with socket.create_server(("127.0.0.1", 0)) as there:
-        peers = Peers("late", lambda *_: None, lambda *said: heard.put(said))
+        peers = watching("late", on_reach=heard.put)
         peers._wanted = {("n1", "one"): there.getsockname()}
         peers._reconcile()
-        line = peers._lines["n1", "one"]
+        line = peers._connections["n1", "one"]
         assert line.sock is not None
         select.select([], [line.sock], [], 5.0)
         line.deadline_s, line.misses = time.monotonic() - 1.0, 3
@@ -380,11 +383,11 @@ def test_peer_connect_answered_in_time_counts_when_handled_late(heard: Heard) ->
 def test_a_call_that_is_reset_is_made_again_soon(heard: Heard) -> None:
     """As when it gets to an agent that is just being killed, and is looked at only then: its death is not to be known
     a second later for it."""
-    peers = Peers("late", lambda *dead: heard.put(dead))
+    peers = watching("late", heard.put)
     with socket.create_server(("127.0.0.1", 0)) as there:
         peers._wanted = {("n1", "one"): there.getsockname()}
         peers._reconcile()
-        line = peers._lines["n1", "one"]
+        line = peers._connections["n1", "one"]
         taken, _ = there.accept()
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         taken.close()
@@ -400,8 +403,8 @@ def test_a_call_that_is_reset_is_made_again_soon(heard: Heard) -> None:
 
 
 def test_peer_that_resets_every_connection_is_retried_after_a_pause() -> None:
-    peers = Peers("late", lambda *_: None)
-    line = peers_module._Line(("n1", "one"), ("127.0.0.1", 1))
+    peers = watching("late")
+    line = peers_module._PeerConnection(("n1", "one"), ("127.0.0.1", 1))
     for _ in range(peers_module.RESETS):
         peers._failed(line, errno.ECONNRESET)
         assert line.deadline_s < time.monotonic() + peers_module.RETRY_S / 2
@@ -468,7 +471,7 @@ def test_a_connection_that_does_not_say_whose_it_is_is_closed(watcher: Peers, mo
 def test_connections_of_strangers_are_limited_and_displace_no_watched_peer(
     watcher: Peers, deaths: queue.SimpleQueue[tuple[str, str, str]], monkeypatch: pytest.MonkeyPatch, hello: bytes
 ) -> None:
-    monkeypatch.setattr(peers_module, "STRANGERS", 4)
+    monkeypatch.setattr(peers_module, "MAX_UNKNOWN", 4)
     peer = other("one")
     peer.watch({("n0", "watcher"): ("127.0.0.1", watcher.port)})
     watcher.watch({("n1", "one"): ("127.0.0.1", peer.port)})
@@ -488,7 +491,7 @@ def test_connections_of_strangers_are_limited_and_displace_no_watched_peer(
 
 def test_no_place_of_the_generation_is_a_stranger(watcher: Peers, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the first node of a large job drains, all others connect to it, and it watches few of them."""
-    monkeypatch.setattr(peers_module, "STRANGERS", 4)
+    monkeypatch.setattr(peers_module, "MAX_UNKNOWN", 4)
     places = [f"one-{i}" for i in range(12)]
     watcher.watch({}, frozenset(places))
     lines = [dial(watcher.port, place.encode()) for place in places]

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from support.wait import eventually, holds
+from support.watching import watching
 
 from elastic.agent.peers import peers as peers_module
 from elastic.agent.peers import resolver as lookups_module
@@ -58,7 +59,7 @@ def deaths() -> Deaths:
 
 @pytest.fixture
 def watcher(deaths: Deaths, names: Names) -> Iterator[Peers]:
-    peers = Peers("watcher", lambda *dead: deaths.put(dead))
+    peers = watching("watcher", deaths.put)
     peers.start()
     yield peers
     names.here.set()
@@ -66,13 +67,13 @@ def watcher(deaths: Deaths, names: Names) -> Iterator[Peers]:
 
 
 def listening(incarnation: str) -> Peers:
-    peers = Peers(incarnation, lambda *_: None)
+    peers = watching(incarnation)
     peers.start()
     return peers
 
 
 def stands(watcher: Peers, node: str) -> None:
-    eventually(lambda: any(line.connected for line in watcher._lines.values() if line.id[0] == node), 5.0)
+    eventually(lambda: any(line.connected for line in watcher._connections.values() if line.id[0] == node), 5.0)
 
 
 def test_a_death_is_seen_while_the_name_of_another_is_looked_up(watcher: Peers, deaths: Deaths, names: Names) -> None:
@@ -125,7 +126,7 @@ def test_a_name_that_leads_elsewhere_by_now_is_followed(
     watcher.watch({("n1", "one"): ("127.0.0.1", port)})  # only to see that it would be a death
     assert deaths.get(timeout=30.0)[0] == "n1"
     watcher.watch({})
-    eventually(lambda: not watcher._lines, 5.0)
+    eventually(lambda: not watcher._connections, 5.0)
     silent = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("203.0.113.1", port))]
     real = socket.socket.connect_ex
 
@@ -133,8 +134,8 @@ def test_a_name_that_leads_elsewhere_by_now_is_followed(
         return 115 if address[0] == "203.0.113.1" else real(sock, address)  # EINPROGRESS, for ever
 
     monkeypatch.setattr(socket.socket, "connect_ex", connect_ex)
-    line = peers_module._Line(("n2", "two"), ("two.example", port), known=silent)
-    watcher._lines[line.id] = line
+    line = peers_module._PeerConnection(("n2", "two"), ("two.example", port), known=silent)
+    watcher._connections[line.id] = line
     watcher.watch({line.id: line.address})
     assert deaths.get(timeout=30.0)[0] == "n2"
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from support.jobs import generation, member, place, policy, view
 
-from elastic.agent.reports.status import Gauge, progress, rank_rows
+from elastic.agent.reports.status import StepRate, progress, rank_rows
 from elastic.agent.snapshots.saver import SaveStatus
 from elastic.contract.keys import ClusterKeys
 from elastic.contract.records.job_records import ProgressRecord, encode
@@ -47,9 +47,9 @@ def recorded(
     object.__setattr__(picture, "progress", ON_RECORD)
     worker = Worker(slot=0, worker_id=1, stage=stage, generation=in_generation, step=step)
     agent = changed(Agent(policy("b", nodes="1:2")), view=picture, generation=formed, workers={0: worker})
-    gauge, pool = Gauge(), NoPool()
-    gauge.loss = loss
-    return progress(agent, pool, gauge, rank_rows(agent, pool), saved or SaveStatus())  # type: ignore[arg-type]
+    step_rate, pool = StepRate(), NoPool()
+    step_rate.loss = loss
+    return progress(agent, pool, step_rate, rank_rows(agent, pool), saved or SaveStatus())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("stage", [Stage.STARTING, Stage.READY, Stage.FORMING])
@@ -94,23 +94,23 @@ def test_the_loss_is_that_of_the_lowest_rank_whichever_slot_has_it(
     agent = changed(
         Agent(policy("a", slots=2)), view=view(member("a"), formed=formed), generation=formed, workers=workers
     )
-    gauge, pool = Gauge(), NoPool()
-    gauge.loss = 0.25
+    step_rate, pool = StepRate(), NoPool()
+    step_rate.loss = 0.25
     pool.processes = {7: Reporting(loss=of_rank_1), 8: Reporting(loss=of_rank_0)}
-    written = progress(agent, pool, gauge, rank_rows(agent, pool), SaveStatus())  # type: ignore[arg-type]
+    written = progress(agent, pool, step_rate, rank_rows(agent, pool), SaveStatus())  # type: ignore[arg-type]
     assert (written.step, written.loss) == (51, shown)
 
 
 def test_a_loss_that_becomes_nan_is_not_shown_as_the_last_finite_one() -> None:
     """On its page a worker that has reported none has NaN, too."""
-    gauge = Gauge()
-    gauge.show(0.5, 7)
-    gauge.show(math.nan, 8)
-    assert gauge.loss == 0.5, "worker 8 has just started"
-    gauge.show(0.25, 8)
-    gauge.show(math.nan, 8)
-    assert gauge.loss is not None
-    assert math.isnan(gauge.loss)
+    step_rate = StepRate()
+    step_rate.show(0.5, 7)
+    step_rate.show(math.nan, 8)
+    assert step_rate.loss == 0.5, "worker 8 has just started"
+    step_rate.show(0.25, 8)
+    step_rate.show(math.nan, 8)
+    assert step_rate.loss is not None
+    assert math.isnan(step_rate.loss)
 
 
 def test_the_view_carries_the_progress_record() -> None:
@@ -134,13 +134,13 @@ def test_the_view_carries_the_progress_record() -> None:
     ],
 )
 def test_the_rate_is_of_steps_that_were_made(step: int, generation: int, then: int) -> None:
-    gauge = Gauge()
+    step_rate = StepRate()
     for tenth in range(90):
-        gauge.mark(step, generation, tenth / 10)
+        step_rate.mark(step, generation, tenth / 10)
     rates = []
     for tenth in range(100):
-        gauge.mark(then + tenth // 2, 3, 9.0 + tenth / 10)
-        rates.append(gauge.per_s())
+        step_rate.mark(then + tenth // 2, 3, 9.0 + tenth / 10)
+        rates.append(step_rate.per_s())
     assert rates[0] == 0.0
     assert max(rates) == pytest.approx(5.0)
     assert rates[-1] == pytest.approx(5.0, rel=0.02)
@@ -152,6 +152,6 @@ def test_why_an_agent_leaves_is_not_what_its_job_waits_for() -> None:
     agent = changed(Agent(policy("b", nodes="1:2")), view=view(member("b"), formed=formed), generation=formed)
     gone = changed(agent, leaving="drained by root", reason="left: drained by root")
     pool = NoPool()
-    assert progress(gone, pool, Gauge(), (), SaveStatus()).waiting_for == ""  # type: ignore[arg-type]
+    assert progress(gone, pool, StepRate(), (), SaveStatus()).waiting_for == ""  # type: ignore[arg-type]
     waits = changed(agent, reason="1 of 2 nodes")
-    assert progress(waits, pool, Gauge(), (), SaveStatus()).waiting_for == "1 of 2 nodes"  # type: ignore[arg-type]
+    assert progress(waits, pool, StepRate(), (), SaveStatus()).waiting_for == "1 of 2 nodes"  # type: ignore[arg-type]

@@ -18,7 +18,6 @@ from elastic.contract.records.rank_records import RanksRecord, every_s
 from elastic.contract.step_parts import StepParts
 from elastic.contract.worker.beat import PAGE_BYTES, Beat, BeatPage, Doing
 from elastic.recovery.facts.transitions import Stage
-from elastic.recovery.machine.events import Tick, WorkerFormed
 from elastic.recovery.machine.model import Agent, Worker, changed
 from elasticd.diagnosis import goodput
 
@@ -41,9 +40,9 @@ def played(*turns: tuple[Agent, int]) -> list[dict[str, int]]:
     """Of each slot bucket -> ms, after each of `turns`: what the agent was, and for how many ms."""
     ledgers, now_ms = RankLedgers(0), 0
     for known, lasted_ms in turns:
-        ledgers.turned(Tick(), known, now_ms)
+        ledgers.turned(known, now_ms)
         now_ms += lasted_ms
-    ledgers.turned(Tick(), turns[-1][0], now_ms)
+    ledgers.turned(turns[-1][0], now_ms)
     rows = record(ledgers, turns[-1][0]).ranks
     return [{**row.ranks_ms, **({"open": row.open_ms} if row.open_ms else {})} for row in rows]
 
@@ -85,7 +84,7 @@ def test_every_millisecond_of_every_rank_is_in_exactly_one_bucket(
         now_ms += passed_ms
         stalled_s += stall_s
         ledgers.looked({1: page(stalled_s), 2: page(stalled_s / 2)})
-        ledgers.turned(Tick(), known, now_ms)
+        ledgers.turned(known, now_ms)
         told = record(ledgers, known)
         assert {row.slot for row in told.ranks} == {0, 1}
         for row in told.ranks:
@@ -120,10 +119,10 @@ def test_the_accounts_of_all_ranks_of_all_nodes_sum_to_the_time_of_all_ranks(
         for known, passed_ms, stall_s, _ in turns:
             now_ms += passed_ms
             ledgers.looked({1: page(stall_s)})
-            ledgers.turned(Tick(), known, now_ms)
+            ledgers.turned(known, now_ms)
         now_ms = max(now_ms, began_ms)
-        ledgers.turned(Tick(), STEPS, now_ms + 3)  # within a step: nothing of it is in a bucket yet
-        ledgers.turned(Tick(), STEPS, now_ms + 7)
+        ledgers.turned(STEPS, now_ms + 3)  # within a step: nothing of it is in a bucket yet
+        ledgers.turned(STEPS, now_ms + 7)
         told[name] = msgspec.structs.replace(record(ledgers, turns[-1][0]), node=name)
     lasted_ms = sum(row.until_ms - row.since_ms for one in told.values() for row in one.ranks)
     summed = goodput.summed(told, told.get("a"), each=each, still=False)
@@ -157,17 +156,19 @@ def test_a_slot_without_a_rank_waits_for_one_and_is_idle_when_the_job_is_over() 
 
 def test_the_exchange_of_state_of_one_rank_begins_when_its_own_group_stands() -> None:
     ledgers, forming = RankLedgers(0), agent(Stage.FORMING, Stage.FORMING)
-    ledgers.turned(Tick(), forming, 0)
-    ledgers.turned(WorkerFormed(0, 1, 2), forming, 10)
-    ledgers.turned(Tick(), forming, 50)
+    ledgers.turned(forming, 0)
+    stands = msgspec.structs.replace(forming.local.workers[0], formed=2)
+    forming = changed(forming, workers={**forming.local.workers, 0: stands})
+    ledgers.turned(forming, 10)
+    ledgers.turned(forming, 50)
     assert [row.ranks_ms for row in record(ledgers, forming).ranks] == [{"form": 10, "sync": 40}, {"form": 50}]
 
 
 def test_an_agent_continues_the_account_of_its_predecessor_on_the_node(tmp_path: Path) -> None:
     first, runs = RankLedgers(1000), agent(Stage.RUNNING, Stage.RUNNING, step=3)
-    first.turned(Tick(), runs, 1000)
-    first.turned(Tick(), changed(runs, step=4), 1400)
-    first.turned(Tick(), changed(runs, step=4), 1500)
+    first.turned(runs, 1000)
+    first.turned(changed(runs, step=4), 1400)
+    first.turned(changed(runs, step=4), 1500)
     told = record(first, runs)
     status = {"pid": 1, "incarnation": "", "job": "job", "node": "a", "phase": "", "reason": "", "leader": True,
               "generation": 1, "etcd_ok": True, "written_wall_s": 1.0, "submitted_wall_s": 0.5}  # fmt: skip
@@ -177,8 +178,8 @@ def test_an_agent_continues_the_account_of_its_predecessor_on_the_node(tmp_path:
     assert before == told
     assert left_behind(tmp_path, 1.5) is None, "of an earlier job of the same name"
     second = RankLedgers(2500, before)
-    second.turned(Tick(), agent(Stage.STARTING, Stage.STARTING, broken=2), 2500)
-    second.turned(Tick(), agent(Stage.STARTING, Stage.STARTING, broken=2), 2600)
+    second.turned(agent(Stage.STARTING, Stage.STARTING, broken=2), 2500)
+    second.turned(agent(Stage.STARTING, Stage.STARTING, broken=2), 2600)
     row = record(second, runs).ranks[0]
     assert row.ranks_ms == {"stepping": 400, "detect": 100, "waiting": 1000, "form": 100}
     assert (row.since_ms, row.until_ms) == (1000, 2600)
@@ -206,7 +207,7 @@ def test_the_account_carries_what_each_rank_does_for_screens_of_other_nodes() ->
     parts = StepParts(step_s=0.1, data_s=0, compute_s=None, collectives_s=None, optimizer_s=None, snapshot_s=0)
     row = RankRow(rank=0, node="a", slot=0, pid=7, phase="computing", step=4, incarnation=1, parts=parts)
     ledgers, known = RankLedgers(0), agent(Stage.RUNNING)
-    ledgers.turned(Tick(), known, 5)
+    ledgers.turned(known, 5)
     (first, second) = ledgers.record(known, lambda rank: (), {}, (row,)).ranks
     assert first.row == msgspec.structs.replace(row, parts=None)
     assert second.row is None

@@ -7,7 +7,7 @@ import time
 import pytest
 from support.jobs import generation, place, policy
 
-from elastic.agent.reports.status import SLOW_S, Gauge, progress
+from elastic.agent.reports.status import SLOW_S, StepRate, progress
 from elastic.agent.snapshots.saver import SaveStatus
 from elastic.agent.workers.pool import Pool
 from elastic.contract.records.job_records import ProgressRecord
@@ -24,7 +24,7 @@ def waits_for(stage: Stage, since_s: float) -> ProgressRecord:
     worker = Worker(slot=0, worker_id=1, stage=stage, generation=2, since_s=time.monotonic() - since_s)
     agent = changed(Agent(policy(nodes="1:2")), generation=generation(2, [place("a"), place("b")]), workers={0: worker})
     pool: Pool = NoPool()  # type: ignore[assignment]
-    return progress(agent, pool, Gauge(), (), SaveStatus())
+    return progress(agent, pool, StepRate(), (), SaveStatus())
 
 
 @pytest.mark.parametrize(

@@ -34,14 +34,14 @@ def test_watch_scope_of_a_large_job_starts_with_head_only(members: int, sees: se
     watcher = Watcher(members)
     watcher.sight.start(watcher.seen.append, 0.0)
     assert {key for key in watcher.look() if not key.startswith("members/")} == sees
-    assert any(key.startswith("members/") for key in watcher.look()) is watcher.sight.whole
+    assert any(key.startswith("members/") for key in watcher.look()) is watcher.sight.complete
 
 
 def test_watch_scope_without_etcd_contact_starts_with_all_keys() -> None:
     watcher = Watcher(4)
     watcher.client.cut()
     watcher.sight.start(watcher.seen.append, 0.0)
-    assert watcher.sight.whole
+    assert watcher.sight.complete
 
 
 def test_watch_scope_switches_and_tracks_time_since_narrowing() -> None:
@@ -92,6 +92,6 @@ def test_a_scope_that_cannot_be_watched_now_is_chosen_again(monkeypatch: pytest.
     with monkeypatch.context() as starved:
         starved.setattr(watcher.client, "watch", fails)
         watcher.sight.choose(False, 1.0)
-    assert (watcher.sight.whole, watcher.look()) == (True, {"head/spec", "members/n0", "progress"})
+    assert (watcher.sight.complete, watcher.look()) == (True, {"head/spec", "members/n0", "progress"})
     watcher.sight.choose(False, 2.0)
-    assert (watcher.sight.whole, watcher.look()) == (False, {"head/spec"})
+    assert (watcher.sight.complete, watcher.look()) == (False, {"head/spec"})

@@ -107,7 +107,7 @@ MUTANTS = (
     Mutant("half a state is handed on", "worker.state.state_source",
            "offer.clean and offer.established:", "offer.established:"),
     Mutant("a release of an older generation is accepted", "recovery.knowledge",
-           "if event.generation != worker.generation or worker.stage not in IN_GROUP | {Stage.ABORTING}:",
+           "if message.generation != worker.generation or worker.stage not in IN_GROUP | {Stage.ABORTING}:",
            "if worker.stage not in IN_GROUP | {Stage.ABORTING}:"),
     Mutant("the death of a node that is not in the view is forgotten", "recovery.knowledge",
            "known = {m.id for m in view.members.values()} | {(p.node, p.incarnation) for p in places}",

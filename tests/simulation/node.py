@@ -1,4 +1,4 @@
-"""One virtual machine with its agent: the real recovery machine and the real registry, on virtual time."""
+"""One virtual machine with its agent: the real recovery machine and the real writer, on virtual time."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ class Node:
             leader_candidates=cluster.setting.leader_candidates,
         )
         self.stores = Stores(self)
-        self.registry = Writer(
+        self.writer = Writer(
             client,  # type: ignore[arg-type]
             cluster.keys,
             policy,
@@ -198,7 +198,7 @@ class Node:
             queue=lambda _: WriteQueue(self),
             wall=self.wall_s,
         )
-        self.registry.node = self
+        self.writer.node = self
         self.agent = Agent(policy)
         self._watch = client.watch(cluster.keys.root, self._on_view)
         self.take(Start())
@@ -370,7 +370,7 @@ class Node:
         mine, at_s = (at.step if at.step_in >= at.settled else at.reached[1]), now_s
         if known is not None and known.generation > agent.progress.reached[0]:
             mine, at_s = known.step, known.step_wall_s
-        self.registry.put_progress(
+        self.writer.put_progress(
             ProgressRecord(
                 generation=agent.formed.generation.number, world_size=agent.formed.generation.world_size,
                 step=mine, steps_per_s=0.0, loss=None, wall_s=now_s, step_wall_s=at_s,
@@ -441,11 +441,11 @@ class Node:
             case Leave():
                 self._left()
             case _:
-                self.registry.do(effect, agent.etcd.view)
+                self.writer.do(effect, agent.etcd.view)
 
     def _left(self) -> None:
         assert self._client is not None
-        self.registry.leave()
+        self.writer.leave()
         self._client.close()
         self.agent = None
         for group in self.cluster.training.groups.values():

@@ -98,10 +98,12 @@ def _event(event: events.Event) -> str:
             return f"Viewed: {view.state.phase.value}, generation {number}{broken}, members {members}"
         case events.WorkerExited(slot, worker_id, cause):
             return f"WorkerExited slot {slot} worker_id {worker_id}: {cause}"
-        case events.WorkerGroupClosed(slot, worker_id, generation, step, error):
-            return f"WorkerGroupClosed slot {slot} worker_id {worker_id}: generation {generation}, step {step}" + (
-                error and f", {error}"
-            )
+        case events.WorkerSaid(slot, worker_id, messages.GroupClosed() | messages.CollectiveFailed() as message):
+            error = f", {message.error}" if isinstance(message, messages.CollectiveFailed) else ""
+            at = f"generation {message.generation}, step {message.step}"
+            return f"WorkerGroupClosed slot {slot} worker_id {worker_id}: {at}{error}"
+        case events.WorkerSaid(slot, worker_id, message):
+            return f"Worker{type(message).__name__}(slot={slot}, worker_id={worker_id})"
         case events.Drain(reason):
             return f"Drain: {reason}"
         case _:

@@ -13,10 +13,12 @@ from simulation.cluster import Cluster, Setting
 from simulation.histories import Fault, History, draw, family, play, tardy
 from simulation.node import Node
 from simulation.run import many, silent
+from support import says
 from support.incidents import check_incident
 
 from elastic.contract.origin import Origin
 from elastic.contract.records.job_records import IncidentRecord, Phase, decode, encode
+from elastic.contract.worker.messages import CollectiveFailed, GroupClosed
 from elastic.etcd.client import Put
 from elastic.recovery.facts.transitions import Stage
 from elastic.recovery.machine.events import (
@@ -24,8 +26,7 @@ from elastic.recovery.machine.events import (
     GroupStuck,
     PeerReachable,
     PeerUnreachable,
-    WorkerBadNumbers,
-    WorkerGroupClosed,
+    WorkerSaid,
 )
 from elastic.recovery.workers.announce import SAVE_S
 
@@ -425,7 +426,7 @@ def test_bad_numbers_that_are_reported_late_do_not_break_the_generation_that_goe
         if event is None and formed is not None and formed.restore == "snapshot":
             worker = late.agent.local.workers[0]
             assert worker.generation == 1, "it is still in the generation with the bad numbers"
-            event = WorkerBadNumbers(0, worker.worker_id, 1, cluster.judge.top[1], "bad loss", "loss is nan", (2,))
+            event = says.bad_numbers(0, worker.worker_id, 1, cluster.judge.top[1], "bad loss", "loss is nan", (2,))
             late.take(event)
         elif event is None:
             cluster.clock.after(0.0005, poll)
@@ -891,7 +892,8 @@ def test_a_failed_collective_says_nothing_of_steps_that_were_given_up_before(mon
     cluster, soon = left_out_and_set_back(), Node.soon
 
     def slow(node: Node, event: Event, worker_id: int = 0) -> None:
-        late_s = 0.5 if isinstance(event, WorkerGroupClosed) and node.name != "n2" else 0.0
+        closed = isinstance(event, WorkerSaid) and isinstance(event.message, GroupClosed | CollectiveFailed)
+        late_s = 0.5 if closed and node.name != "n2" else 0.0
         cluster.clock.after(late_s, soon, node, event, worker_id) if late_s else soon(node, event, worker_id)
 
     monkeypatch.setattr(Node, "soon", slow)

@@ -10,21 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from support import says
+
 from elastic.contract.origin import Origin
 from elastic.contract.records.job_records import WorkerError
 from elastic.contract.worker import messages
 from elastic.recovery.machine.events import (
     CheckpointSaved,
     Event,
-    WorkerBadNumbers,
-    WorkerDone,
     WorkerExited,
-    WorkerFormed,
-    WorkerGroupClosed,
-    WorkerManaged,
-    WorkerReady,
-    WorkerStepping,
-    WorkerSynced,
     WorkerUnhealthy,
 )
 from elastic.worker.link.session import LATE_S
@@ -109,7 +103,7 @@ class Worker:
                     self._let_go_of(self.group)
                 elif self.doing == "arriving" and self.group is None:  # it still dials
                     self.doing = "idle"
-                    self.say(WorkerGroupClosed(self.slot, self.worker_id, generation, self.version[1], between=True))
+                    self.say(says.group_closed(self.slot, self.worker_id, generation, self.version[1], between=True))
                     self.look()
             case messages.StopAtStep(generation=generation, at_step=at_step):
                 self.leave = (generation, at_step)
@@ -169,13 +163,13 @@ class Worker:
         if self.stopped:
             self.node.cluster.clock.after(1.0, self.calls_run)
         elif self.alive:
-            self.say(WorkerManaged(self.slot, self.worker_id))
+            self.say(says.managed(self.slot, self.worker_id))
             self.node.cluster.clock.after(self.node.cluster.delay(0.05, self.node.cluster.setup_s), self.ready)
 
     def ready(self) -> None:
         if self.doing == "setup" and not self.stopped:
             self.doing = "idle"
-            self.say(WorkerReady(self.slot, self.worker_id))
+            self.say(says.ready(self.slot, self.worker_id))
         elif self.doing == "setup":
             self.node.cluster.clock.after(1.0, self.ready)
 
@@ -274,7 +268,7 @@ class Group:
                 self.phase = "syncing"
                 for worker in self.ranks.values():
                     worker.doing = "syncing"
-                    worker.say(WorkerFormed(worker.slot, worker.worker_id, self.generation))
+                    worker.say(says.formed(worker.slot, worker.worker_id, self.generation))
                 self._choose()
             case "syncing":
                 self._run()
@@ -352,7 +346,7 @@ class Group:
             worker.doing, worker.whole, worker.established = "running", True, True
             worker.version, worker.chain = self.version, self.chain
             synced = self.generation, self.version[1], self.origin, str(self.origin), self.reached
-            worker.say(WorkerSynced(worker.slot, worker.worker_id, *synced))
+            worker.say(says.synced(worker.slot, worker.worker_id, *synced))
         self._leavers()
         if self.phase == "running":
             self._work_or_finish()
@@ -365,7 +359,7 @@ class Group:
                 training.save_last(self)
             for worker in self.ranks.values():
                 worker.doing = "done"
-                worker.say(WorkerDone(worker.slot, worker.worker_id, self.generation, self.version[1]))
+                worker.say(says.done(worker.slot, worker.worker_id, self.generation, self.version[1]))
             return
         slower_s, training.slower_s = training.slower_s, 0.0
         self._next(training.step_s + slower_s)
@@ -385,14 +379,14 @@ class Group:
             training.cluster.deaths[self.ranks[0].node.name] += 1
             training.cluster.died_s.append(training.cluster.clock.now_s)
             self.ranks[0].say(
-                WorkerBadNumbers(
+                says.bad_numbers(
                     self.ranks[0].slot, self.ranks[0].worker_id, self.generation, step, "bad loss", "loss is nan", (0,)
                 )
             )
         if self.fresh:
             self.fresh = False
             for worker in self.ranks.values():
-                worker.say(WorkerStepping(worker.slot, worker.worker_id, self.generation, step))
+                worker.say(says.stepping(worker.slot, worker.worker_id, self.generation, step))
         if self.yields or self.stop:
             self._leavers()
         if self.phase == "running":
@@ -445,7 +439,7 @@ class Group:
             worker.doing = "idle"
             at = self.generation, worker.version[1]
             said = {"between": between and not error, "clean": worker.whole}
-            worker.say(WorkerGroupClosed(worker.slot, worker.worker_id, *at, error, **said))
+            worker.say(says.group_closed(worker.slot, worker.worker_id, *at, error, **said))
             cluster.clock.after(0.001, worker.look)
 
     def leave_late(self, worker: Worker) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from support import says
 from support.jobs import Machine, broken, generation, member, place, policy, view
 
 from elastic.contract.job.spec import JobSpec
@@ -14,15 +15,11 @@ from elastic.recovery.machine.events import (
     Progress,
     Start,
     Viewed,
-    WorkerBadNumbers,
-    WorkerReady,
-    WorkerStepping,
-    WorkerSynced,
 )
 
 SPEC = JobSpec(name="job", script="train.py", nodes="1:2", on_bad_numbers="stop")
 FORMED = generation(1, [place("b"), place("a")])
-OURS = WorkerBadNumbers(0, 1, 1, 13, "bad loss", "loss is nan", (1,))
+OURS = says.bad_numbers(0, 1, 1, 13, "bad loss", "loss is nan", (1,))
 """We are a, with rank 1; b leads."""
 OURS_SAID = "bad loss on rank 1 at step 13: loss is nan"
 
@@ -43,9 +40,9 @@ def failed(by: BrokenRecord, phase: Phase = Phase.FAILED, reason: str | None = N
 @pytest.fixture
 def machine() -> Machine:
     machine = Machine(policy(spec=SPEC))
-    machine.take(Start(), Joined(), WorkerReady(0, 1))
+    machine.take(Start(), Joined(), says.ready(0, 1))
     machine.take(Viewed(view(member("a", 1), member("b", 2), spec=SPEC, formed=FORMED), True))
-    machine.take(WorkerSynced(0, 1, 1, 7), WorkerStepping(0, 1, 1, 8), Progress(1, 8, 0.1))
+    machine.take(says.synced(0, 1, 1, 7), says.stepping(0, 1, 1, 8), Progress(1, 8, 0.1))
     return machine
 
 
@@ -95,8 +92,8 @@ def test_a_late_report_belongs_to_its_generation_if_the_job_goes_back_already(re
     """Otherwise the generation after it goes on from the bad numbers."""
     spec = msgspec.structs.replace(SPEC, on_bad_numbers="rollback")
     machine, members = Machine(policy(spec=spec)), (member("a", 1), member("b", 2))
-    machine.take(Start(), Joined(), WorkerReady(0, 1), Viewed(view(*members, spec=spec, formed=FORMED), True))
-    machine.take(WorkerSynced(0, 1, 1, 7), WorkerStepping(0, 1, 1, 8), Progress(1, 8, 0.1))
+    machine.take(Start(), Joined(), says.ready(0, 1), Viewed(view(*members, spec=spec, formed=FORMED), True))
+    machine.take(says.synced(0, 1, 1, 7), says.stepping(0, 1, 1, 8), Progress(1, 8, 0.1))
     first = msgspec.structs.replace(theirs(13), rollback=True)
     machine.take(Viewed(view(*members, spec=spec, formed=FORMED, failed=first), True))
     next_one = generation(2, [place("b"), place("a")], restore=restore)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import msgspec
 import pytest
+from support import says
 from support.jobs import member, view
 from unit.test_recovery import SPEC, Watched
 
@@ -13,7 +14,7 @@ from elastic.contract.records.job_records import BrokenRecord, JobState, Phase, 
 from elastic.recovery.facts.restart_budget import charge
 from elastic.recovery.facts.view import JobView
 from elastic.recovery.machine.effects import PutState
-from elastic.recovery.machine.events import Joined, Start, Viewed, WorkerExited, WorkerReady
+from elastic.recovery.machine.events import Joined, Start, Viewed, WorkerExited
 from elastic.recovery.machine.model import Agent
 
 EMPTY = view(member("a", 1, ready=()), spec=SPEC)
@@ -59,7 +60,7 @@ def test_agent_charges_a_setup_failure_of_all_its_workers_once_per_round() -> No
                 machine.see(shown(state, revision))
         machine.wait(SPEC.restarts.backoff_max_s)
     assert counted == [1, 0] * 3
-    machine.take(*(WorkerReady(1, machine.worker_id(1)) for _ in range(2)))
+    machine.take(*(says.ready(1, machine.worker_id(1)) for _ in range(2)))
     assert fail(machine)
 
 

@@ -4,6 +4,7 @@ etcd must not go on alone in turns, each over the other's steps."""
 from __future__ import annotations
 
 import pytest
+from support import says
 from support.jobs import Machine, broken, generation, member, place, policy, view
 
 from elastic.contract.job.spec import JobSpec
@@ -18,9 +19,6 @@ from elastic.recovery.machine.events import (
     Progress,
     Start,
     Viewed,
-    WorkerReady,
-    WorkerStepping,
-    WorkerSynced,
 )
 
 SPEC = JobSpec(name="job", script="train.py", nodes="1:2")
@@ -41,8 +39,8 @@ class Stepping(Machine):
 
     def __init__(self) -> None:
         super().__init__(policy("b", spec=SPEC))
-        self.take(Start(), Joined(), WorkerReady(0, 1), Viewed(picture(BOTH), True))
-        self.take(WorkerSynced(0, 1, 1, 7), WorkerStepping(0, 1, 1, 8), Progress(1, 8, 0.1))
+        self.take(Start(), Joined(), says.ready(0, 1), Viewed(picture(BOTH), True))
+        self.take(says.synced(0, 1, 1, 7), says.stepping(0, 1, 1, 8), Progress(1, 8, 0.1))
 
 
 def published(effects: list[Effect]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import msgspec
+from support import says
 from support.jobs import generation, member, place, policy, view
 
 from elastic.contract.job.spec import JobSpec
@@ -31,8 +32,6 @@ from elastic.recovery.machine.events import (
     Tick,
     Viewed,
     WorkerExited,
-    WorkerManaged,
-    WorkerReady,
     WorkerStarted,
 )
 from elastic.recovery.machine.model import Agent
@@ -90,32 +89,32 @@ def test_agent_is_ready_once_it_knows_that_the_job_is_plain_on_other_nodes() -> 
 
 def test_worker_calling_run_keeps_its_process_and_forms_its_generation() -> None:
     machine = started()
-    effects = machine.take(WorkerManaged(0, 1))
+    effects = machine.take(says.managed(0, 1))
     assert machine.agent.policy.managed
     assert machine.stages() == [Stage.STARTING, Stage.STARTING], "the other one has still to say so"
     (put,) = [e for e in effects if isinstance(e, PutMember)]
     assert put.record.managed
     assert put.record.ready == (0, 1), "they have their ranks"
-    assert forms(machine.take(WorkerReady(0, 1))) == [(0, 2)]
-    assert forms(machine.take(WorkerManaged(1, 2), WorkerReady(1, 2))) == [(1, 3)]
+    assert forms(machine.take(says.ready(0, 1))) == [(0, 2)]
+    assert forms(machine.take(says.managed(1, 2), says.ready(1, 2))) == [(1, 3)]
 
 
 def test_workers_in_setup_stay_ready_when_the_job_may_shrink() -> None:
     machine = started(on_loss="shrink")
-    (put,) = [e for e in machine.take(WorkerManaged(0, 1)) if isinstance(e, PutMember)]
+    (put,) = [e for e in machine.take(says.managed(0, 1)) if isinstance(e, PutMember)]
     assert put.record.ready == (0, 1)
 
 
 def test_worker_in_setup_keeps_its_process_when_the_generation_breaks() -> None:
     machine = started()
-    machine.take(WorkerManaged(0, 1))
+    machine.take(says.managed(0, 1))
     effects = machine.take(WorkerExited(1, 2, "killed by SIGKILL"))
     (broken,) = [e for e in effects if isinstance(e, PutBroken)]
     assert broken.record.slots == (1,)
     second = generation(2, FORMED.nodes)
     effects = machine.see(A, B, formed=second)
     assert not [e for e in effects if isinstance(e, Kill)], "its process is kept"
-    assert forms(machine.take(WorkerReady(0, 1))) == [(0, 2)]
+    assert forms(machine.take(says.ready(0, 1))) == [(0, 2)]
     assert machine.agent.local.workers[1].worker_id == 3, "and the other one is replaced"
 
 
@@ -123,7 +122,7 @@ def test_worker_that_exited_cleanly_is_forked_again_when_the_job_becomes_managed
     machine = started()
     machine.take(WorkerExited(1, 2, "exit code 0", 0))
     assert machine.stages()[1] is Stage.DONE
-    effects = machine.take(WorkerManaged(0, 1))
+    effects = machine.take(says.managed(0, 1))
     assert [e.slot for e in effects if isinstance(e, ForkWorker)] == [1]
 
 
@@ -136,8 +135,8 @@ def test_new_agent_of_a_managed_job_sets_up_its_workers_before_it_is_ready() -> 
     assert not [e for e in effects if isinstance(e, ForkPlain)]
     assert machine.agent.etcd.published is not None
     assert machine.agent.etcd.published.ready == ()
-    machine.take(WorkerManaged(0, 1), WorkerReady(0, 1))
-    (put,) = [e for e in machine.take(WorkerReady(1, 2)) if isinstance(e, PutMember)]
+    machine.take(says.managed(0, 1), says.ready(0, 1))
+    (put,) = [e for e in machine.take(says.ready(1, 2)) if isinstance(e, PutMember)]
     assert put.record.ready == (0, 1)
 
 

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support import says
 from support.jobs import Machine, broken, generation, member, place, policy, view
 
 from elastic.contract.job.spec import Checkpoint, JobSpec
@@ -53,14 +54,8 @@ from elastic.recovery.machine.events import (
     Tick,
     Undrain,
     Viewed,
-    WorkerBadNumbers,
-    WorkerDone,
     WorkerExited,
-    WorkerGroupClosed,
-    WorkerReady,
     WorkerStarted,
-    WorkerStepping,
-    WorkerSynced,
     WorkerUnhealthy,
 )
 from elastic.recovery.machine.model import Agent
@@ -96,10 +91,10 @@ class Watched(Machine):
 def running(spec: JobSpec = SPEC, formed: GenerationRecord = SECOND) -> Watched:
     """A machine whose two workers step in generation 1, together with b's."""
     machine = Watched(spec)
-    machine.take(Start(), Joined(), WorkerReady(0, 1), WorkerReady(1, 2))
+    machine.take(Start(), Joined(), says.ready(0, 1), says.ready(1, 2))
     machine.see(view(A, B, spec=spec, formed=formed))
-    machine.take(WorkerSynced(0, 1, 1, 7), WorkerSynced(1, 2, 1, 7))
-    machine.take(WorkerStepping(0, 1, 1, 8), WorkerStepping(1, 2, 1, 8), Progress(1, 8, 0.1))
+    machine.take(says.synced(0, 1, 1, 7), says.synced(1, 2, 1, 7))
+    machine.take(says.stepping(0, 1, 1, 8), says.stepping(1, 2, 1, 8), Progress(1, 8, 0.1))
     assert machine.stages() == [Stage.RUNNING, Stage.RUNNING]
     return machine
 
@@ -127,8 +122,8 @@ def test_agent_start_requests_a_lease_and_forks_a_worker_per_slot() -> None:
 def test_agent_is_ready_when_all_its_workers_are_ready() -> None:
     machine = Watched()
     machine.take(Start(), Joined())
-    assert machine.take(WorkerReady(0, 1)) == []
-    effect = only(machine.take(WorkerReady(1, 2)))
+    assert machine.take(says.ready(0, 1)) == []
+    effect = only(machine.take(says.ready(1, 2)))
     assert isinstance(effect, PutMember)
     assert effect.record.ready == (0, 1)
 
@@ -136,7 +131,7 @@ def test_agent_is_ready_when_all_its_workers_are_ready() -> None:
 def test_without_a_lease_nothing_is_put() -> None:
     machine = Watched()
     machine.take(Start())
-    assert machine.take(WorkerReady(0, 1), WorkerReady(1, 2)) == []
+    assert machine.take(says.ready(0, 1), says.ready(1, 2)) == []
     assert kinds(machine.take(Joined())) == [PutMember]
 
 
@@ -148,7 +143,7 @@ def test_a_lost_lease_is_taken_anew_and_no_worker_hears_of_it() -> None:
 
 def test_each_worker_is_told_its_place_once() -> None:
     machine = Watched()
-    machine.take(Start(), Joined(), WorkerReady(0, 1), WorkerReady(1, 2))
+    machine.take(Start(), Joined(), says.ready(0, 1), says.ready(1, 2))
     picture = view(A, B, spec=SPEC, formed=SECOND)
     forms = told(machine.see(picture))
     assert [
@@ -159,9 +154,15 @@ def test_each_worker_is_told_its_place_once() -> None:
     assert machine.see(picture) == []
 
 
+def test_the_newest_group_that_a_worker_has_formed_is_kept_and_tells_the_exchange_of_state_from_its_forming() -> None:
+    machine = running()
+    assert machine.take(says.formed(0, 1, 1), says.formed(0, 9, 3), says.formed(0, 1, 0)) == []
+    assert [worker.formed for worker in machine.agent.local.workers.values()] == [1, 0]
+
+
 def test_a_generation_without_us_is_none_of_our_workers_business() -> None:
     machine = Watched()
-    machine.take(Start(), Joined(), WorkerReady(0, 1), WorkerReady(1, 2))
+    machine.take(Start(), Joined(), says.ready(0, 1), says.ready(1, 2))
     assert told(machine.see(view(A, B, spec=SPEC, formed=generation(1, [place("b", 0, 1)])))) == []
     again = generation(2, [place("b"), place("a", 0, 1, worker_id=2)])
     assert told(machine.see(view(A, B, spec=SPEC, formed=again))) == [], "that is our successor's place"
@@ -215,7 +216,7 @@ def test_a_worker_that_cannot_be_started_is_charged_to_nobody_and_its_slot_waits
     assert lacks(machine, 0, 4)[0].record.lacks == LACKS, "the third failure of the slot in a row"  # type: ignore[union-attr]
     assert ForkWorker(0, 5) in machine.wait(1.5)
     assert machine.take(WorkerStarted(0, 5)) == []
-    back = machine.take(WorkerReady(0, 5))[0]
+    back = machine.take(says.ready(0, 5))[0]
     assert isinstance(back, PutMember)
     assert (back.record.ready, back.record.lacks) == ((0, 1), "")
 
@@ -256,9 +257,9 @@ def test_a_second_death_in_a_row_pauses_and_a_step_forgives() -> None:
     assert machine.wait(pause_s - 0.01) == []
     assert machine.wait(0.02) == [ForkWorker(0, 4)]
     calm = running()
-    calm.take(WorkerExited(0, 1, "signal SIGKILL"), WorkerReady(0, 3))
+    calm.take(WorkerExited(0, 1, "signal SIGKILL"), says.ready(0, 3))
     assert calm.agent.local.workers[0].crashes == 1
-    calm.take(WorkerStepping(0, 3, 0, 9))
+    calm.take(says.stepping(0, 3, 0, 9))
     assert calm.agent.local.workers[0].crashes == 0
 
 
@@ -282,12 +283,12 @@ def test_the_former_generation_is_the_newest_before_that_has_stepped_here() -> N
 
 def test_agent_ignores_events_of_replaced_workers() -> None:
     machine = running()
-    machine.take(WorkerExited(0, 1, "signal SIGKILL"), WorkerReady(0, 3))
+    machine.take(WorkerExited(0, 1, "signal SIGKILL"), says.ready(0, 3))
     before = machine.agent
     late = (
-        WorkerReady(0, 1), WorkerSynced(0, 1, 1, 9), WorkerStepping(0, 1, 1, 9), WorkerGroupClosed(0, 1, 1, 9, "late"),
-        WorkerDone(0, 1, 1, 9), WorkerUnhealthy(0, 1, "hang", "late"), StillBusy(0, 1), WorkerExited(0, 1, "late"),
-        WorkerBadNumbers(0, 1, 1, 9, "nan", "late", (2,)),
+        says.ready(0, 1), says.synced(0, 1, 1, 9), says.stepping(0, 1, 1, 9), says.group_closed(0, 1, 1, 9, "late"),
+        says.done(0, 1, 1, 9), WorkerUnhealthy(0, 1, "hang", "late"), StillBusy(0, 1), WorkerExited(0, 1, "late"),
+        says.bad_numbers(0, 1, 1, 9, "nan", "late", (2,)),
     )  # fmt: skip
     assert machine.take(*late) == []
     assert machine.agent == before
@@ -296,7 +297,7 @@ def test_agent_ignores_events_of_replaced_workers() -> None:
 def test_a_ready_standby_takes_the_place_and_its_successor_is_forked() -> None:
     machine = running(JobSpec(name="job", script="train.py", nodes="1:2", standby=1))
     assert machine.agent.local.standbys[0].stage is Stage.STARTING
-    machine.take(WorkerReady(-1, 3))
+    machine.take(says.ready(-1, 3))
     effects = machine.take(WorkerExited(0, 1, "signal SIGKILL"))
     assert [e for e in effects if isinstance(e, (Send, ForkWorker))][:1] == [Send(0, 3, messages.Assign(slot=0))]
     assert ForkWorker(-1, 4, standby=True) in effects
@@ -308,7 +309,7 @@ def test_a_standby_that_gets_ready_before_the_replacement_comes_first() -> None:
     machine.take(WorkerExited(1, machine.worker_id(1), "signal SIGKILL"))  # the standby is still in its set-up
     replacement = machine.worker_id(1)
     assert machine.agent.local.workers[1].stage is Stage.STARTING
-    effects = machine.take(WorkerReady(-1, 3))
+    effects = machine.take(says.ready(-1, 3))
     assert Send(1, 3, messages.Assign(slot=1)) in effects
     assert Kill(1, replacement, "a standby was ready before it") in effects
     assert (machine.worker_id(1), machine.agent.local.workers[1].stage) == (3, Stage.READY)
@@ -381,7 +382,7 @@ def test_worker_forms_the_next_generation_only_after_its_group_is_closed() -> No
     second = generation(2, [place("b", 0, 1), place("a", 0, 1)])
     orders = told(machine.see(view(A, B, spec=SPEC, formed=second)))
     assert orders == [messages.AbortGroup(generation=1, why="because")] * 2
-    forms = told(machine.take(WorkerGroupClosed(0, 1, 1, 8)))
+    forms = told(machine.take(says.group_closed(0, 1, 1, 8)))
     assert [m.generation for m in forms if isinstance(m, messages.Form)] == [2]
 
 
@@ -439,7 +440,7 @@ def test_the_record_of_an_older_generation_says_nothing_of_the_newest_one() -> N
 
 def test_failed_collective_is_reported_only_after_waiting_for_the_cause() -> None:
     machine = running()
-    assert machine.take(WorkerGroupClosed(0, 1, 1, 8, "connection reset")) == []
+    assert machine.take(says.group_closed(0, 1, 1, 8, "connection reset")) == []
     assert machine.wait(SUSPICION_S - 0.01) == []
     said = machine.wait(0.02)[0]
     assert isinstance(said, PutBroken)
@@ -448,7 +449,7 @@ def test_failed_collective_is_reported_only_after_waiting_for_the_cause() -> Non
 
 def test_failed_collective_is_not_reported_when_the_cause_is_on_record() -> None:
     machine = running()
-    machine.take(WorkerGroupClosed(0, 1, 1, 8, "connection reset"))
+    machine.take(says.group_closed(0, 1, 1, 8, "connection reset"))
     machine.see(view(A, B, spec=SPEC, formed=SECOND, failed=broken(1, "b", 0)))
     assert not any(isinstance(e, PutBroken) for e in machine.wait(SUSPICION_S + 1.0))
 
@@ -456,14 +457,14 @@ def test_failed_collective_is_not_reported_when_the_cause_is_on_record() -> None
 def test_letting_go_as_told_is_no_failure() -> None:
     machine = running()
     machine.see(view(A, B, spec=SPEC, formed=generation(2, SECOND.nodes)))
-    machine.take(WorkerGroupClosed(0, 1, 1, 8, "connection reset"))
+    machine.take(says.group_closed(0, 1, 1, 8, "connection reset"))
     assert machine.agent.local.suspicious_since_s is None
 
 
 def test_a_refused_value_of_the_store_is_reported_at_once_and_names_itself() -> None:
     """Also where a failed collective is on record already: that follows from it."""
     machine = running()
-    refused = WorkerGroupClosed(0, 1, 1, 8, "FormError: it", "no rank of this generation wrote: k")
+    refused = says.group_closed(0, 1, 1, 8, "FormError: it", "no rank of this generation wrote: k")
     said = machine.take(refused)[0]
     assert isinstance(said, PutBroken)
     assert (said.record.kind, said.record.detail, said.record.slots) == (
@@ -473,7 +474,9 @@ def test_a_refused_value_of_the_store_is_reported_at_once_and_names_itself() -> 
     machine.see(view(A, B, spec=SPEC, formed=SECOND, failed=broken(1, "b", kind="comm")))
     said = next(e for e in machine.take(refused) if isinstance(e, PutBroken))
     assert said.record.kind == "store"
-    assert machine.take(dataclasses.replace(refused, slot=1, worker_id=2, generation=0)) == [], "an old one"
+    assert machine.take(says.group_closed(1, 2, 0, 8, altered="no rank of this generation wrote: k")) == [], (
+        "an old one"
+    )
 
 
 def test_a_store_that_was_closed_breaks_its_own_generation_only() -> None:
@@ -487,13 +490,13 @@ def test_a_store_that_was_closed_breaks_its_own_generation_only() -> None:
 def test_letting_go_for_a_failure_that_is_known_raises_no_suspicion() -> None:
     machine = running()
     machine.see(view(A, B, spec=SPEC, formed=SECOND, failed=broken(1, "b", 0)))
-    machine.take(WorkerGroupClosed(0, 1, 1, 8, "connection reset"))
+    machine.take(says.group_closed(0, 1, 1, 8, "connection reset"))
     assert machine.agent.local.suspicious_since_s is None
 
 
 def test_worker_that_closed_its_group_without_failure_gets_an_uncharged_report() -> None:
     machine = running()
-    machine.take(WorkerGroupClosed(0, 1, 1, 8))
+    machine.take(says.group_closed(0, 1, 1, 8))
     assert machine.wait(IDLE_S - 0.01) == []
     said = machine.wait(0.02)[0]
     assert isinstance(said, PutBroken)
@@ -642,7 +645,7 @@ def test_agent_without_lease_or_connection_does_not_publish() -> None:
 def test_restarted_agent_not_yet_in_the_view_does_not_publish() -> None:
     """Started anew, and a picture from before: it shows the agent that was here, and led."""
     machine = Watched()
-    machine.take(Start(), Joined(), WorkerReady(0, 1), WorkerReady(1, 2))
+    machine.take(Start(), Joined(), says.ready(0, 1), says.ready(1, 2))
     before, now = member("a", 1, worker_id=0, ready=(0, 1)), member("a", 3, ready=(0, 1))
     formed = generation(1, [place("a", 0, 1, worker_id=0), place("b", 0, 1)])
     failed = broken(1, "b", 0)
@@ -735,7 +738,7 @@ def test_stuck_group_is_reported_once_and_aborted_without_a_kill() -> None:
 
 def numbers(mode: str) -> list[Effect]:
     machine = running(JobSpec(name="job", script="train.py", nodes="1:2", on_bad_numbers=mode))  # type: ignore[arg-type]
-    return machine.take(WorkerBadNumbers(0, 1, 1, 9, "nan", "loss is nan", (2,)))
+    return machine.take(says.bad_numbers(0, 1, 1, 9, "nan", "loss is nan", (2,)))
 
 
 def test_bad_numbers_policy_stops_rolls_back_or_ignores() -> None:
@@ -751,7 +754,7 @@ def test_bad_numbers_policy_stops_rolls_back_or_ignores() -> None:
     assert (said.record.rollback, said.record.ranks, said.record.slots) == (True, (2,), ())
     waiting = running(JobSpec(name="job", script="train.py", nodes="1:2", on_bad_numbers="stop"))
     waiting.see(view(A, B, spec=SPEC, formed=SECOND, phase=Phase.WAITING))
-    assert waiting.take(WorkerBadNumbers(0, 1, 1, 9, "nan", "loss is nan", (2,))) == []
+    assert waiting.take(says.bad_numbers(0, 1, 1, 9, "nan", "loss is nan", (2,))) == []
 
 
 @pytest.mark.parametrize("at_step", [None, 20])
@@ -760,13 +763,13 @@ def test_bad_numbers_unknown_to_the_next_generation_are_reported_again(mode: str
     """Another agent's failed collective was in etcd first, or a planned change."""
     spec = JobSpec(name="job", script="train.py", nodes="1:2", on_bad_numbers=mode)  # type: ignore[arg-type]
     machine = running(spec)
-    machine.take(WorkerBadNumbers(0, 1, 1, 9, "bad loss", "loss is nan", (2,)))
+    machine.take(says.bad_numbers(0, 1, 1, 9, "bad loss", "loss is nan", (2,)))
     formed = generation(2, SECOND.nodes, at_step=at_step)
     (said,) = [e for e in machine.see(view(A, B, spec=spec, formed=formed)) if isinstance(e, PutBroken)]
     assert (said.record.generation, said.record.kind, said.record.ranks, said.record.step) == (2, "bad loss", (2,), 9)
     assert said.record.rollback == (mode == "rollback")
     back = running(spec)
-    back.take(WorkerBadNumbers(0, 1, 1, 9, "bad loss", "loss is nan", (2,)))
+    back.take(says.bad_numbers(0, 1, 1, 9, "bad loss", "loss is nan", (2,)))
     formed = generation(2, SECOND.nodes, restore="snapshot")
     assert not [e for e in back.see(view(A, B, spec=spec, formed=formed)) if isinstance(e, PutBroken)]
 
@@ -780,7 +783,7 @@ def ended(phase: Phase, reason: str = "") -> JobView:
 
 def test_when_all_is_done_workers_finish_by_themselves_and_then_the_agent_leaves_once() -> None:
     machine = running()
-    machine.take(WorkerDone(0, 1, 1, 20), WorkerDone(1, 2, 1, 20))
+    machine.take(says.done(0, 1, 1, 20), says.done(1, 2, 1, 20))
     assert told(machine.see(ended(Phase.SUCCEEDED))) == [messages.Finish()] * 2
     assert machine.take(WorkerExited(0, 1, "exit code 0", 0)) == []
     assert only(machine.take(WorkerExited(1, 2, "exit code 0", 0))) == Leave("succeeded")
@@ -789,7 +792,7 @@ def test_when_all_is_done_workers_finish_by_themselves_and_then_the_agent_leaves
 
 def test_worker_that_does_not_exit_in_time_after_success_is_killed() -> None:
     machine = running()
-    machine.take(WorkerDone(0, 1, 1, 20), WorkerDone(1, 2, 1, 20))
+    machine.take(says.done(0, 1, 1, 20), says.done(1, 2, 1, 20))
     machine.see(ended(Phase.SUCCEEDED))
     assert machine.wait(SPEC.exit_timeout_s - 0.01) == []
     assert kinds(machine.wait(0.01)) == [Kill, Kill]
@@ -800,7 +803,7 @@ def test_workers_still_finish_by_themselves_when_the_records_of_the_job_are_remo
     """A script that saves its result after `elastic.run` needs that time, however soon after the success of its job
     its records are removed (`elasticctl forget`), or replaced by those of another job of its name."""
     machine = running()
-    machine.take(WorkerDone(0, 1, 1, 20), WorkerDone(1, 2, 1, 20))
+    machine.take(says.done(0, 1, 1, 20), says.done(1, 2, 1, 20))
     machine.see(ended(Phase.SUCCEEDED))
     gone = JobView(revision=11)
     if taken != "removed":
@@ -818,7 +821,7 @@ def test_an_agent_that_has_missed_the_end_of_its_job_does_not_take_part_in_the_n
     generation and steps would outrank those of the new job."""
     machine = Watched()
     machine.agent = Agent(msgspec.structs.replace(machine.agent.policy, submitted_wall_s=5.0))
-    machine.take(Start(), Joined(), WorkerReady(0, 1), WorkerReady(1, 2))
+    machine.take(Start(), Joined(), says.ready(0, 1), says.ready(1, 2))
     mine = SpecRecord(spec=SPEC, submitted_wall_s=5.0, submitted_by="me", submission="mine")
     if formed:
         machine.see(replace(view(A, B, formed=SECOND), spec=mine))
@@ -853,7 +856,7 @@ def test_worker_aborting_the_group_when_the_job_ends_gets_its_grace_time(phase: 
 
 def test_leader_writes_succeeded_when_all_present_nodes_are_done() -> None:
     machine = running(formed=FIRST)
-    machine.take(WorkerDone(0, 1, 1, 20), WorkerDone(1, 2, 1, 20))
+    machine.take(says.done(0, 1, 1, 20), says.done(1, 2, 1, 20))
     mine = member("a", 1, ready=(0, 1), done=1)
     assert not any(isinstance(e, PutState) for e in machine.see(view(mine, B, spec=SPEC, formed=FIRST)))
     both = view(mine, member("b", 2, ready=(0, 1), done=1), spec=SPEC, formed=FIRST)
@@ -868,7 +871,7 @@ def test_a_node_that_is_left_out_tells_whether_the_state_of_its_workers_is_consi
     machine = running()
     machine.see(view(A, B, spec=SPEC, formed=generation(2, [place("b", 0, 1)])))
     for slot, whole in enumerate(clean):
-        machine.take(WorkerGroupClosed(slot, slot + 1, 1, 8, clean=whole))
+        machine.take(says.group_closed(slot, slot + 1, 1, 8, clean=whole))
     told = machine.agent.etcd.published
     assert told is not None
     assert (told.held_generation, told.held_consistent) == (1, consistent)
@@ -880,7 +883,7 @@ def test_a_node_that_drains_tells_of_its_older_state_until_it_leaves() -> None:
     machine.take(Drain("maintenance", math.inf))
     machine.see(view(A, B, spec=SPEC, formed=generation(2, [place("b", 0, 1)], at_step=8)))
     for slot in (0, 1):
-        machine.take(WorkerGroupClosed(slot, slot + 1, 1, 8, clean=True))
+        machine.take(says.group_closed(slot, slot + 1, 1, 8, clean=True))
     told = machine.agent.etcd.published
     assert told is not None
     assert (told.draining, told.held_generation, told.held_consistent) == ("maintenance", 1, 1)
@@ -908,9 +911,9 @@ def test_a_generation_breaks_when_a_worker_dies_on_its_way_into_it(at_step: int 
 def test_a_node_whose_workers_have_made_no_step_has_no_state_to_tell_of() -> None:
     """To ask it would only make the next generation larger than its job allows."""
     machine = Watched(SPEC)
-    machine.take(Start(), Joined(), WorkerReady(0, 1), WorkerReady(1, 2))
+    machine.take(Start(), Joined(), says.ready(0, 1), says.ready(1, 2))
     machine.see(view(A, B, spec=SPEC, formed=SECOND))
-    machine.take(WorkerSynced(0, 1, 1, 0), WorkerSynced(1, 2, 1, 0))
+    machine.take(says.synced(0, 1, 1, 0), says.synced(1, 2, 1, 0))
     machine.see(view(A, B, spec=SPEC, formed=generation(2, [place("b", 0, 1)])))
     told = machine.agent.etcd.published
     assert told is not None
@@ -930,7 +933,7 @@ def test_a_node_does_not_tell_of_state_that_the_job_has_gone_back_from() -> None
 
 def test_drained_node_without_a_rank_leaves_at_once() -> None:
     machine = Watched()
-    machine.take(Start(), Joined(), WorkerReady(0, 1), WorkerReady(1, 2))
+    machine.take(Start(), Joined(), says.ready(0, 1), says.ready(1, 2))
     assert kinds(machine.take(Drain("maintenance", 1e9))) == [Kill, Kill]
     machine.take(WorkerExited(0, 1, "signal SIGTERM"))
     assert only(machine.take(WorkerExited(1, 2, "signal SIGTERM"))) == Leave("drained: maintenance")
@@ -968,8 +971,8 @@ def test_a_node_that_leaves_at_its_deadline_names_no_step_of_before_the_job_went
     machine.take(Progress(1, 100, 0.1))
     machine.take(WorkerExited(0, 1, "signal SIGKILL", step=100), WorkerExited(1, 2, "signal SIGKILL", step=100))
     machine.see(view(A, B, spec=SPEC, formed=generation(2, SECOND.nodes)))
-    machine.take(WorkerReady(0, 3), WorkerReady(1, 4))
-    machine.take(WorkerSynced(0, 3, 2, 90), WorkerSynced(1, 4, 2, 90), WorkerStepping(0, 3, 2, 91))
+    machine.take(says.ready(0, 3), says.ready(1, 4))
+    machine.take(says.synced(0, 3, 2, 90), says.synced(1, 4, 2, 90), says.stepping(0, 3, 2, 91))
     effects = machine.take(Drain("maintenance", machine.now_s))
     (said,) = [effect.record for effect in effects if isinstance(effect, PutBroken)]
     assert (said.kind, said.generation, said.step) == ("drain", 2, 91)
@@ -980,7 +983,7 @@ def test_the_last_node_stays_until_its_state_is_saved() -> None:
     machine = running(spec)
     asked = machine.take(Drain("maintenance", machine.now_s + 600.0))
     assert [(e.reason, e.stop) for e in asked if isinstance(e, SaveNow)] == [("drain: maintenance", True)]
-    machine.take(WorkerGroupClosed(0, 1, 1, 12), WorkerGroupClosed(1, 2, 1, 12), CheckpointSaved(1, 11))
+    machine.take(says.group_closed(0, 1, 1, 12), says.group_closed(1, 2, 1, 12), CheckpointSaved(1, 11))
     assert machine.agent.drain.leaving is None
     machine.take(CheckpointSaved(1, 12))
     assert machine.agent.drain.leaving == "drained: maintenance"
@@ -996,11 +999,11 @@ def test_a_checkpoint_of_the_course_that_the_job_has_gone_back_from_does_not_cou
     second = generation(2, SECOND.nodes, restore="snapshot")
     shown = view(A, B, spec=spec, formed=second, saved_step=100, saved_generation=1)
     machine.see(shown)
-    machine.take(WorkerReady(0, 3), WorkerReady(1, 4))
-    machine.take(WorkerSynced(0, 3, 2, 50), WorkerSynced(1, 4, 2, 50))
-    machine.take(WorkerStepping(0, 3, 2, 51), WorkerStepping(1, 4, 2, 51), Progress(2, 55, 0.1))
+    machine.take(says.ready(0, 3), says.ready(1, 4))
+    machine.take(says.synced(0, 3, 2, 50), says.synced(1, 4, 2, 50))
+    machine.take(says.stepping(0, 3, 2, 51), says.stepping(1, 4, 2, 51), Progress(2, 55, 0.1))
     assert any(isinstance(effect, SaveNow) for effect in machine.take(Drain("maintenance", machine.now_s + 600.0)))
-    machine.take(WorkerGroupClosed(0, 3, 2, 55), WorkerGroupClosed(1, 4, 2, 55))
+    machine.take(says.group_closed(0, 3, 2, 55), says.group_closed(1, 4, 2, 55))
     assert machine.agent.drain.leaving is None
     machine.see(replace(shown, saved_step=55, saved_generation=2, revision=11))
     assert machine.agent.drain.leaving == "drained: maintenance"
@@ -1011,7 +1014,7 @@ def test_a_checkpoint_whose_generation_is_not_on_record_counts_by_its_step() -> 
     machine = running(spec)
     machine.see(view(A, B, spec=spec, formed=SECOND, saved_step=12))
     machine.take(Drain("maintenance", machine.now_s + 600.0))
-    machine.take(WorkerGroupClosed(0, 1, 1, 12), WorkerGroupClosed(1, 2, 1, 12))
+    machine.take(says.group_closed(0, 1, 1, 12), says.group_closed(1, 2, 1, 12))
     assert machine.agent.drain.leaving == "drained: maintenance"
 
 
@@ -1066,11 +1069,11 @@ happenings: st.SearchStrategy[Event] = st.one_of(
     st.builds(LeaseLost, st.just("gone")),
     st.builds(Viewed, st.sampled_from(PICTURES), st.booleans()),
     st.builds(PublishFailed, numbers_),
-    st.builds(WorkerReady, slots, worker_ids),
-    st.builds(WorkerSynced, slots, worker_ids, numbers_, steps),
-    st.builds(WorkerStepping, slots, worker_ids, numbers_, steps),
+    st.builds(says.ready, slots, worker_ids),
+    st.builds(says.synced, slots, worker_ids, numbers_, steps),
+    st.builds(says.stepping, slots, worker_ids, numbers_, steps),
     st.builds(
-        WorkerGroupClosed,
+        says.group_closed,
         slots,
         worker_ids,
         numbers_,
@@ -1078,11 +1081,11 @@ happenings: st.SearchStrategy[Event] = st.one_of(
         st.sampled_from(["", "reset"]),
         st.sampled_from(["", "", "altered"]),
     ),
-    st.builds(WorkerDone, slots, worker_ids, numbers_, steps),
+    st.builds(says.done, slots, worker_ids, numbers_, steps),
     st.builds(WorkerExited, slots, worker_ids, st.just("signal SIGKILL")),
     st.builds(WorkerUnhealthy, slots, worker_ids, st.just("hang"), st.just("stopped")),
     st.builds(StillBusy, slots, worker_ids),
-    st.builds(WorkerBadNumbers, slots, worker_ids, numbers_, steps, st.just("nan"), st.just("nan"), st.just(())),
+    st.builds(says.bad_numbers, slots, worker_ids, numbers_, steps, st.just("nan"), st.just("nan"), st.just(())),
     st.builds(PeerDead, st.just("b"), st.just("b.1"), st.just("refused")),
     st.builds(Progress, numbers_, steps, st.sampled_from([0.0, 0.1])),
     st.builds(Drain, st.just("off"), st.floats(100.0, 200.0)),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
+from support import says
 from support.jobs import broken, generation, member, place, policy, view
 
 from elastic.contract.job.spec import JobSpec, Restarts
@@ -26,15 +27,8 @@ from elastic.recovery.machine.events import (
     StillBusy,
     Tick,
     Viewed,
-    WorkerBadNumbers,
-    WorkerDone,
     WorkerExited,
     WorkerFailed,
-    WorkerGroupClosed,
-    WorkerManaged,
-    WorkerReady,
-    WorkerStepping,
-    WorkerSynced,
     WorkerUnhealthy,
 )
 from elastic.recovery.machine.model import Agent, Worker, changed
@@ -92,12 +86,13 @@ def test_that_check_bites() -> None:
 def _events(generation: int) -> list[Event]:
     """All that can be heard of the worker of slot 0, process 1."""
     return [
-        WorkerManaged(0, 1), WorkerReady(0, 1), WorkerSynced(0, 1, generation, 9), WorkerStepping(0, 1, generation, 9),
-        WorkerGroupClosed(0, 1, generation, 9), WorkerGroupClosed(0, 1, generation, 9, "closed by peer"),
-        WorkerDone(0, 1, generation, 9), WorkerFailed(0, 1, "exit code 1", 1),
+        says.managed(0, 1), says.ready(0, 1), says.formed(0, 1, generation),
+        says.synced(0, 1, generation, 9), says.stepping(0, 1, generation, 9),
+        says.group_closed(0, 1, generation, 9), says.group_closed(0, 1, generation, 9, "closed by peer"),
+        says.done(0, 1, generation, 9), WorkerFailed(0, 1, "exit code 1", 1),
         WorkerExited(0, 1, "exit code 0", code=0), WorkerExited(0, 1, "signal SIGKILL"),
         WorkerUnhealthy(0, 1, "hang", "no progress"), GroupStuck(0, 1, "aborted"),
-        StillBusy(0, 1), WorkerBadNumbers(0, 1, generation, 9, "numbers", "loss is nan", (0,)),
+        StillBusy(0, 1), says.bad_numbers(0, 1, generation, 9, "numbers", "loss is nan", (0,)),
     ]  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from support import says
 from support.jobs import Machine, broken, generation, member, place, policy, view
 
 from elastic.contract.job.spec import JobSpec
@@ -21,9 +22,6 @@ from elastic.recovery.machine.events import (
     Progress,
     Start,
     Viewed,
-    WorkerReady,
-    WorkerStepping,
-    WorkerSynced,
 )
 from elastic.recovery.machine.turn import STALL_S
 
@@ -50,8 +48,8 @@ class Stepping(Machine):
 
     def __init__(self, node: str = "a", spec: JobSpec = SPEC) -> None:
         super().__init__(policy(node, spec=spec))
-        self.take(Start(), Joined(), WorkerReady(0, 1), Viewed(picture(spec=spec), True))
-        self.take(WorkerSynced(0, 1, 1, 7), WorkerStepping(0, 1, 1, 8), Progress(1, 8, 0.1))
+        self.take(Start(), Joined(), says.ready(0, 1), Viewed(picture(spec=spec), True))
+        self.take(says.synced(0, 1, 1, 7), says.stepping(0, 1, 1, 8), Progress(1, 8, 0.1))
 
     def said(self, *events: Event) -> list[tuple[str, ...]]:
         """The unreachable nodes in each record that it then writes."""

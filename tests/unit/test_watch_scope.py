@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from support import says
 from support.jobs import broken, generation, member, place, policy, view
 
 from elastic.contract.job.spec import JobSpec
@@ -23,8 +24,6 @@ from elastic.recovery.machine.events import (
     Start,
     Tick,
     Viewed,
-    WorkerReady,
-    WorkerSynced,
 )
 from elastic.recovery.machine.model import Agent
 from elastic.recovery.observers.watch_scope import FORMING_LEASES, GRACE_S, WAVE_S, watches_members
@@ -56,7 +55,7 @@ class Machine:
         self.agent = Agent(policy(node, spec=SPEC, managed=managed, crowd=3, leader_candidates=2))
         self.now_s = 100.0
         self.published: list[Publish] = []
-        self.take(Start(), Joined(), WorkerReady(0, 1))
+        self.take(Start(), Joined(), says.ready(0, 1))
 
     def take(self, *events: object) -> None:
         for event in events:
@@ -64,7 +63,7 @@ class Machine:
             self.published += [e for e in effects if isinstance(e, Publish)]
 
     def steps(self, at_step: int = 8) -> None:
-        self.take(WorkerSynced(0, 1, 1, at_step), Progress(1, at_step, 0.1))
+        self.take(says.synced(0, 1, 1, at_step), Progress(1, at_step, 0.1))
 
     def sees(self, narrow_for_s: float | None = None) -> bool:
         return watches_members(self.agent, self.now_s, narrow_for_s)

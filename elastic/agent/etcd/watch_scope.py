@@ -10,7 +10,7 @@ import structlog
 from elastic.contract.keys import JobKeys
 from elastic.etcd.client import Etcd, EtcdError, EtcdUnavailable, View, Watch
 
-WHOLE_S, HEAD_S = 5.0, 15.0
+COMPLETE_S, HEAD_S = 5.0, 15.0
 """How often a watch confirms that etcd answers and is the same as before. Less often for the head: in a large job a
 thousand agents ask, and a lease that cannot be renewed reveals an outage sooner."""
 
@@ -40,32 +40,32 @@ class WatchScope:
         self._open(not many, now_s)
 
     @property
-    def whole(self) -> bool:
+    def complete(self) -> bool:
         return self._narrow_since_s is None
 
     def narrow_for_s(self, now_s: float) -> float | None:
         return None if self._narrow_since_s is None else now_s - self._narrow_since_s
 
-    def choose(self, whole: bool, now_s: float) -> None:
-        if whole == self.whole:
+    def choose(self, complete: bool, now_s: float) -> None:
+        if complete == self.complete:
             return
         before = self._watch
         try:
-            self._open(whole, now_s)
+            self._open(complete, now_s)
         except EtcdUnavailable as error:  # no thread can be started: chosen again at the next beat
-            log.warning("watch.scope_stays", whole=self.whole, why=str(error))
+            log.warning("watch.scope_stays", complete=self.complete, why=str(error))
             return
-        log.info("watch.scope", whole=whole)
+        log.info("watch.scope", complete=complete)
         if before is not None:
             before.close(wait=False)  # it may wait for an answer
 
-    def _open(self, whole: bool, now_s: float) -> None:
+    def _open(self, complete: bool, now_s: float) -> None:
         """Raises EtcdUnavailable; then nothing has changed."""
-        prefix, refresh_s = (self._keys.root, WHOLE_S) if whole else (self._keys.head, HEAD_S)
+        prefix, refresh_s = (self._keys.root, COMPLETE_S) if complete else (self._keys.head, HEAD_S)
         self._watch = self._etcd.watch(
-            prefix, self._post, refresh_s=refresh_s, before=self._keys.ranks if whole else ""
+            prefix, self._post, refresh_s=refresh_s, before=self._keys.ranks if complete else ""
         )
-        self._narrow_since_s, self.prefix = None if whole else now_s, prefix
+        self._narrow_since_s, self.prefix = None if complete else now_s, prefix
 
     def close(self) -> None:
         if self._watch is not None:

@@ -96,8 +96,6 @@ class EtcdWriter:
         self._key = MemberKey(
             self.etcd, key, times.lease_ttl_s, times.lease_renew_s, lambda why: self.post(LeaseLost(why))
         )
-        self.progress: Callable[[], ProgressRecord | None] = lambda: None
-        """What the job has reached at this instant; None: nothing is known."""
         self._first = True
         self.saved_generation = 0
         self.folder = ""
@@ -110,8 +108,9 @@ class EtcdWriter:
         self._urgent.start()
         self._lazy.start()
 
-    def do(self, effect: Effect, view: JobView) -> None:
-        """Carry out an effect that concerns etcd. `view`: the one that it was decided on."""
+    def do(self, effect: Effect, view: JobView, progress: Callable[[], ProgressRecord | None] = lambda: None) -> None:
+        """Carry out an effect that concerns etcd. `view`: the one that it was decided on; `progress`: what the job has
+        reached by now."""
         match effect:
             case PutIncident(key, record):
                 self.put_incident(record, key)
@@ -126,7 +125,7 @@ class EtcdWriter:
             case Rejoin(record):
                 self.rejoin(record)
             case PutState():
-                self.put_state(effect)
+                self.put_state(effect, progress)
             case Restore(generation, state, spec):
                 self.restore(generation, state, spec)
             case _:
@@ -211,7 +210,7 @@ class EtcdWriter:
             try:
                 done = self._publish(effect, view)
             except (OSError, CheckpointError) as error:  # of the checkpoint directory, or its remote end
-                self._say(view, f"checkpoint.dir cannot be read: {error}")
+                self._publish_reason(view, f"checkpoint.dir cannot be read: {error}")
                 raise
             finally:
                 if not done:
@@ -273,8 +272,8 @@ class EtcdWriter:
         """
         before, rules = view.generation, self.policy.spec.checkpoint
         kept = before is not None and any(before.node_of(p.node, p.incarnation) for p in effect.change.nodes)
-        told = kept and not (rules.shared and (view.written_back or effect.after_loss))
-        if told or not rules.dir:
+        number_is_known = kept and not (rules.shared and (view.written_back or effect.after_loss))
+        if number_is_known or not rules.dir:
             return effect.number
         return max(effect.number, 1 + self._newest_saved(view, remote=not kept))
 
@@ -282,7 +281,7 @@ class EtcdWriter:
         members = [member.record for member in view.members.values()]
         return generation_numbers.newest_saved(self.policy.spec, members, self._remote if remote else None)
 
-    def _say(self, view: JobView, reason: str) -> None:
+    def _publish_reason(self, view: JobView, reason: str) -> None:
         """Put into the job's state why it does not start, for users."""
         if not view.state.phase.over and view.state.reason != reason:
             changed = msgspec.structs.replace(view.state, reason=reason, since_wall_s=self.wall())
@@ -294,11 +293,11 @@ class EtcdWriter:
 
     # ── the job's state ─────────────────────────────────────────────────────────────────────────────────────
 
-    def put_state(self, effect: PutState) -> None:
+    def put_state(self, effect: PutState, progress: Callable[[], ProgressRecord | None] = lambda: None) -> None:
         puts, queue = [Put(self.keys.state, encode(effect.state))], self._urgent
         if effect.state.phase is Phase.SUCCEEDED:
             queue = self._lazy  # after the incidents: a complete job is not to be seen with one that is still open
-            if last := self.progress():
+            if last := progress():
                 # In one transaction: it must not be seen at an earlier step than its last, either. Of a job that fails
                 # the workers are stopped first, as each millisecond is another step with bad numbers.
                 puts.insert(0, Put(self.keys.progress, encode(last)))

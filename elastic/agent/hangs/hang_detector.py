@@ -85,18 +85,18 @@ class HangDetector:
         self._seen: tuple[int, int] = (0, 0)
         self._step_times: deque[float] = deque(maxlen=8)
         self._looked_s = 0.0
-        self._amnesty_s = 0.0
+        self._grace_until_s = 0.0
         self._set_up_s = 0.0
         """Longest set-up of a local worker so far, in seconds."""
         self._retry_s = 0.0
         """No thread is started before this instant: the last attempt failed."""
         self._starting: set[int] = set()
-        self._accused: set[int] = set()
+        self._being_examined: set[int] = set()
         self._stuck: dict[int, int] = {}
         """Worker id -> the beat after which it was reported as waiting for too long (GroupStuck)."""
-        self._excused: dict[int, float] = {}
+        self._cleared_until_s: dict[int, float] = {}
         """Worker id -> until when an uncertain suspicion is ignored, as its stack shows a wait for other ranks."""
-        self._explored: dict[int, float] = {}
+        self._unexamined_until_s: dict[int, float] = {}
         """Worker id -> until when its stack is not dumped again without a suspicion."""
         self._stopped_s: dict[int, float] = {}
         """Worker id of a stopped plain script -> since when every look has found its process stopped."""
@@ -112,7 +112,7 @@ class HangDetector:
         since the last look."""
         if now_s - self._looked_s > STOPPED_S and self._looked_s:
             # The agent was suspended, perhaps with the whole node: the workers may not have been able to beat.
-            self._amnesty_s = now_s + self.rules.floor_s
+            self._grace_until_s = now_s + self.rules.floor_s
             self._stopped_s.clear()
         self._looked_s = now_s
         seen = self._see(agent, now_s, beats)
@@ -170,12 +170,12 @@ class HangDetector:
 
     def _consider(self, agent: Agent, one: LastBeat, seen: list[LastBeat], now_s: float) -> None:
         worker, beat = one.worker, one.beat
-        if worker.stage in WITHOUT_PROCESS or worker.worker_id in self._accused:
+        if worker.stage in WITHOUT_PROCESS or worker.worker_id in self._being_examined:
             return
         if worker.stage in (Stage.ABORTING, Stage.STOPPING_AT_STEP) and busy(beat, self.rules, now_s):
             self.post(StillBusy(worker.slot, worker.worker_id))
         silent_s = now_s - beat.beat_at_s
-        if silent_s < min(self.rules.floor_s, self.rules.ceiling_s) or now_s < self._amnesty_s:
+        if silent_s < min(self.rules.floor_s, self.rules.ceiling_s) or now_s < self._grace_until_s:
             return  # too early to suspect it, whatever its process state
         if not agent.policy.managed:
             self._consider_plain(one, seen, now_s)
@@ -192,10 +192,10 @@ class HangDetector:
             in_collective=one.in_collective is not None,
             all_ahead=world_size > 1 and all_ahead(here, self._not(agent, one), world_size),
         )  # fmt: skip
-        if sick and (sick.certain or now_s >= self._excused.get(worker.worker_id, 0.0)):
-            self._accuse(one, seen, sick, now_s)
+        if sick and (sick.certain or now_s >= self._cleared_until_s.get(worker.worker_id, 0.0)):
+            self._examine(one, seen, sick, now_s)
         elif sick is None and self._may_wait_unseen(agent, one, now_s):
-            self._accuse(one, seen, None, now_s)
+            self._examine(one, seen, None, now_s)
 
     def _consider_plain(self, one: LastBeat, seen: list[LastBeat], now_s: float) -> None:
         """A script without `elastic.run` never beats, so how long it has been stopped is measured across looks."""
@@ -204,7 +204,9 @@ class HangDetector:
             return
         for_s = now_s - self._stopped_s.setdefault(one.worker.worker_id, now_s)
         if for_s >= min(self.rules.floor_s, self.rules.ceiling_s):
-            self._accuse(one, seen, Unhealthy(f"process has been stopped (state {one.state}) for {for_s:.1f} s"), now_s)
+            self._examine(
+                one, seen, Unhealthy(f"process has been stopped (state {one.state}) for {for_s:.1f} s"), now_s
+            )
 
     def _may_wait_unseen(self, agent: Agent, one: LastBeat, now_s: float) -> bool:
         """Whether to dump its stack without a suspicion: it may be waiting in a collective that the script itself
@@ -218,7 +220,7 @@ class HangDetector:
             and one.state != STOPPED_STATE
             and now_s >= beat.quiet_until_s
             and now_s - beat.beat_at_s >= patience_s(beat, self.rules)
-            and now_s >= self._explored.get(one.worker.worker_id, 0.0)
+            and now_s >= self._unexamined_until_s.get(one.worker.worker_id, 0.0)
         )
 
     def _tell(self, agent: Agent, here: list[Standing], now_s: float) -> None:
@@ -257,66 +259,66 @@ class HangDetector:
         self._step_times.append(newest.step_s)  # a median: one long step must not raise every rank's patience
         return Progress(newest.committed_in, newest.step, statistics.median(self._step_times))
 
-    def _accuse(self, one: LastBeat, seen: list[LastBeat], sick: Unhealthy | None, now_s: float) -> None:
+    def _examine(self, one: LastBeat, seen: list[LastBeat], sick: Unhealthy | None, now_s: float) -> None:
         """Dump its stack, and post WorkerUnhealthy unless the stack clears it. Without `sick`, only dump it."""
         process, state = one.process, one.state
         if now_s < self._retry_s or self._is_ending(process, now_s):
             return
-        self._accused.add(process.worker_id)
+        self._being_examined.add(process.worker_id)
         # A cleared worker is examined again when its silence has doubled: dumping the stack may pause it.
-        silent_s = now_s - one.beat.beat_at_s
+        silent_s, beats_then = now_s - one.beat.beat_at_s, one.beat.beats
         again_s = now_s + min(self.rules.ceiling_s, silent_s)
         suspect = f"slot {process.slot} (hung)"
-        witnesses = [(suspect, process.pid, state not in (STOPPED_STATE, UNINTERRUPTIBLE_STATE))]
+        targets = [(suspect, process.pid, state not in (STOPPED_STATE, UNINTERRUPTIBLE_STATE))]
         waiting = next((o for o in seen if o is not one and o.beat.doing is Doing.EXCHANGING), None)
         if waiting is not None and sick is not None:
             # Without native frames: this worker is not suspected and must not be paused.
-            witnesses.append((f"slot {waiting.worker.slot} (waits for it)", waiting.process.pid, False))
-        beats_then = one.beat.beats
+            targets.append((f"slot {waiting.worker.slot} (waits for it)", waiting.process.pid, False))
         if sick is not None:
             log.warning("worker.silent", slot=process.slot, pid=process.pid, evidence=sick.evidence)
 
-        def testify() -> None:
-            told = _stacks(witnesses)
-            self._explored[process.worker_id] = again_s
+        def examine() -> None:
+            stacks = _stacks(targets)
+            self._unexamined_until_s[process.worker_id] = again_s
             resumed = state == STOPPED_STATE and process_state(process.pid) != STOPPED_STATE
             if resumed or process.page.read().beats != beats_then:
-                self._explored.pop(process.worker_id)
+                self._unexamined_until_s.pop(process.worker_id)
                 log.info("worker.went_on", slot=process.slot, pid=process.pid)
             elif self._is_ending(process, now_s):  # killed meanwhile
-                self._explored.pop(process.worker_id)
-            elif not (sick and sick.certain) and is_blocked_in_collective(told[suspect]):
-                self._excused[process.worker_id] = again_s
+                self._unexamined_until_s.pop(process.worker_id)
+            elif not (sick and sick.certain) and is_blocked_in_collective(stacks[suspect]):
+                self._cleared_until_s[process.worker_id] = again_s
                 self._in_collective[process.worker_id] = beats_then, now_s
                 log.info("worker.is_blocked_in_collective", slot=process.slot, pid=process.pid)
-            elif sick is not None and self._waits_as_it_says(one, sick, told[suspect], now_s):
-                self._excused[process.worker_id] = again_s
+            elif sick is not None and self._waits_as_it_says(one, sick, stacks[suspect], now_s):
+                self._cleared_until_s[process.worker_id] = again_s
                 log.info("worker.not_seen_in_collective", slot=process.slot, pid=process.pid)
-            elif sick and not sick.certain and told[suspect].startswith(UNSEEN) and silent_s < self.rules.ceiling_s:
-                self._excused[process.worker_id] = now_s + RETRY_S  # what fills the process table is about to fail, too
-                log.warning("worker.not_looked_at", slot=process.slot, pid=process.pid, why=told[suspect])
-            elif sick is not None and (longer_s := self._more_patience_s(one, sick, told[suspect], now_s)):
-                self._excused[process.worker_id] = one.beat.beat_at_s + longer_s
+            elif sick and not sick.certain and stacks[suspect].startswith(UNSEEN) and silent_s < self.rules.ceiling_s:
+                # What fills the process table is about to fail, too.
+                self._cleared_until_s[process.worker_id] = now_s + RETRY_S
+                log.warning("worker.not_looked_at", slot=process.slot, pid=process.pid, why=stacks[suspect])
+            elif sick is not None and (longer_s := self._more_patience_s(one, sick, stacks[suspect], now_s)):
+                self._cleared_until_s[process.worker_id] = one.beat.beat_at_s + longer_s
                 log.info("worker.takes_long_there", slot=process.slot, pid=process.pid, patience_s=longer_s)
             elif sick is not None:
                 evidence = sick.evidence
                 if (since_s := self._ending_s.get(process.worker_id)) is not None:
                     evidence = f"{evidence}; {ENDS_SLOWLY.format(now_s - since_s)}"
                 log.warning("worker.hung", slot=process.slot, pid=process.pid, evidence=evidence)
-                self.post(WorkerUnhealthy(process.slot, process.worker_id, "hang", evidence, told))
+                self.post(WorkerUnhealthy(process.slot, process.worker_id, "hang", evidence, stacks))
 
-        def testify_or_retry() -> None:
+        def examine_or_retry() -> None:
             try:
-                testify()
+                examine()
             finally:
-                self._accused.discard(process.worker_id)
+                self._being_examined.discard(process.worker_id)
 
         try:
-            threading.Thread(target=testify_or_retry, name="elastic-stacks", daemon=True).start()
+            threading.Thread(target=examine_or_retry, name="elastic-stacks", daemon=True).start()
         except RuntimeError as error:  # no thread can be started: retried later, and the agent keeps running
             log.error("worker.not_looked_at", slot=process.slot, pid=process.pid, why=str(error))
             self._retry_s = now_s + RETRY_S
-            self._accused.discard(process.worker_id)
+            self._being_examined.discard(process.worker_id)
 
     def _waits_as_it_says(self, one: LastBeat, sick: Unhealthy, dump: str, now_s: float) -> bool:
         """Whether nothing speaks against its page, by which it waits in an exchange: a busy machine has no time for its
@@ -345,14 +347,14 @@ class HangDetector:
         return now_s - self._ending_s[process.worker_id] < ENDING_S
 
 
-def _stacks(witnesses: list[tuple[str, int, bool]]) -> dict[str, str]:
+def _stacks(targets: list[tuple[str, int, bool]]) -> dict[str, str]:
     """Stack by name, for each (name, pid, whether to include native frames); in parallel where threads can start."""
     try:
-        with ThreadPoolExecutor(len(witnesses)) as pool:
-            stacks = {name: pool.submit(stack, pid, native) for name, pid, native in witnesses}
+        with ThreadPoolExecutor(len(targets)) as pool:
+            stacks = {name: pool.submit(stack, pid, native) for name, pid, native in targets}
             return {name: future.result() for name, future in stacks.items()}
     except RuntimeError:
-        return {name: stack(pid, native) for name, pid, native in witnesses}
+        return {name: stack(pid, native) for name, pid, native in targets}
 
 
 def _alone(agent: Agent) -> bool:

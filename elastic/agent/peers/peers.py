@@ -27,12 +27,13 @@ from typing import Any
 import structlog
 
 from elastic.recovery.facts.membership import watch_list
+from elastic.recovery.machine.events import PeerDead, PeerReachable, PeerUnreachable
 from elastic.recovery.machine.model import Agent
 
 from .listening import listen
 from .resolver import Address, Found, Resolver, numeric
 
-LINES_PER_S = 100
+CONNECTIONS_PER_S = 100
 """In a large job, about so many agents per second update their connections after a change: not all at once."""
 
 
@@ -43,8 +44,8 @@ class PeerMonitor:
         self._peers = peers
         self._due_s = float("inf")
 
-    def turned(self, before: Agent, agent: Agent, whole: bool, now_s: float) -> None:
-        """Called after each event, and so on every beat. whole: the agent's view has all members of the job."""
+    def after_turn(self, before: Agent, agent: Agent, has_all_members: bool, now_s: float) -> None:
+        """Called after each event, and so on every beat. has_all_members: the agent's view has all of the job's."""
         if (
             agent.formed.generation is not before.formed.generation
             or agent.etcd.view.members is not before.etcd.view.members
@@ -52,7 +53,9 @@ class PeerMonitor:
             or agent.peers.unreachable != before.peers.unreachable
         ):
             spread_s = (
-                0.0 if whole or agent.formed.generation is None else len(agent.formed.generation.nodes) / LINES_PER_S
+                0.0
+                if has_all_members or agent.formed.generation is None
+                else len(agent.formed.generation.nodes) / CONNECTIONS_PER_S
             )
             self._due_s = min(self._due_s, now_s + random.uniform(0.0, spread_s))
         if now_s >= self._due_s:
@@ -84,7 +87,7 @@ HELLO_BYTES = 64
 HELLO_S = 2 * HOLD_MAX_S
 """An incoming connection that has not said whose it is within this time is closed. A dialler says it at once; one of an
 earlier version never does, and its connection must hold for HOLD_MAX_S to find this agent reachable."""
-STRANGERS = 256
+MAX_UNKNOWN = 256
 """So many incoming connections are held of others than the watched peers and the nodes of the generation; then the
 oldest are closed. An agent whose connection is closed dials again."""
 OUT_KEEPALIVE = (1, 1, 2)
@@ -101,7 +104,7 @@ Id = tuple[str, str]
 
 
 @dataclass(slots=True)
-class _Line:
+class _PeerConnection:
     id: Id
     address: Address
     known: Found = field(default_factory=list)
@@ -156,28 +159,20 @@ class _Line:
         return self.unreachable or self.refused_us
 
 
-def _unheard(node: str, incarnation: str, evidence: str) -> None:
-    pass
-
-
 class Peers:
     """Listens for other agents (None: on every address, at any port), and monitors those passed to `watch`.
 
-    `on_dead(node, incarnation, evidence)` and `on_reach(node, incarnation, evidence)` are called from a thread of this
-    object. The evidence of `on_reach` is '' when the peer is reachable again, or no longer watched; else it says why
-    the peer is unreachable.
+    `post` is called from a thread of this object: with PeerReachable also of a peer that is no longer watched.
     """
 
     def __init__(
         self,
         incarnation: str,
-        on_dead: Callable[[str, str, str], None],
-        on_reach: Callable[[str, str, str], None] = _unheard,
+        post: Callable[[PeerDead | PeerUnreachable | PeerReachable], None],
         listener: socket.socket | None = None,
     ) -> None:
         self._incarnation = incarnation
-        self._on_dead = on_dead
-        self._on_reach = on_reach
+        self._post = post
         self._listener = listener or listen("")
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
@@ -187,7 +182,7 @@ class Peers:
         self._lock = threading.Lock()
         self._lookups = Resolver(self._wake)
         self._wanted: dict[Id, Address] = {}
-        self._lines: dict[Id, _Line] = {}
+        self._connections: dict[Id, _PeerConnection] = {}
         self._refusers: set[Id] = set()
         """Peers reported dead after a refusal, without an answer since: if watched again, an answer is reported."""
         self._inbound: dict[socket.socket, str] = {}
@@ -240,7 +235,7 @@ class Peers:
             if self._changed or time.monotonic() >= due_s:
                 self._changed = False
                 self._reconcile()
-                due = [line.deadline_s for line in self._lines.values() if not line.connected or line.doubted]
+                due = [peer.deadline_s for peer in self._connections.values() if not peer.connected or peer.doubted]
                 due += [*self._silent.values()][:1]
                 due_s = min([*due, float("inf") if self._deaf_until_s is None else self._deaf_until_s])
             timeout = min(max(0.0, due_s - time.monotonic()), RETRY_S) if due_s < float("inf") else None
@@ -250,13 +245,13 @@ class Peers:
                         self._wake_read.recv(4096)
                 elif key.fileobj is self._listener:
                     self._accept()
-                elif isinstance(key.data, _Line):
+                elif isinstance(key.data, _PeerConnection):
                     self._ready(key.data)
                 else:
                     assert isinstance(key.fileobj, socket.socket)
                     self._inbound_ready(key.fileobj)
-        for line in tuple(self._lines.values()):
-            self._drop(line)
+        for peer in tuple(self._connections.values()):
+            self._drop(peer)
         for sock in (*self._inbound, self._listener, self._wake_read, self._wake_write):
             sock.close()
         self._selector.close()
@@ -264,87 +259,88 @@ class Peers:
     def _reconcile(self) -> None:
         with self._lock:
             wanted = dict(self._wanted)
-        for line in tuple(self._lines.values()):
-            if line.id not in wanted:
-                self._drop(line)
-                del self._lines[line.id]
-                if line.unreachable:
-                    self._on_reach(*line.id, "")  # no longer watched: withdraw the report
+        for peer in tuple(self._connections.values()):
+            if peer.id not in wanted:
+                self._drop(peer)
+                del self._connections[peer.id]
+                if peer.unreachable:
+                    self._post(PeerReachable(*peer.id))  # no longer watched: withdraw the report
         now_s = time.monotonic()
         if self._deaf_until_s is not None and now_s >= self._deaf_until_s:
             self._deaf_until_s = None
             self._selector.register(self._listener, selectors.EVENT_READ, None)
         for sock in [sock for sock, end_s in self._silent.items() if now_s >= end_s]:
-            self._turn_away(sock)
-        for peer, address in wanted.items():
-            line = self._lines.setdefault(peer, _Line(peer, address, refused_us=peer in self._refusers))
-            if now_s < line.deadline_s:
+            self._reject(sock)
+        for peer_id, address in wanted.items():
+            new = _PeerConnection(peer_id, address, refused_us=peer_id in self._refusers)
+            peer = self._connections.setdefault(peer_id, new)
+            if now_s < peer.deadline_s:
                 continue
-            if line.sock is None:
-                self._connect(line)
-            elif line.connected:
-                if line.doubted:
-                    self._reached(line)
-            elif _answered(line.sock):
-                self._ready(line)  # this thread is late, not the answer
+            if peer.sock is None:
+                self._connect(peer)
+            elif peer.connected:
+                if peer.doubted:
+                    self._reached(peer)
+            elif _answered(peer.sock):
+                self._ready(peer)  # this thread is late, not the answer
             else:
-                self._drop(line)
-                self._failed(line, errno.ETIMEDOUT)
+                self._drop(peer)
+                self._failed(peer, errno.ETIMEDOUT)
 
-    def _connect(self, line: _Line) -> None:
+    def _connect(self, peer: _PeerConnection) -> None:
         """Dial the host's addresses, starting with the first."""
-        if not line.fresh:
-            if found := numeric(line.address):
-                line.known = found
+        if not peer.fresh:
+            if found := numeric(peer.address):
+                peer.known = found
             else:
-                self._lookups.ask(line.address)
-        if not line.known:
-            line.deadline_s = float("inf")
+                self._lookups.ask(peer.address)
+        if not peer.known:
+            peer.deadline_s = float("inf")
             return
-        line.untried, line.fresh = list(line.known), False
-        line.refused, line.silent = None, False
-        self._dial(line)
+        peer.untried, peer.fresh = list(peer.known), False
+        peer.refused, peer.silent = None, False
+        self._dial(peer)
 
     def _looked_up(self, address: Address, found: Found) -> None:
-        for line in self._lines.values():
-            if line.address != address:
+        for peer in self._connections.values():
+            if peer.address != address:
                 continue
-            if not line.known:  # it waits for this look-up
-                line.deadline_s = 0.0 if found else time.monotonic() + RETRY_S
+            if not peer.known:  # it waits for this look-up
+                peer.deadline_s = 0.0 if found else time.monotonic() + RETRY_S
             if found:
-                line.known, line.fresh = found, line.sock is None
+                peer.known, peer.fresh = found, peer.sock is None
 
-    def _dial(self, line: _Line) -> None:
-        line.deadline_s = time.monotonic() + line.patience_s
-        family, kind, proto, _, address = line.untried.pop(0)
+    def _dial(self, peer: _PeerConnection) -> None:
+        peer.deadline_s = time.monotonic() + peer.patience_s
+        family, kind, proto, _, address = peer.untried.pop(0)
         try:
             sock = socket.socket(family, kind, proto)
         except OSError as error:  # no descriptors left, or address family not supported here
-            self._failed(line, error.errno or errno.EIO)
+            self._failed(peer, error.errno or errno.EIO)
             return
         sock.setblocking(False)
         _keep_alive(sock, *OUT_KEEPALIVE)
         code = sock.connect_ex(address)
         if code not in (0, errno.EINPROGRESS):
             sock.close()
-            self._failed(line, code)
+            self._failed(peer, code)
             return
-        line.sock = sock
-        self._selector.register(sock, selectors.EVENT_READ | selectors.EVENT_WRITE, line)
+        peer.sock = sock
+        self._selector.register(sock, selectors.EVENT_READ | selectors.EVENT_WRITE, peer)
 
-    def _ready(self, line: _Line) -> None:
-        sock = line.sock
+    def _ready(self, peer: _PeerConnection) -> None:
+        sock = peer.sock
         if sock is None:
             return
-        if not line.connected:
+        if not peer.connected:
             if code := sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-                self._drop(line)
-                self._failed(line, code)
+                self._drop(peer)
+                self._failed(peer, code)
                 return
-            line.connected, line.connected_at_s = True, time.monotonic()
-            line.deadline_s = float("inf")  # a peer that was unreachable: until its hello arrives
-            line.misses = line.resets = 0
-            self._selector.modify(sock, selectors.EVENT_READ, line)
+            peer.connected, peer.connected_at_s = True, time.monotonic()
+            peer.deadline_s = float("inf")  # a peer that was unreachable: until its hello arrives
+            peer.misses = peer.resets = 0
+            self._selector.modify(sock, selectors.EVENT_READ, peer)
             with contextlib.suppress(OSError):  # read below, as the end of the connection
                 sock.send(self._incarnation.encode())
         try:
@@ -354,68 +350,68 @@ class Peers:
         except OSError:
             hello = b""
         if not hello:
-            self._drop(line)  # closed, or silent for too long
+            self._drop(peer)  # closed, or silent for too long
             now_s = time.monotonic()
-            line.brief = line.brief + 1 if now_s - line.connected_at_s < RETRY_S else 0
-            line.deadline_s = now_s + line.pause_s
-        elif hello.decode(errors="replace").strip() != line.id[1]:
-            self._dead(line, "another agent answers on its port")
+            peer.brief = peer.brief + 1 if now_s - peer.connected_at_s < RETRY_S else 0
+            peer.deadline_s = now_s + peer.pause_s
+        elif hello.decode(errors="replace").strip() != peer.id[1]:
+            self._dead(peer, "another agent answers on its port")
         else:
-            line.deadline_s = time.monotonic() + line.hold_s
-            self._changed = self._changed or line.doubted
+            peer.deadline_s = time.monotonic() + peer.hold_s
+            self._changed = self._changed or peer.doubted
 
-    def _failed(self, line: _Line, code: int) -> None:
+    def _failed(self, peer: _PeerConnection, code: int) -> None:
         self._changed = True
         if code not in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):  # these: family not available on this host
-            line.refused = line.refused is not False and code == errno.ECONNREFUSED
-            line.silent = line.silent or code in SILENT
-        if line.untried:
-            self._dial(line)
+            peer.refused = peer.refused is not False and code == errno.ECONNREFUSED
+            peer.silent = peer.silent or code in SILENT
+        if peer.untried:
+            self._dial(peer)
             return
-        if line.refused:
-            self._dead(line, f"connection to {line.address[0]}:{line.address[1]} refused")
-            line.refused_us, line.deadline_s = True, time.monotonic() + RETRY_S
-            self._refusers.add(line.id)
+        if peer.refused:
+            self._dead(peer, f"connection to {peer.address[0]}:{peer.address[1]} refused")
+            peer.refused_us, peer.deadline_s = True, time.monotonic() + RETRY_S
+            self._refusers.add(peer.id)
             return
-        if code == errno.ECONNRESET and not line.silent and line.resets < RESETS:
-            line.resets += 1
-            line.deadline_s = time.monotonic() + RESET_S
+        if code == errno.ECONNRESET and not peer.silent and peer.resets < RESETS:
+            peer.resets += 1
+            peer.deadline_s = time.monotonic() + RESET_S
             return
-        if line.silent:
-            line.misses += 1
-        if line.silent and line.misses < len(DIALS_S):
+        if peer.silent:
+            peer.misses += 1
+        if peer.silent and peer.misses < len(DIALS_S):
             return  # retried when this attempt's time-out is over: an immediate error must not shorten it
-        line.deadline_s = time.monotonic() + RETRY_S
-        if line.silent and not line.unreachable:
-            self._lost(line)
+        peer.deadline_s = time.monotonic() + RETRY_S
+        if peer.silent and not peer.unreachable:
+            self._lost(peer)
 
-    def _lost(self, line: _Line) -> None:
-        if time.monotonic() - line.reached_at_s > FORGET_S:
-            line.falls = 0
-        line.unreachable = True
-        line.falls += 1
-        evidence = f"no answer from {line.address[0]}:{line.address[1]}"
-        log.warning("peer.unreachable", node=line.id[0], evidence=evidence)
-        self._on_reach(*line.id, evidence)
+    def _lost(self, peer: _PeerConnection) -> None:
+        if time.monotonic() - peer.reached_at_s > FORGET_S:
+            peer.falls = 0
+        peer.unreachable = True
+        peer.falls += 1
+        evidence = f"no answer from {peer.address[0]}:{peer.address[1]}"
+        log.warning("peer.unreachable", node=peer.id[0], evidence=evidence)
+        self._post(PeerUnreachable(*peer.id, evidence))
 
-    def _reached(self, line: _Line) -> None:
-        line.unreachable = line.refused_us = False
-        self._refusers.discard(line.id)
-        line.reached_at_s = time.monotonic()
-        log.info("peer.reachable", node=line.id[0])
-        self._on_reach(*line.id, "")
+    def _reached(self, peer: _PeerConnection) -> None:
+        peer.unreachable = peer.refused_us = False
+        self._refusers.discard(peer.id)
+        peer.reached_at_s = time.monotonic()
+        log.info("peer.reachable", node=peer.id[0])
+        self._post(PeerReachable(*peer.id))
 
-    def _dead(self, line: _Line, evidence: str) -> None:
-        self._drop(line)
-        line.deadline_s, line.unreachable = float("inf"), False
-        self._on_dead(*line.id, evidence)
+    def _dead(self, peer: _PeerConnection, evidence: str) -> None:
+        self._drop(peer)
+        peer.deadline_s, peer.unreachable = float("inf"), False
+        self._post(PeerDead(*peer.id, evidence))
 
-    def _drop(self, line: _Line) -> None:
+    def _drop(self, peer: _PeerConnection) -> None:
         self._changed = True
-        if line.sock is not None:
-            self._selector.unregister(line.sock)
-            line.sock.close()
-        line.sock, line.connected = None, False
+        if peer.sock is not None:
+            self._selector.unregister(peer.sock)
+            peer.sock.close()
+        peer.sock, peer.connected = None, False
 
     def _accept(self) -> None:
         try:
@@ -441,13 +437,13 @@ class Peers:
             self._make_room()
 
     def _make_room(self) -> None:
-        if len(self._inbound) <= STRANGERS:
+        if len(self._inbound) <= MAX_UNKNOWN:
             return
         for sock in tuple(self._silent):
             self._inbound_ready(sock)  # its hello may have come, and this thread be late
         strangers = [sock for sock, hello in self._inbound.items() if hello not in self._known]
-        for sock in strangers[: max(0, len(strangers) - STRANGERS)]:
-            self._turn_away(sock)
+        for sock in strangers[: max(0, len(strangers) - MAX_UNKNOWN)]:
+            self._reject(sock)
 
     def _inbound_ready(self, sock: socket.socket) -> None:
         if sock not in self._inbound:
@@ -459,11 +455,11 @@ class Peers:
         except OSError:
             hello = b""
         if not hello:
-            self._turn_away(sock)
+            self._reject(sock)
         elif self._silent.pop(sock, None) is not None:
             self._inbound[sock] = hello.decode(errors="replace").strip()
 
-    def _turn_away(self, sock: socket.socket) -> None:
+    def _reject(self, sock: socket.socket) -> None:
         self._selector.unregister(sock)
         self._inbound.pop(sock, None)
         self._silent.pop(sock, None)

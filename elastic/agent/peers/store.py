@@ -10,12 +10,10 @@ from collections.abc import Hashable
 from datetime import timedelta
 
 import structlog
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import TCPStore
 
-from elastic.contract.records.job_records import GenerationRecord
 from elastic.util.processes import memory_nbytes
 from elastic.util.resolver import without_dns
-from elastic.util.sealed_store import SealedStore
 
 from .listening import ANY, Ports, listen
 
@@ -99,16 +97,6 @@ class Stores:
             return own_nbytes() - self._before_nbytes
         except OSError:  # no descriptor is free: looked at again soon, and no reason to end with all workers
             return 0
-
-    def client(self, generation: GenerationRecord) -> SealedStore:
-        """The store of `generation`, local or remote, with its keys under a prefix of their own."""
-        store: Store | None = self._open.get(generation.number)
-        if store is None:
-            store = TCPStore(
-                generation.store_host, generation.store_port, is_master=False, wait_for_workers=False,
-                timeout=timedelta(seconds=60),
-            )  # fmt: skip
-        return SealedStore(PrefixStore(f"agents/{generation.number}", store), generation.store_secret)
 
     def close(self) -> None:
         with self._lock:

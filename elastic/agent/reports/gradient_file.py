@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import math
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -74,20 +75,14 @@ def in_short(sample: RankSample) -> Sample:
 
 def by_layer(rows: tuple[GradientRow, ...]) -> dict[str, tuple[float | None, float | None, float]]:
     """Layer -> norms of its own and of its mean gradient (None: it has none), and of its weights."""
-    squares: dict[str, list[list[float]]] = {}
-    for row in rows:
-        layer = row.name.rpartition(".")[0] or row.name
-        held = squares.setdefault(layer, [[], [], []])
-        for place, value in zip(held, (row.own, row.mean, row.weight), strict=True):
-            if value is not None:
-                place.append(value * value)
     return {
-        layer: (_root(own), _root(mean), _root(weight) or 0.0) for layer, (own, mean, weight) in squares.items()
-    }  # fmt: skip
-
-
-def _root(squares: list[float]) -> float | None:
-    return sum(squares) ** 0.5 if squares else None
+        layer: (
+            _norm(row.own for row in parts),
+            _norm(row.mean for row in parts),
+            _norm(row.weight for row in parts) or 0,
+        )
+        for layer, parts in _layers(rows).items()
+    }
 
 
 def collapsed(rows: tuple[GradientRow, ...], most: int) -> tuple[GradientRow, ...]:
@@ -95,19 +90,22 @@ def collapsed(rows: tuple[GradientRow, ...], most: int) -> tuple[GradientRow, ..
     too many, the first of them stay."""
     if len(rows) <= most:
         return rows
+    return tuple(
+        GradientRow(
+            f"{layer}.*", _norm(row.own for row in parts), _norm(row.mean for row in parts),
+            _norm(row.weight for row in parts), any(row.trained for row in parts), any(row.bad for row in parts),
+        )
+        for layer, parts in itertools.islice(_layers(rows).items(), most)
+    )  # fmt: skip
+
+
+def _layers(rows: tuple[GradientRow, ...]) -> dict[str, list[GradientRow]]:
     layers: dict[str, list[GradientRow]] = {}
     for row in rows:
         layers.setdefault(row.name.rpartition(".")[0] or row.name, []).append(row)
-    found = (
-        GradientRow(
-            f"{layer}.*", _norm([row.own for row in parts]), _norm([row.mean for row in parts]),
-            _norm([row.weight for row in parts]), any(row.trained for row in parts), any(row.bad for row in parts),
-        )
-        for layer, parts in itertools.islice(layers.items(), most)
-    )  # fmt: skip
-    return tuple(found)
+    return layers
 
 
-def _norm(parts: list[float | None]) -> float | None:
+def _norm(parts: Iterable[float | None]) -> float | None:
     known = [part for part in parts if part is not None]
     return math.hypot(*known) if known else None

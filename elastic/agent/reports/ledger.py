@@ -11,8 +11,7 @@ import msgspec
 from elastic.agent.workers import descendants
 from elastic.contract.records.ledger import Bucket, Ledger, Seen, advance
 from elastic.contract.records.rank_records import RanksRecord
-from elastic.contract.worker.beat import Beat, Doing
-from elastic.recovery.machine.events import Event, WorkerFormed
+from elastic.contract.worker.beat import Beat
 from elastic.recovery.machine.model import Agent
 from elastic.recovery.observers.ledger_view import seen
 
@@ -32,17 +31,12 @@ class LedgerKeeper:
         self._ledger = Ledger(until_ms=int(submitted_wall_s * 1000))
         self._seen: Ledger | None = None
         """The newest that etcd has shown."""
-        self._formed = 0
-        self._stall_s: dict[int, float] = {}
         self._unbooked_s = 0.0
         self.ranks = RankLedgers(self._started_ms, before)
         """Of this node's ranks, each on its own."""
 
-    def turned(self, event: Event, agent: Agent, now_s: float) -> None:
-        if isinstance(event, WorkerFormed):
-            self._formed = max(self._formed, event.generation)
-        number = agent.formed.generation.number if agent.formed.generation else 0
-        after = seen(agent, syncing=self._formed >= number)
+    def turned(self, agent: Agent, now_s: float) -> None:
+        after = seen(agent)
         if self._before is None:
             self._before = after
             self._ledger = self._from_start(self._ledger, after)
@@ -50,17 +44,14 @@ class LedgerKeeper:
         stall_ms, now_ms = int(self._unbooked_s * 1000), int((now_s + self._ahead_s) * 1000)
         self._unbooked_s -= stall_ms / 1000
         self._ledger = advance(self._ledger, self._before, after, now_ms, stall_ms)
-        self.ranks.turned(event, agent, now_ms)
+        self.ranks.turned(agent, now_ms)
         self._before = after
 
     def looked(self, beats: Mapping[int, Beat]) -> None:
         """`beats`: worker id -> what its page shows. Adds the mean of the time for which they stood still for a
         snapshot."""
-        self.ranks.looked(beats)
-        now = {worker_id: beat.stall_s + beat.spent_s[Doing.SAVING] for worker_id, beat in beats.items()}
-        grown = [max(0.0, stall_s - self._stall_s.get(worker_id, 0.0)) for worker_id, stall_s in now.items()]
-        self._stall_s = now
-        self._unbooked_s += sum(grown) / len(grown) if grown else 0.0
+        stalls = self.ranks.looked(beats)
+        self._unbooked_s += sum(stalls.values()) / len(stalls) if stalls else 0.0
 
     def published(self, agent: Agent) -> Ledger:
         self._ledger = msgspec.structs.replace(self._ledger, by=agent.policy.incarnation)

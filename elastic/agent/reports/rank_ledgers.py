@@ -16,7 +16,6 @@ from elastic.contract.records.job_records import RankRow
 from elastic.contract.records.ledger import Bucket, Ledger, Seen, advance
 from elastic.contract.records.rank_records import RanksRecord, RankTimes, Sample, every_s
 from elastic.contract.worker.beat import Beat, Doing
-from elastic.recovery.machine.events import Event, WorkerFormed
 from elastic.recovery.machine.model import Agent
 from elastic.recovery.observers.ledger_view import seen, seen_slot
 
@@ -36,20 +35,15 @@ class RankLedgers:
         self._since_ms: dict[int, int] = {}
         self._ledgers: dict[int, Ledger] = {}
         self._seen: dict[int, Seen] = {}
-        self._formed: dict[int, int] = {}
-        """Slot -> newest generation whose group its worker has formed."""
         self._stall_s: dict[int, float] = {}
         self._unbooked_s: dict[int, float] = {}
         """By worker id."""
         self._due_s = 0.0
 
-    def turned(self, event: Event, agent: Agent, now_ms: int) -> None:
-        if isinstance(event, WorkerFormed):
-            self._formed[event.slot] = max(self._formed.get(event.slot, 0), event.generation)
-        number = agent.formed.generation.number if agent.formed.generation else 0
-        whole = seen(agent, syncing=False)
+    def turned(self, agent: Agent, now_ms: int) -> None:
+        whole = seen(agent)
         for slot in range(agent.policy.slots):
-            after = seen_slot(agent, whole, slot, syncing=self._formed.get(slot, 0) >= number > 0)
+            after = seen_slot(agent, whole, slot)
             before = self._seen.get(slot)
             if before is None:
                 before = after
@@ -59,14 +53,14 @@ class RankLedgers:
             self._ledgers[slot] = advance(self._ledgers[slot], before, after, now_ms, int(stall_s * 1000))
             self._seen[slot] = after
 
-    def looked(self, beats: Mapping[int, Beat]) -> None:
-        """`beats`: worker id -> what its page shows."""
+    def looked(self, beats: Mapping[int, Beat]) -> dict[int, float]:
+        """`beats`: worker id -> what its page shows. Returns for how many seconds each has stood still for a snapshot
+        since the last look."""
         now = {worker_id: beat.stall_s + beat.spent_s[Doing.SAVING] for worker_id, beat in beats.items()}
-        for worker_id, stall_s in now.items():
-            more_s = max(0.0, stall_s - self._stall_s.get(worker_id, 0.0))
-            self._unbooked_s[worker_id] = self._unbooked_s.get(worker_id, 0.0) + more_s
-        self._unbooked_s = {w: s for w, s in self._unbooked_s.items() if w in now}
+        stalls = {w: max(0.0, stall_s - self._stall_s.get(w, 0.0)) for w, stall_s in now.items()}
+        self._unbooked_s = {w: self._unbooked_s.get(w, 0.0) + more_s for w, more_s in stalls.items()}
         self._stall_s = now
+        return stalls
 
     def record(
         self,

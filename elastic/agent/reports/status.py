@@ -26,7 +26,7 @@ SLOW_S = 1.0
 """A process group that takes longer than this to form waits for a rank."""
 
 
-class Gauge:
+class StepRate:
     """Steps per second over a sliding window."""
 
     def __init__(self) -> None:
@@ -91,11 +91,13 @@ def rank_rows(agent: Agent, pool: Pool) -> tuple[RankRow, ...]:
     return tuple(rows)
 
 
-def progress(agent: Agent, pool: Pool, gauge: Gauge, rows: tuple[RankRow, ...], saved: SaveStatus) -> ProgressRecord:
+def progress(
+    agent: Agent, pool: Pool, step_rate: StepRate, rows: tuple[RankRow, ...], saved: SaveStatus
+) -> ProgressRecord:
     # The loss of this node's lowest rank, whichever slot has it: where the leader writes, that is rank 0.
     for worker_id in (row.incarnation for row in sorted(rows, key=lambda row: (row.rank < 0, row.rank))):
         if process := pool.processes.get(worker_id):
-            gauge.show(process.page.read().loss, worker_id)
+            step_rate.show(process.page.read().loss, worker_id)
             break
     leaves = agent.drain.leaving is not None  # why it goes is no matter of the job's, which goes on elsewhere
     runs = phase_of(agent) == "running" and agent.lead.reason != SAVING
@@ -103,8 +105,8 @@ def progress(agent: Agent, pool: Pool, gauge: Gauge, rows: tuple[RankRow, ...], 
     starting = [] if reason else _starting(agent)
     known = agent.etcd.view.progress
     mine = max((row.step for row in rows), default=agent.progress.step)
-    step, loss = _reached(agent, mine, gauge.loss)
-    repeats = known is not None and step == known.step and (step != mine or not gauge.step_wall_s)
+    step, loss = _reached(agent, mine, step_rate.loss)
+    repeats = known is not None and step == known.step and (step != mine or not step_rate.step_wall_s)
     view = agent.etcd.view
     # A leader of before, or one that has led before, may have saved more since than this agent itself.
     own = saved.step is not None and (saved.generation, saved.step) >= (view.saved_generation, view.saved_step)
@@ -112,10 +114,10 @@ def progress(agent: Agent, pool: Pool, gauge: Gauge, rows: tuple[RankRow, ...], 
         generation=agent.formed.generation.number if agent.formed.generation else 0,
         world_size=agent.formed.generation.world_size if agent.formed.generation else 0,
         step=step,
-        steps_per_s=round(gauge.per_s(), 3),
+        steps_per_s=round(step_rate.per_s(), 3),
         loss=loss,
         wall_s=time.time(),
-        step_wall_s=known.step_wall_s if known is not None and repeats else gauge.step_wall_s,
+        step_wall_s=known.step_wall_s if known is not None and repeats else step_rate.step_wall_s,
         stepped_in=max(agent.progress.settled, known.stepped_in if known is not None else 0),
         waiting_for=reason or _waits_for(agent, starting, time.monotonic()),
         starting=bool(starting),

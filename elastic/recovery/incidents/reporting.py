@@ -10,12 +10,13 @@ from msgspec.structs import replace
 
 from elastic.contract.origin import Origin
 from elastic.contract.records.job_records import IncidentRecord, Phase
+from elastic.contract.worker.messages import Synced
 from elastic.recovery.facts.evidence import weight
 from elastic.recovery.facts.incident import KEPT_REPEATS, Closed, Incident, Sync, causes, drawn
 from elastic.recovery.facts.transitions import Stage
 from elastic.recovery.leading import publishes
 from elastic.recovery.machine.effects import AddCauses
-from elastic.recovery.machine.events import Event, WorkerSynced
+from elastic.recovery.machine.events import Event, WorkerSaid
 from elastic.recovery.machine.model import Agent, is_leader, led_by
 from elastic.recovery.machine.turn import Turn
 
@@ -267,8 +268,8 @@ def _observed(turn: Turn, before: Agent, event: Event, incident: Incident) -> In
             incident = incident.with_report(record)
     incident = _with_generation(turn, before, incident)
     incident = incident.with_left(worker.left for worker in agent.local.workers.values())
-    if isinstance(event, WorkerSynced):
-        incident = _with_sync(turn, incident, event)
+    if isinstance(event, WorkerSaid) and isinstance(event.message, Synced):
+        incident = _with_sync(turn, incident, event.message)
     return _with_marks(turn, incident)
 
 
@@ -288,21 +289,21 @@ def _with_generation(turn: Turn, before: Agent, incident: Incident) -> Incident:
     return incident
 
 
-def _with_sync(turn: Turn, incident: Incident, event: WorkerSynced) -> Incident:
+def _with_sync(turn: Turn, incident: Incident, message: Synced) -> Incident:
     number = turn.agent.formed.generation.number if turn.agent.formed.generation else 0
     fresh = number > incident.generations[0].number
     if (
-        event.generation != number
+        message.generation != number
         or not fresh
         or turn.is_broken()
         or any(sync.generation == number for sync in incident.syncs)
     ):
         return incident
-    reached = event.reached
+    reached = message.reached
     if not incident.syncs:
         reached = max(reached, incident.reached if causes(incident) or not incident.planned else 0)
-    older = event.origin is Origin.LIVE and event.step > event.reached
-    sync = Sync(event.generation, event.step, max(reached, 0), event.origin, event.source, older)
+    older = message.origin is Origin.LIVE and message.step > message.reached
+    sync = Sync(message.generation, message.step, max(reached, 0), message.origin, message.source, older)
     return replace(incident, syncs=(*incident.syncs, sync))
 
 

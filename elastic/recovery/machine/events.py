@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from elastic.contract.origin import Origin
 from elastic.contract.records.job_records import WorkerError
 from elastic.contract.records.standings import Standing
+from elastic.contract.worker.messages import FromWorker
 from elastic.recovery.facts.view import JobView
 
 
@@ -56,69 +56,12 @@ class WorkerStarted:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerManaged:
-    """Its script has called `elastic.run`."""
+class WorkerSaid:
+    """A message of the worker that the agent's state depends on."""
 
     slot: int
     worker_id: int
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerReady:
-    slot: int
-    worker_id: int
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerFormed:
-    slot: int
-    worker_id: int
-    generation: int
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerSynced:
-    slot: int
-    worker_id: int
-    generation: int
-    step: int
-    origin: Origin = Origin.LIVE
-    source: str = "live"
-    """See messages.Synced."""
-    reached: int = 0
-    """The newest step known to any rank of the generation to have been committed before it."""
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerStepping:
-    slot: int
-    worker_id: int
-    generation: int
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerGroupClosed:
-    slot: int
-    worker_id: int
-    generation: int
-    step: int
-    error: str = ""
-    """Set if the worker had no order to abort or stop: a collective failed there."""
-    altered: str = ""
-    """See messages.CollectiveFailed."""
-    between: bool = False
-    """See messages.GroupClosed."""
-    clean: bool = True
-    """Its state is consistent."""
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerDone:
-    slot: int
-    worker_id: int
-    generation: int
-    step: int
+    message: FromWorker
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,17 +125,6 @@ class StillBusy:
 
     slot: int
     worker_id: int
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerBadNumbers:
-    slot: int
-    worker_id: int
-    generation: int
-    step: int
-    kind: str
-    detail: str
-    ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,22 +201,7 @@ class Tick:
     pass
 
 
-WorkerEvent = (
-    WorkerStarted
-    | WorkerManaged
-    | WorkerReady
-    | WorkerFormed
-    | WorkerSynced
-    | WorkerStepping
-    | WorkerGroupClosed
-    | WorkerDone
-    | WorkerFailed
-    | WorkerExited
-    | WorkerUnhealthy
-    | GroupStuck
-    | StillBusy
-    | WorkerBadNumbers
-)
+WorkerEvent = WorkerStarted | WorkerSaid | WorkerFailed | WorkerExited | WorkerUnhealthy | GroupStuck | StillBusy
 """Events of one worker, with `slot` and `worker_id`, so that a process is not taken for its successor."""
 
 Event = (

@@ -47,6 +47,8 @@ class Worker(msgspec.Struct, frozen=True):
     """It was told to end by SIGTERM, not killed at once."""
     synced: int = 0
     """The newest generation in which its process has held the job's state."""
+    formed: int = 0
+    """The newest generation whose group one of the slot's workers has formed: it exchanges the state from then on."""
     consistent: bool = True
     """Its state was consistent when it left the newest group."""
     started: bool = False

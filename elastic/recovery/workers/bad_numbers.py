@@ -10,44 +10,44 @@ from msgspec.structs import replace
 
 from elastic.contract.records.job_records import BrokenRecord, Loss, Phase, WorkerError
 from elastic.contract.records.phases import PhaseTrigger, after
+from elastic.contract.worker.messages import BadNumbers
 from elastic.recovery.facts.evidence import BAD_NUMBERS, bad_numbers, merged
 from elastic.recovery.machine.effects import PutBroken, PutState
-from elastic.recovery.machine.events import WorkerBadNumbers
 from elastic.recovery.machine.model import Worker
 from elastic.recovery.machine.turn import Turn
 
 from .announce import add_evidence, broken_record, report_failure
 
 
-def take_bad_numbers(turn: Turn, worker: Worker, event: WorkerBadNumbers) -> None:
+def take_bad_numbers(turn: Turn, worker: Worker, message: BadNumbers) -> None:
     """Stop the job, take it back to a snapshot, or go on, as `on_bad_numbers` says, and report them."""
     mode = turn.policy.spec.on_bad_numbers
-    if mode == "ignore" or event.generation != worker.generation:
+    if mode == "ignore" or message.generation != worker.generation:
         return
-    ranks = ", ".join(map(str, event.ranks)) or "?"
-    detail = f"{event.kind} on rank {ranks} at step {event.step}: {event.detail}"
-    error = WorkerError(node=turn.policy.node, slot=worker.slot, rank=-1, message=detail, step=event.step)
+    ranks = ", ".join(map(str, message.ranks)) or "?"
+    detail = f"{message.kind} on rank {ranks} at step {message.step}: {message.detail}"
+    error = WorkerError(node=turn.policy.node, slot=worker.slot, rank=-1, message=detail, step=message.step)
     said = {
-        "ranks": event.ranks,
-        "step": event.step,
-        "step_in": event.generation,
-        "fingerprint": event.kind,
+        "ranks": message.ranks,
+        "step": message.step,
+        "step_in": message.generation,
+        "fingerprint": message.kind,
         "error": error,
     }
     if mode == "stop" and turn.agent.etcd.view.state.phase is not Phase.RUNNING:
         # The job waits, is being stopped or has ended: that decision came first. But it may be a consequence.
-        _add_cause(turn, broken_record(turn, event.generation, event.kind, detail, (), **said))  # type: ignore[arg-type]
+        _add_cause(turn, broken_record(turn, message.generation, message.kind, detail, (), **said))  # type: ignore[arg-type]
         return
     if mode == "stop":
         # The phase first, so that no leader forms another generation; then the failure report, for the incident.
         state, revision = turn.agent.etcd.view.state, turn.agent.etcd.view.state_revision
         turn.do(PutState(after(state, PhaseTrigger.FAILED, detail, turn.wall_s), revision))
     formed = turn.agent.formed.generation
-    if formed is not None and formed.number > event.generation and formed.restore == "snapshot":
+    if formed is not None and formed.number > message.generation and formed.restore == "snapshot":
         # The job goes back already, and its new generation does not have these numbers: they belong to the old one.
-        add_evidence(turn, broken_record(turn, event.generation, event.kind, detail, (), rollback=True, **said))  # type: ignore[arg-type]
+        add_evidence(turn, broken_record(turn, message.generation, message.kind, detail, (), rollback=True, **said))  # type: ignore[arg-type]
         return
-    report_failure(turn, event.kind, detail, (), rollback=mode == "rollback", **said)
+    report_failure(turn, message.kind, detail, (), rollback=mode == "rollback", **said)
 
 
 def _add_cause(turn: Turn, found: BrokenRecord) -> None:
