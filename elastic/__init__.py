@@ -17,16 +17,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from elastic.worker.job.job import Job
 
-    from .worker.comm.powersgd import PowerSGD
     from .worker.data.batches import Batch
     from .worker.run import run
     from .worker.state.state import State
 
-__all__ = ["Batch", "Job", "PowerSGD", "State", "__version__", "run"]
+__all__ = ["Batch", "Job", "State", "__version__", "run"]
 
 __version__ = "0.1.0"
 
-_HOMES = {"Batch": "data.batches", "Job": "job", "PowerSGD": "comm.powersgd", "State": "state.state", "run": "run"}
+_HOMES = {"Batch": "data.batches", "Job": "job", "State": "state.state", "run": "run"}
 
 
 def __getattr__(name: str) -> Any:

@@ -57,7 +57,6 @@ def test_a_kill_in_the_middle_of_a_step_changes_no_bit(loop: str, tmp_path: Path
         pytest.param("epochs", {"KILL_IN": "backward"}, marks=pytest.mark.long),
         pytest.param("calls", {"KILL_IN": "broadcast"}, marks=pytest.mark.long),
         pytest.param("calls", {"KILL_IN": "backward"}, marks=pytest.mark.long),
-        pytest.param("powersgd", {}, marks=pytest.mark.long),
     ],
 )
 def test_a_kill_in_a_call_of_the_job_changes_no_bit(loop: str, env: dict[str, str], tmp_path: Path) -> None:
@@ -68,16 +67,6 @@ def test_a_kill_in_a_call_of_the_job_changes_no_bit(loop: str, env: dict[str, st
         assert (incident.steps_lost, incident.restored_from) == (0, "live")
     assert len(finals(tmp_path)) == 1, "the replicas are alike"
     assert finals(tmp_path) == undisturbed(loop, tmp_path)
-
-
-@pytest.mark.long
-def test_powersgd_drops_its_errors_on_all_ranks(tmp_path: Path) -> None:
-    """With error feedback the replicas stay alike; the weights are not those of an undisturbed run."""
-    with job_of("powersgd", tmp_path, KILL_STEP=12, ERROR_FEEDBACK=1) as job:
-        job.wait_phase(Phase.SUCCEEDED)
-        (incident,) = job.incidents()
-        assert incident.steps_lost == 0
-    assert len(finals(tmp_path)) == 1
 
 
 @pytest.mark.parametrize("loop", ["adversarial", pytest.param("manual", marks=pytest.mark.long)])

@@ -13,7 +13,6 @@ middle of the step, while the other waits in the collective that follows.
     zero          torch's ZeroRedundancyOptimizer
     sharded       torch's fully_shard in `train`
     calls         `job.broadcast`, `job.evaluate` and gradients in 16 bits; KILL_IN says in which of them the kill is
-    powersgd      gradients by PowerSGD, with ERROR_FEEDBACK or without
     epochs        a loader of its own, and a schedule at the end of each epoch of nine steps; KILL_IN as above, or `end`
     late          the schedule is stepped at the end of each epoch, after its last commit
 """
@@ -85,10 +84,6 @@ def setup(job):
     net = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
     if LOOP in ("manual", "stranger", "zero", "sharded"):
         return elastic.State(model=net)
-    if LOOP == "powersgd":
-        compression = elastic.PowerSGD(net, start_step=3, min_rate=1.0, error_feedback="ERROR_FEEDBACK" in os.environ)
-        optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
-        return elastic.State(model=net, optimizer=optimizer, compression=compression)
     if LOOP == "calls":
         optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
         return elastic.State(model=net, optimizer=optimizer, best=1e9, shifts=[])
@@ -121,7 +116,7 @@ def die(job, state):
 def train(job, state):
     if LOOP == "sharded":
         torch.distributed.fsdp.fully_shard(state.model)
-    compress = state.compression if LOOP == "powersgd" else "bf16" if LOOP == "calls" else None
+    compress = "bf16" if LOOP == "calls" else None
     model = state.model if LOOP in ("sharded", "skips") else job.ddp(state.model, compress=compress)
     other = job.ddp(state.other) if LOOP == "adversarial" else None
     optimizer = None
@@ -219,7 +214,7 @@ def turn(job, state, model, other, optimizer, batch):
         state.seen["steps"].append(state.step)
         state.scheduler.step()
         die(job, state)
-    if LOOP == "powersgd" or KILL_IN == "backward":
+    if KILL_IN == "backward":
         die(job, state)
     loss.backward()
     if LOOP == "skips":

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-import math
 import weakref
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +20,6 @@ from elastic.contract.worker.beat import PAGE_BYTES, BeatPage, Doing
 from elastic.recovery.hangs.stillness import standing
 from elastic.worker.comm import comm_hooks
 from elastic.worker.comm.errors import GroupAborted
-from elastic.worker.comm.powersgd import PowerSGD, flat, saves
 from elastic.worker.job.job import Job
 from elastic.worker.standalone import NoLink
 from elastic.worker.state.state import State
@@ -40,9 +37,7 @@ def hook(state: Any, bucket: Any) -> Any:
 @pytest.mark.parametrize(
     ("given", "error", "said"),
     [
-        (("bf61", None), ValueError, "compress='bf61': 'bf16', 'fp16', an elastic.PowerSGD"),
-        (("powersgd", None), ValueError, r"return State\(…, compression=elastic.PowerSGD\(model\)\)"),
-        ((PowerSGD(nn.Linear(9, 9)), None), ValueError, "this PowerSGD is no part of the state"),
+        (("bf61", None), ValueError, "compress='bf61': 'bf16', 'fp16' or None"),
         (("bf16", hook), ValueError, "compress and hook exclude each other"),
         ((None, "fp16"), TypeError, "hook is str"),
     ],
@@ -118,51 +113,13 @@ def test_rank_waits_for_the_others_until_the_guard_where_a_backward_does_not(
     done.set_result(torch.ones(1))
 
 
-@pytest.mark.parametrize("options", [{"matrix_rank": 0}, {"start_step": -1}, {"min_rate": float("nan")}])
-def test_powersgd_names_a_wrong_option(options: Any) -> None:
-    with pytest.raises(ValueError, match=f"PowerSGD: {next(iter(options))} = "):
-        PowerSGD(nn.Linear(9, 9), **options)
-
-
-@pytest.mark.parametrize(
-    ("shape", "matrix_rank", "want"),
-    [
-        *[((100, 100), 1, True), ((100,), 1, False), ((4, 4), 1, True), ((4, 4), 2, False)],
-        *[((64, 3, 3, 3), 4, True), ((0, 9), 1, False)],
-    ],
-)
-def test_powersgd_compresses_where_it_saves_half(shape: tuple[int, ...], matrix_rank: int, want: bool) -> None:
-    assert saves(shape, matrix_rank, 2.0) is want
-
-
-def test_powersgd_keeps_the_smaller_side() -> None:
-    """Objects of more than 16 MiB are not restored to the last commit."""
-    model = nn.ModuleList([nn.Linear(5000, 10), nn.Linear(10, 5000)])
-    assert {tuple(q.shape) for q in PowerSGD(model, matrix_rank=2).state_dict()["q"].values()} == {(10, 2)}
-    assert flat(torch.empty(10, 5000)).shape == flat(torch.empty(5000, 10)).shape == (5000, 10)
-
-
-def test_powersgd_of_another_model_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"built for another model: this one has no 0\.weight"):
-        PowerSGD(nn.Sequential(nn.Linear(9, 9))).begin(nn.Linear(9, 9))
-    with pytest.raises(ValueError, match="matrices of"):
-        PowerSGD(nn.Linear(9, 9)).load_state_dict(PowerSGD(nn.Linear(9, 8)).state_dict())
-
-
-def build(kind: str) -> State:
+def build() -> State:
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 12))
-    parts: dict[str, Any] = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
-    if kind.startswith("powersgd"):
-        full = kind == "powersgd full"
-        parts["compression"] = PowerSGD(model, matrix_rank=12 if full else 1, min_rate=1 if full else 2, start_step=0)
-        if full:
-            parts["compression"]._q["2.weight"] = torch.randn(12, 12, generator=torch.Generator().manual_seed(1))
-            parts["compression"]._q["0.weight"] = torch.randn(12, 12, generator=torch.Generator().manual_seed(2))
-    return State(**parts)
+    return State(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-def options(kind: str, state: State) -> dict[str, Any]:
+def options(kind: str) -> dict[str, Any]:
     match kind:
         case "bf16" | "fp16":
             return {"compress": kind}
@@ -170,10 +127,8 @@ def options(kind: str, state: State) -> dict[str, Any]:
             return {"hook": default_hooks.allreduce_hook}
         case "torch fp16":
             return {"hook": default_hooks.fp16_compress_hook, "hook_state": dist.group.WORLD}
-        case "plain":
-            return {}
         case _:
-            return {"compress": state.compression}
+            return {}
 
 
 def data(rank: int, step: int) -> torch.Tensor:
@@ -185,11 +140,11 @@ def gradients(rank: int, world_size: int, port: int, kinds: list[str], steps: in
     group = formed(rank, world_size, port)
     found = {}
     for kind in kinds:
-        state = build(kind)
+        state = build()
         job = Job(name="j", device=CPU, local_rank=rank, link=NoLink())
         job.enter(rank=rank, world_size=world_size, generation=1, keeper=None)
         state.begin()
-        model, lone = job.ddp(state.model, **options(kind, state)), copy.deepcopy(state.model)
+        model, lone = job.ddp(state.model, **options(kind)), copy.deepcopy(state.model)
         rows = []
         applied = exact = torch.zeros(())
         for step in range(steps):
@@ -212,12 +167,12 @@ def off(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got - want).norm() / want.norm())
 
 
-LIMITS = {"plain": 1e-6, "torch": 1e-6, "bf16": 1e-2, "fp16": 1e-3, "torch fp16": 1e-3, "powersgd full": 1e-5}
+LIMITS = {"plain": 1e-6, "torch": 1e-6, "bf16": 1e-2, "fp16": 1e-3, "torch fp16": 1e-3}
 
 
 @pytest.fixture(scope="module")
 def exchanged() -> list[dict[str, Any]]:
-    return run_ranks(gradients, world_size=2, kinds=[*LIMITS, "powersgd"], steps=30)
+    return run_ranks(gradients, world_size=2, kinds=[*LIMITS], steps=30)
 
 
 @pytest.mark.slow
@@ -227,17 +182,8 @@ def test_the_gradient_is_the_mean_over_the_samples(exchanged: list[dict[str, Any
     first, second = (rank[kind] for rank in exchanged)
     assert first == second, "bit-identical on all ranks"
     assert max(row[0] for row in first) < LIMITS[kind]
-    if kind not in ("plain", "torch", "powersgd full"):
+    if kind not in ("plain", "torch"):
         assert min(row[0] for row in first) > 1e-7, "nothing was compressed"
-
-
-@pytest.mark.slow
-def test_powersgd_makes_up_for_its_errors(exchanged: list[dict[str, Any]]) -> None:
-    """One step's gradient is far off; the sum of 30 steps is much nearer."""
-    first, second = (rank["powersgd"] for rank in exchanged)
-    assert first == second
-    assert min(row[0] for row in first) > 0.2
-    assert first[-1][2] < 0.25 * first[0][2]
 
 
 def fails(rank: int, world_size: int, port: int, kinds: list[str]) -> Any:
@@ -245,12 +191,12 @@ def fails(rank: int, world_size: int, port: int, kinds: list[str]) -> Any:
     _group = formed(rank, world_size, port)
     made = []
     for kind in kinds:
-        state = build(kind)
+        state = build()
         job = Job(name="j", device=CPU, local_rank=rank, link=NoLink())
         state.watch_optimizers(job.guard())
         job.enter(rank=rank, world_size=world_size, generation=1, keeper=None)
         state.begin()
-        made.append((job, state, job.ddp(state.model, **options(kind, state))))
+        made.append((job, state, job.ddp(state.model, **options(kind))))
     dist.barrier()
     if rank:
         return None
@@ -269,8 +215,8 @@ def fails(rank: int, world_size: int, port: int, kinds: list[str]) -> Any:
 
 @pytest.mark.slow
 def test_gradients_of_a_failed_exchange_are_not_applied() -> None:
-    said, _ = run_ranks(fails, world_size=2, kinds=["bf16", "torch fp16", "powersgd"])
-    assert [text[:31] for text in said] == ["an exchange between the ranks h"] * 3
+    said, _ = run_ranks(fails, world_size=2, kinds=["bf16", "torch fp16"])
+    assert [text[:31] for text in said] == ["an exchange between the ranks h"] * 2
 
 
 def test_a_hook_that_returns_no_future_is_named() -> None:
@@ -284,24 +230,3 @@ def test_a_hook_that_returns_no_future_is_named() -> None:
 
     with pytest.raises(TypeError, match=r"hook returned NoneType: return a torch\.futures\.Future"):
         comm_hooks.Own(hook, None)(Bucket(), 0.5, Pair())  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("feedback", [True, False])
-def test_powersgd_keeps_nothing_of_gradients_that_are_not_finite(
-    feedback: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("elastic.worker.comm.powersgd._sum", lambda tensors, group: None)
-    group: Any = SimpleNamespace(size=lambda: 1)
-    model = nn.Linear(8, 8, bias=False)
-    parts = [PowerSGD(model, start_step=0, error_feedback=feedback) for _ in range(2)]
-    gradients = [torch.arange(64.0).sin().reshape(8, 8) * scale for scale in (1.0, 2.0)]
-    bad = torch.ones(8, 8)
-    bad[3, 4] = math.inf
-    for part, given in zip(parts, ([gradients[0], bad, gradients[1]], gradients), strict=True):
-        part.begin(model)
-        left = [gradient.clone() for gradient in given]
-        for gradient in left:
-            part.exchange([(model.weight, gradient)], last=True, group=group)
-        assert [bool(after.isfinite().all()) for after in left] == [before is not bad for before in given]
-    (q,), (wanted,) = (part.state_dict()["q"].values() for part in parts)
-    assert torch.equal(q, wanted)

@@ -1,4 +1,4 @@
-"""How the ranks' gradients are exchanged: as they are, in 16 bits, by PowerSGD, or by a hook of the script's own.
+"""How the ranks' gradients are exchanged: as they are, in 16 bits, or by a hook of the script's own.
 
 All of it stands in elastic's own communication hook, which multiplies a bucket by this rank's weight, reports progress,
 and keeps gradients from being applied if an exchange has failed. DDP takes one hook per model, so others are given to
@@ -19,7 +19,6 @@ from elastic.worker.torch_internals import torch_private
 
 from .errors import GroupAborted
 from .in_flight import IN_FLIGHT
-from .powersgd import PowerSGD
 
 Future = torch.futures.Future[Any]
 Result = Callable[[Future], torch.Tensor]
@@ -70,22 +69,6 @@ class Own:
         return future, _value
 
 
-class Blocking:
-    """An exchange in several collectives that follow from each other. All are done when it returns."""
-
-    def __init__(self, inner: PowerSGD) -> None:
-        self.inner = inner
-
-    def __call__(self, bucket: Any, weight: float, group: dist.ProcessGroup) -> tuple[Future, Result]:
-        gradient = dense(bucket)
-        scaled(gradient, weight)
-        pairs = list(zip(bucket.parameters(), bucket.gradients(), strict=True))
-        self.inner.exchange(pairs, last=bucket.is_last(), group=group)
-        future: Future = torch.futures.Future(devices=None if gradient.is_cpu else [gradient.device])
-        future.set_result(gradient)
-        return future, _value
-
-
 def chosen(compress: Any, hook: Hook | None, hook_state: Any) -> Exchange:
     """The exchange for these arguments of `job.ddp`. Raises ValueError or TypeError."""
     if hook is not None:
@@ -103,20 +86,9 @@ def chosen(compress: Any, hook: Hook | None, hook_state: Any) -> Exchange:
             return Cast(torch.bfloat16)
         case "fp16":
             return Cast(torch.float16)
-        case PowerSGD():
-            if not compress.kept:
-                raise MisuseValueError(
-                    "job.ddp: this PowerSGD is no part of the state, and what it has learnt would be lost with a "
-                    "process: return it from setup(), State(…, compression=elastic.PowerSGD(model)), and pass "
-                    "compress=state.compression"
-                )
-            return Blocking(compress)
-        case "powersgd":
-            raise MisuseValueError(
-                "job.ddp: compress='powersgd' has matrices to keep: return State(…, compression="
-                "elastic.PowerSGD(model)) from setup(), and pass compress=state.compression"
-            )
-    raise MisuseValueError(f"job.ddp: compress={compress!r}: 'bf16', 'fp16', an elastic.PowerSGD of the state, or None")
+    raise MisuseValueError(
+        f"job.ddp: compress={compress!r}: 'bf16', 'fp16' or None; torch's powerSGD_hook goes to hook"
+    )
 
 
 class Sampler(Protocol):
@@ -161,13 +133,8 @@ class GradientHook:
         on_cpu = gradient.device.type == "cpu"
         if self._in_place and on_cpu and gradient.layout is torch.strided and not gradient.is_complex():
             return self._sum_in_place(bucket, gradient)
-        blocks = isinstance(self._exchange, Blocking)
-        if blocks:
-            self._contributed()
         with self._failures:
             future, result = self._exchange(bucket, self._weight(), self._group)
-        if blocks:
-            self._received()
         if bucket.is_last():
             self._last()
             self._contributed()

@@ -21,7 +21,6 @@ from elastic.worker.checks.numerics import Fingerprint, disagreeing, refuse_diff
 from elastic.worker.checks.replicas import Replicas
 from elastic.worker.comm import comm_hooks, ddp, ddp_models
 from elastic.worker.comm.p2p import control_device
-from elastic.worker.comm.powersgd import PowerSGD
 from elastic.worker.data import batches as data
 from elastic.worker.link.link import Link
 from elastic.worker.link.misuse import MisuseError, MisuseRuntimeError, MisuseValueError
@@ -159,7 +158,7 @@ class Job(JobCalls):
         self,
         model: nn.Module,
         *,
-        compress: Literal["bf16", "fp16"] | PowerSGD | None = None,
+        compress: Literal["bf16", "fp16"] | None = None,
         hook: comm_hooks.Hook | None = None,
         hook_state: Any = None,
         **options: Any,
@@ -169,11 +168,10 @@ class Job(JobCalls):
         Call it in `train`, on each entry: the wrapper belongs to one generation. Without a process group (standalone)
         `model` itself is returned. `options`: `sync_buffers` (see `ddp.wrap`) and those of DistributedDataParallel.
 
-        `compress`: exchange the gradients in 16 bits, or by a `PowerSGD` that is part of the state. `hook`: a
-        communication hook of torch's kind, called as ``hook(hook_state, bucket)``; its mean over the ranks becomes the
-        mean over the samples. What it keeps in `hook_state` is not restored after a failure. Raises ValueError for
-        other values, for both, and for a `process_group` of some ranks only; RuntimeError if the ranks begin with
-        different parameters.
+        `compress`: exchange the gradients in 16 bits. `hook`: a communication hook of torch's kind, called as
+        ``hook(hook_state, bucket)``; its mean over the ranks becomes the mean over the samples. What it keeps in
+        `hook_state` is not restored after a failure. Raises ValueError for other values, for both, and for a
+        `process_group` of some ranks only; RuntimeError if the ranks begin with different parameters.
         """
         exchange = comm_hooks.chosen(compress, hook, hook_state)
         if not torch.distributed.is_initialized():
@@ -195,8 +193,6 @@ class Job(JobCalls):
         )
         if self._state is not None and not self._state.step:  # later it would cost each recovery a pass over the model
             refuse_different(model, world_size=self.world_size, device=control_device())
-        if isinstance(compress, PowerSGD):
-            compress.begin(model)
         link.entered()
         return wrapped
 
