@@ -40,23 +40,23 @@ class Trace:
     """Rank 0: the duration of each step, and whether a snapshot was begun at its end."""
 
     def __init__(self, job: elastic.Job) -> None:
-        assert isinstance(job._keeper, CheckpointScheduler)
-        self._keeper = job._keeper
+        assert isinstance(job._checkpoint_scheduler, CheckpointScheduler)
+        self._checkpoint_scheduler = job._checkpoint_scheduler
         self._out, self._seconds = pathlib.Path(sys.argv[2]), float(sys.argv[3])
         self._rows: list[tuple[float, bool]] = []
         self._from_s = self._stepped_s = time.monotonic()
-        self._kept_s = self._keeper._kept_s
+        self._kept_s = self._checkpoint_scheduler._kept_s
 
     def step(self) -> None:
-        now_s, keeper = time.monotonic(), self._keeper
-        self._rows.append((now_s - self._stepped_s, keeper._kept_s != self._kept_s))
-        self._stepped_s, self._kept_s = now_s, keeper._kept_s
-        if keeper._cost.copies < WARM_COPIES:
+        now_s, scheduler = time.monotonic(), self._checkpoint_scheduler
+        self._rows.append((now_s - self._stepped_s, scheduler._kept_s != self._kept_s))
+        self._stepped_s, self._kept_s = now_s, scheduler._kept_s
+        if scheduler._cost.copies < WARM_COPIES:
             self._from_s = now_s
             self._rows.clear()
         if now_s > self._from_s + self._seconds and sum(kept for _, kept in self._rows) >= LEAST:
             part = self._out.with_suffix(".part")
-            part.write_text(json.dumps({"rows": self._rows, "cost_s": keeper._cost.seconds}))
+            part.write_text(json.dumps({"rows": self._rows, "cost_s": scheduler._cost.seconds}))
             part.rename(self._out)
             self._from_s = float("inf")
 

@@ -8,7 +8,7 @@
     batches_over_dataloader_64  `job.batches` with 64 samples a batch over torch's DataLoader with the same dataset,
                                 shuffled, in this process; also with 8
     api_us_per_step             `job.commit` and the hooks of one optimizer's step, with an agent's beat page and a
-                                keeper that has nothing to do; its rounds lie between those of the batches
+                                scheduler that has nothing to do; its rounds lie between those of the batches
     snapshots_on_over_off       time of a step with snapshots as they come by default, over that without: two ranks
                                 under elasticd, a state of 75 MB; the steps beside each snapshot are those without.
                                 Also: how often one was taken, what it cost, and what the job itself has measured
@@ -188,10 +188,10 @@ def snapshot(count: int, elements: int, turns: int) -> tuple[float, float]:
             return True
 
     arenas: list[Arena] = []
-    keeper = CheckpointScheduler(SnapshotBackend(), IntervalRule(every_steps=1), shared=True)
-    keeper.enter(RankPosition(1, 0, 1, 0, 1), 0)
-    keeper._put(state, save=True)
-    fill_s = best(lambda: keeper._put(state, save=True), turns)
+    scheduler = CheckpointScheduler(SnapshotBackend(), IntervalRule(every_steps=1), shared=True)
+    scheduler.enter(RankPosition(1, 0, 1, 0, 1), 0)
+    scheduler._put(state, save=True)
+    fill_s = best(lambda: scheduler._put(state, save=True), turns)
     newcomers = [build(count, elements, stepped=False) for _ in range(turns)]
     load_s = best(lambda: HeldSnapshots(arenas).load(newcomers.pop()), turns)
     arenas[0].close()
@@ -199,7 +199,7 @@ def snapshot(count: int, elements: int, turns: int) -> tuple[float, float]:
 
 
 class Idle:
-    """A sink that is never given anything."""
+    """A backend that is never given a snapshot."""
 
     durable_s = 0.0
     beside_s = 0.0
@@ -272,10 +272,10 @@ def alone() -> tuple[Job, State]:
     job = Job(name="bench", device=torch.device("cpu"), local_rank=0, link=link)
     model = torch.nn.Linear(4, 4)
     state = State(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=1e-3))
-    keeper = CheckpointScheduler(Idle(), None, shared=True, snapshots=True)
-    keeper.enter(RankPosition(1, 0, 1, 0, 1), 0)
+    scheduler = CheckpointScheduler(Idle(), None, shared=True, snapshots=True)
+    scheduler.enter(RankPosition(1, 0, 1, 0, 1), 0)
     link.enter(1, 0)
-    job.enter(rank=0, world_size=1, generation=1, keeper=keeper)
+    job.enter(rank=0, world_size=1, generation=1, checkpoint_scheduler=scheduler)
     state.watch_optimizers(job.guard())
     job.keep_open = (ours, theirs)  # type: ignore[attr-defined]
     return job, state

@@ -158,7 +158,7 @@ class ManagedWorker:
         self._disk = (
             Disk(settings.checkpoint_dir, settings.job, settings.checkpoint_remote) if settings.checkpoint_dir else None
         )
-        self._keeper = (
+        self._checkpoint_scheduler = (
             CheckpointScheduler(
                 AgentSnapshots(session),
                 IntervalRule(every_steps=settings.checkpoint_every_steps, every_s=settings.checkpoint_every_s)
@@ -208,8 +208,8 @@ class ManagedWorker:
                 self._one_generation(job, form)
                 session.beat(Doing.WAITING)
         finally:
-            if self._keeper is not None:
-                self._keeper.leave()  # a thread must not copy on into a buffer that a standby is given next
+            if self._checkpoint_scheduler is not None:
+                self._checkpoint_scheduler.leave()  # a standby is given its buffer next
             reconfigured.release()
         session.beat(Doing.DONE)
         group_is_over(first=vars(job).get("rank") == 0)
@@ -271,8 +271,8 @@ class ManagedWorker:
         state = self._state
         if failure is not None:
             session.beat(Doing.SYNCING)  # completing a snapshot and restoring the state is progress, not a hang
-            if self._keeper is not None:
-                self._keeper.leave()
+            if self._checkpoint_scheduler is not None:
+                self._checkpoint_scheduler.leave()
             if said := cuda_failure(job.device):
                 raise RuntimeError(f"this process cannot use its GPU any more: {said}") from failure
             if (changed := state.rewind()) is not None:
@@ -310,14 +310,14 @@ class ManagedWorker:
             )
         )
         session.check(form.generation, state.step)
-        if self._keeper is not None:
-            self._keeper.enter(_position(form, synced.source_rank), state.step)
+        if self._checkpoint_scheduler is not None:
+            self._checkpoint_scheduler.enter(_position(form, synced.source_rank), state.step)
         state.forget_gradients()
         job.enter(
             rank=form.rank,
             world_size=form.world_size,
             generation=form.generation,
-            keeper=self._keeper,
+            checkpoint_scheduler=self._checkpoint_scheduler,
             group_s=form.timeout_s,
             state=state,
         )
@@ -328,10 +328,10 @@ class ManagedWorker:
             self._trains = False
         job.left(state)
         session.beat(Doing.FINISHING)
-        if self._keeper is not None:
+        if self._checkpoint_scheduler is not None:
             # While other ranks still train, its exchange would be matched with their gradient collectives.
             dist.barrier()
-            self._keeper.finish(state)  # may wait for the writer and for the other ranks
+            self._checkpoint_scheduler.finish(state)  # may wait for the writer and for the other ranks
         # No rank is done before all are: until then one may die and need the others' state.
         session.beat(Doing.FINISHING)
         dist.barrier()
@@ -360,7 +360,7 @@ class ManagedWorker:
     def _synchronise(self, job: Job, form: messages.Form) -> SyncResult:
         session, state = self._session, self._state
         store = None
-        if self._keeper is not None:
+        if self._checkpoint_scheduler is not None:
             known = (form.saved_generation, form.saved_step)
             disk = replace(self._disk, known=known) if self._disk else None
             store = Store(session, disk, state, form.generation, form.restore)

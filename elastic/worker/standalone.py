@@ -147,25 +147,29 @@ def _train(job: Job, state: State, train: Train, disk: Disk | None, rule: Interv
     generation = _restore(job, state, disk)
     state.forget_gradients()
     if disk is None:
-        job.enter(rank=job.rank, world_size=job.world_size, generation=generation, keeper=None, state=state)
+        job.enter(
+            rank=job.rank, world_size=job.world_size, generation=generation, checkpoint_scheduler=None, state=state
+        )
         state.begin()
         with kept_group():
             train(job, state)
         job.left(state)
         return
     saver = LocalSaver(disk.directory, disk.job, generation=generation, rank=job.rank, world_size=job.world_size)
-    sink = LocalSnapshots(saver)
-    keeper = CheckpointScheduler(sink, rule, shared=True, finish_s=FINISH_S)
-    keeper.enter(RankPosition(generation, job.rank, job.world_size, job.local_rank, 1), state.step)
-    job.enter(rank=job.rank, world_size=job.world_size, generation=generation, keeper=keeper, state=state)
+    backend = LocalSnapshots(saver)
+    scheduler = CheckpointScheduler(backend, rule, shared=True, finish_s=FINISH_S)
+    scheduler.enter(RankPosition(generation, job.rank, job.world_size, job.local_rank, 1), state.step)
+    job.enter(
+        rank=job.rank, world_size=job.world_size, generation=generation, checkpoint_scheduler=scheduler, state=state
+    )
     state.begin()
     try:
         with kept_group():
             train(job, state)
         job.left(state)
-        keeper.finish(state)
+        scheduler.finish(state)
         saver.wait()
-        sink.tell()
+        backend.tell()
         if saver.busy:
             print("elastic: the last checkpoint could not be written in time", file=sys.stderr, flush=True)
     finally:

@@ -157,7 +157,7 @@ def undisturbed(job: Any, rank: int, world_size: int, port: int, steps: int, buf
     training = alone(job, buffers)
     group = make(rank, world_size, port, 0)
     group.form()
-    job.enter(rank=rank, world_size=world_size, generation=0, keeper=None)
+    job.enter(rank=rank, world_size=world_size, generation=0, checkpoint_scheduler=None)
     training.begin()
     wrapped = job.ddp(training.model)
     digests = [training.digest()]
@@ -210,7 +210,7 @@ def train(rank: int, world_size: int, port: int, rounds: int, steps: int, buffer
         link.aborted = False
         group = make(rank, world_size, port, generation, timeout_s=GROUP_S)
         group.form()
-        job.enter(rank=rank, world_size=world_size, generation=generation, keeper=None)
+        job.enter(rank=rank, world_size=world_size, generation=generation, checkpoint_scheduler=None)
         training.catch_up()
         left.append(disturbed_round(training, group, link, 0.02 + pauses.random() * 0.2, steps))
         group.close()

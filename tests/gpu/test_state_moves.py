@@ -98,7 +98,7 @@ WIDTH = 4096 if not smoke.ON else 64
 
 
 def overlapped(rank: int, world_size: int, port: int) -> Any:
-    """As a worker does it: the keeper after each commit, its settling in the optimizer's guard, an arena for each."""
+    """As a worker does it: the scheduler after each commit, its settling in the guard, an arena for each."""
     from support.arenas import Agent
 
     from elastic.checkpoint.interval import IntervalRule
@@ -116,9 +116,9 @@ def overlapped(rank: int, world_size: int, port: int) -> Any:
     state = State(model=model, optimizer=torch.optim.Adam(model.parameters(), foreach=True))
     job = Job(name="j", device=torch.device("cuda", 0), local_rank=0, link=Link())  # type: ignore[arg-type]
     agent = Agent()
-    keeper = CheckpointScheduler(AgentSnapshots(agent), IntervalRule(every_steps=5), shared=True)  # type: ignore[arg-type]
-    keeper.enter(RankPosition(1, 0, 1, 0, 1), 0)
-    job.enter(rank=0, world_size=1, generation=1, keeper=keeper)
+    scheduler = CheckpointScheduler(AgentSnapshots(agent), IntervalRule(every_steps=5), shared=True)  # type: ignore[arg-type]
+    scheduler.enter(RankPosition(1, 0, 1, 0, 1), 0)
+    job.enter(rank=0, world_size=1, generation=1, checkpoint_scheduler=scheduler)
     state.watch_optimizers(job.guard())
     samples = torch.randn(256, WIDTH, device="cuda")
     times: dict[bool, list[float]] = {True: [], False: []}
@@ -148,12 +148,12 @@ def overlapped(rank: int, world_size: int, port: int) -> Any:
     for arena in agent.arenas:
         arena.close()
     median = {late: sorted(values)[len(values) // 2] for late, values in times.items()}
-    return {"wrong": wrong, "skipped": keeper.skipped, "taken": taken, "blocked_s": max(blocked),
+    return {"wrong": wrong, "skipped": scheduler.skipped, "taken": taken, "blocked_s": max(blocked),
             "step_s": median[False], "step_that_waits_s": median[True], "mb": state.nbytes() / 1e6}  # fmt: skip
 
 
 def test_training_goes_on_while_a_snapshot_is_copied(measured: dict[str, object]) -> None:
-    pytest.importorskip("msgspec", reason="the keeper needs msgspec")
+    pytest.importorskip("msgspec", reason="the scheduler needs msgspec")
     pytest.importorskip("numpy", reason="the job needs numpy")
     (found,) = cards.run(overlapped, world_size=1, timeout_s=180.0)
     measured |= {k: round(v, 4) for k, v in found.items()}

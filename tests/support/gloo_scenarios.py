@@ -177,7 +177,7 @@ def buffers_of_a_part(rank: int, world_size: int, folder: str, *, grad: bool) ->
     net = nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1))
     job = Job(name="job", device=torch.device("cpu"), local_rank=rank, link=NoLink())
     state = State(model=net)
-    job.enter(rank=rank, world_size=world_size, generation=1, keeper=None)
+    job.enter(rank=rank, world_size=world_size, generation=1, checkpoint_scheduler=None)
     state.begin()
     wrapped = job.ddp(net)
     found = []
@@ -205,7 +205,7 @@ def skipped_step(rank: int, world_size: int, folder: str) -> Any:
     job = Job(name="job", device=torch.device("cpu"), local_rank=rank, link=NoLink())
     state = State(model=net, optimizer=optimizer, scaler=scaler)
     state.watch_optimizers(job.guard())
-    job.enter(rank=rank, world_size=world_size, generation=1, keeper=None)
+    job.enter(rank=rank, world_size=world_size, generation=1, checkpoint_scheduler=None)
     state.begin()
     wrapped = job.ddp(net)
     x = torch.tensor([[rank + 1.0], [rank + 1.0]])
@@ -234,7 +234,7 @@ def swallowed(rank: int, world_size: int, folder: str) -> Any:
     job = Job(name="job", device=torch.device("cpu"), local_rank=rank, link=NoLink())
     state = State(model=net, optimizer=optimizer)
     state.watch_optimizers(job.guard())
-    job.enter(rank=rank, world_size=world_size, generation=1, keeper=None)
+    job.enter(rank=rank, world_size=world_size, generation=1, checkpoint_scheduler=None)
     state.begin()
     wrapped = job.ddp(net)
     said = []

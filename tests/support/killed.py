@@ -100,7 +100,7 @@ def run(
 
     killer.committed = committed  # type: ignore[method-assign]
     for generation in range(1, 4):
-        job.enter(rank=0, world_size=1, generation=generation, keeper=None, state=state)
+        job.enter(rank=0, world_size=1, generation=generation, checkpoint_scheduler=None, state=state)
         state.forget_gradients()
         state.begin()
         try:

@@ -102,7 +102,7 @@ def on_ranks(rank: int, world_size: int, port: int) -> Any:
     found = {}
     for form in FORMS:
         job = Job(name="j", device=torch.device("cpu"), local_rank=rank, link=NoLink())
-        job.enter(rank=rank, world_size=world_size, generation=1, keeper=None)
+        job.enter(rank=rank, world_size=world_size, generation=1, checkpoint_scheduler=None)
         state = build()
         state.begin()
         found[form] = train(job, state, form)
@@ -144,7 +144,7 @@ def alone(rank: int = 0, world_size: int = 1) -> tuple[Job, State, nn.Module]:
     job = Job(name="job", device=torch.device("cpu"), local_rank=0, link=NoLink())
     state = State(model=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1))
     state.watch_optimizers(job.guard())
-    job.enter(rank=rank, world_size=world_size, generation=1, keeper=None)
+    job.enter(rank=rank, world_size=world_size, generation=1, checkpoint_scheduler=None)
     state.begin()
     return job, state, job.ddp(net)
 
@@ -348,7 +348,7 @@ def test_a_loop_that_is_closed_late_leaves_the_weight_of_one_that_has_just_taken
     old = job.batches(Pairs(), state, batch_size=7)
     next(old)
     job.commit(state)
-    job.enter(rank=1, world_size=2, generation=2, keeper=None)
+    job.enter(rank=1, world_size=2, generation=2, checkpoint_scheduler=None)
     waited = job._link.waited
     job._link.waited = lambda data_s: (old.close(), waited(data_s))[1]  # type: ignore[attr-defined,method-assign]
     batch = next(new := job.batches(Pairs(), state, batch_size=8))
@@ -374,7 +374,7 @@ def two_by_next(job: Job, state: State, *, sizes: tuple[int, int], between: bool
     try:
         weight()
     except RuntimeError as error:
-        job.enter(rank=1, world_size=2, generation=2, keeper=None)
+        job.enter(rank=1, world_size=2, generation=2, checkpoint_scheduler=None)
         return str(error)
     state.optimizer.step()
     job.commit(state)

@@ -29,11 +29,11 @@ def part(step: int, count: int) -> SnapshotPart:
 
 
 def test_buffers_that_were_asked_for_when_the_state_was_smaller_are_not_taken(agent: Agent) -> None:
-    sink = AgentSnapshots(agent)  # type: ignore[arg-type]
+    backend = AgentSnapshots(agent)  # type: ignore[arg-type]
     late = [Arena.create(4096, warm=False) for _ in range(2)]
     agent._handlers[messages.Arena](messages.Arena(nbytes=4096), [os.dup(arena.fd) for arena in late])
-    assert sink.put(part(3, 2))
-    sink.settle()
+    assert backend.put(part(3, 2))
+    backend.settle()
     (filled,) = agent.filled
     assert agent.arenas[filled.buffer].header().step == 3
     for arena in late:
@@ -44,7 +44,7 @@ def test_after_a_request_that_failed_each_buffer_is_taken_for_the_one_it_is(
     agent: Agent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rest of the answer to it is still there when the next one is asked for."""
-    sink = AgentSnapshots(agent)  # type: ignore[arg-type]
+    backend = AgentSnapshots(agent)  # type: ignore[arg-type]
     take, offered = agent._handlers[messages.Arena], list[int]()
 
     def offer(message: messages.Arena, descriptors: list[int]) -> None:
@@ -54,17 +54,17 @@ def test_after_a_request_that_failed_each_buffer_is_taken_for_the_one_it_is(
     agent.on(messages.Arena, offer)
     with monkeypatch.context() as scarce:
         scarce.setattr("elastic.checkpoint.memory.arena.Arena._mapped", no_memory)
-        assert not sink.put(part(3, 1))
+        assert not backend.put(part(3, 1))
     *looked_at, last = offered
     for descriptor in looked_at:
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(descriptor)
     assert os.fstat(last).st_ino == os.fstat(agent.arenas[1].fd).st_ino, "nothing has looked at it yet"
     for step in (4, 5):
-        assert sink.put(part(step, 1))
-        sink.settle()
+        assert backend.put(part(step, 1))
+        backend.settle()
         assert agent.arenas[agent.filled[-1].buffer].header().step == step
-    assert offered[-2:] == [arena.fd for arena in sink._buffers.arenas]
+    assert offered[-2:] == [arena.fd for arena in backend._buffers.arenas]
 
 
 def no_memory(fd: int, warm: bool) -> NoReturn:
@@ -87,6 +87,6 @@ class AskedMeanwhile(Agent):
 
 
 def test_a_checkpoint_that_is_asked_for_at_that_moment_is_not_forgotten() -> None:
-    sink = AgentSnapshots(AskedMeanwhile())  # type: ignore[arg-type]
-    assert not sink.wanted()
-    assert sink.wanted()
+    backend = AgentSnapshots(AskedMeanwhile())  # type: ignore[arg-type]
+    assert not backend.wanted()
+    assert backend.wanted()

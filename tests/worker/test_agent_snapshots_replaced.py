@@ -12,14 +12,14 @@ from elastic.worker.snapshots.checkpoint_scheduler import SnapshotPart
 SIZE = 1 << 10
 
 
-def save(sink: AgentSnapshots, step: int) -> bool:
-    put = sink.put(
+def save(backend: AgentSnapshots, step: int) -> bool:
+    put = backend.put(
         SnapshotPart(
             step=step, commit_generation=1, shard=0, shards=1, extra={}, interval="",
             table=(TensorInfo("w", "F32", (SIZE,), SIZE * 4),), tensors=[torch.full((SIZE,), float(step))],
         )
     )  # fmt: skip
-    sink.settle()
+    backend.settle()
     return put
 
 

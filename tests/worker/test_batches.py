@@ -248,7 +248,7 @@ class Over(NoLink):
 def test_a_script_that_catches_every_error_of_its_step_is_told_at_the_next_batch() -> None:
     """It would go through all of the data otherwise, each step failing, while the others wait for it."""
     job = Job(name="job", device=torch.device("cpu"), local_rank=0, link=Over())
-    job.enter(rank=0, world_size=1, generation=1, keeper=None)
+    job.enter(rank=0, world_size=1, generation=1, checkpoint_scheduler=None)
     state = State(count=0)
     parts = job.batches(torch.utils.data.TensorDataset(torch.zeros(40, 1)), state, batch_size=4, epochs=1)
     next(parts)
@@ -262,7 +262,7 @@ def test_a_script_that_skips_a_step_whose_collective_has_failed_is_not_blamed_fo
     """`except RuntimeError: continue` leaves the step without a commit."""
     for link, error in ((Over(), GenerationEnded), (NoLink(), GroupAborted)):
         job = Job(name="job", device=torch.device("cpu"), local_rank=0, link=link)
-        job.enter(rank=0, world_size=1, generation=1, keeper=None)
+        job.enter(rank=0, world_size=1, generation=1, checkpoint_scheduler=None)
         parts = job.batches(torch.utils.data.TensorDataset(torch.zeros(40, 1)), State(count=0), batch_size=4, epochs=1)
         next(parts)
         job._gradient_weight.failed = error is GroupAborted

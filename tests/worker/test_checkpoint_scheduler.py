@@ -1,4 +1,4 @@
-"""When a worker copies which shard of the state, with a sink that only counts."""
+"""When a worker copies which shard of the state, with a backend that only counts."""
 
 from __future__ import annotations
 
@@ -45,78 +45,78 @@ def build() -> State:
     return State(model=model)
 
 
-def run(keeper: CheckpointScheduler, state: State, steps: int) -> None:
+def run(scheduler: CheckpointScheduler, state: State, steps: int) -> None:
     for _ in range(steps):
         state.committed(1)
-        keeper.after(state)
+        scheduler.after(state)
 
 
 def test_every_so_many_steps_and_at_the_end() -> None:
-    sink, state = SnapshotBackend(), build()
-    keeper = CheckpointScheduler(sink, IntervalRule(every_steps=10), shared=True)
-    keeper.enter(RankPosition(1, 0, 1, 0, 1), 0)
-    run(keeper, state, 25)
-    assert [part.step for part in sink.parts] == [10, 20]
-    keeper.finish(state)
-    keeper.finish(state)
-    assert [part.step for part in sink.parts] == [10, 20, 25], "once is enough"
+    backend, state = SnapshotBackend(), build()
+    scheduler = CheckpointScheduler(backend, IntervalRule(every_steps=10), shared=True)
+    scheduler.enter(RankPosition(1, 0, 1, 0, 1), 0)
+    run(scheduler, state, 25)
+    assert [part.step for part in backend.parts] == [10, 20]
+    scheduler.finish(state)
+    scheduler.finish(state)
+    assert [part.step for part in backend.parts] == [10, 20, 25], "once is enough"
 
 
 @pytest.mark.parametrize("how", ["not copied", "not written"])
 def test_a_final_state_whose_save_has_failed_is_saved_again(how: str) -> None:
-    sink, state = SnapshotBackend(), build()
-    keeper = CheckpointScheduler(sink, IntervalRule(every_steps=10), shared=True)
-    keeper.enter(RankPosition(1, 0, 1, 0, 1), 0)
-    sink.refuses = how == "not copied"
-    run(keeper, state, 10)
-    sink.refuses = False
+    backend, state = SnapshotBackend(), build()
+    scheduler = CheckpointScheduler(backend, IntervalRule(every_steps=10), shared=True)
+    scheduler.enter(RankPosition(1, 0, 1, 0, 1), 0)
+    backend.refuses = how == "not copied"
+    run(scheduler, state, 10)
+    backend.refuses = False
     if how == "not written":
-        sink.failed_steps = {10}
-        assert [part.step for part in sink.parts] == [10]
-    sink.parts.clear()
-    keeper.finish(state)
-    assert [part.step for part in sink.parts] == [10]
+        backend.failed_steps = {10}
+        assert [part.step for part in backend.parts] == [10]
+    backend.parts.clear()
+    scheduler.finish(state)
+    assert [part.step for part in backend.parts] == [10]
 
 
 def test_a_checkpoint_that_was_due_and_not_taken_is_taken_as_soon_as_it_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 0.0
     monkeypatch.setattr(checkpoint_scheduler.time, "monotonic", lambda: now_s)
-    sink, state = SnapshotBackend(), build()
-    keeper = CheckpointScheduler(sink, IntervalRule(every_s=600.0), shared=True)
-    keeper.enter(RankPosition(1, 0, 1, 0, 1), 0)
+    backend, state = SnapshotBackend(), build()
+    scheduler = CheckpointScheduler(backend, IntervalRule(every_s=600.0), shared=True)
+    scheduler.enter(RankPosition(1, 0, 1, 0, 1), 0)
     for second in range(1, 620):
         now_s = float(second)
-        sink.full = 590 < second < 610
-        run(keeper, state, 1)
-    assert [610 <= part.step <= 612 for part in sink.parts] == [True]
-    assert keeper.skipped == 1
+        backend.full = 590 < second < 610
+        run(scheduler, state, 1)
+    assert [610 <= part.step <= 612 for part in backend.parts] == [True]
+    assert scheduler.skipped == 1
 
 
 def test_steps_that_become_much_slower_do_not_put_off_a_checkpoint_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 0.0
     monkeypatch.setattr(checkpoint_scheduler.time, "monotonic", lambda: now_s)
-    sink, state = SnapshotBackend(), build()
-    keeper = CheckpointScheduler(sink, IntervalRule(every_s=60.0), shared=True)
-    keeper.enter(RankPosition(1, 0, 1, 0, 1), 0)
+    backend, state = SnapshotBackend(), build()
+    scheduler = CheckpointScheduler(backend, IntervalRule(every_s=60.0), shared=True)
+    scheduler.enter(RankPosition(1, 0, 1, 0, 1), 0)
     for step in range(2, 1300):
         now_s += 0.0001 if step < 1000 else 1.0
-        run(keeper, state, 1)
-    assert sink.parts
-    assert sink.parts[0].step < 1000 + 60 + FARTHEST_AGREEMENT_STEPS
+        run(scheduler, state, 1)
+    assert backend.parts
+    assert backend.parts[0].step < 1000 + 60 + FARTHEST_AGREEMENT_STEPS
 
 
 def test_a_first_step_that_is_short_does_not_put_off_the_second_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a turn does after its commit, such as an evaluation, is not in the time of the first step."""
     now_s = 0.0
     monkeypatch.setattr(checkpoint_scheduler.time, "monotonic", lambda: now_s)
-    sink, state = SnapshotBackend(), build()
-    keeper = CheckpointScheduler(sink, None, shared=True, snapshots=True)
-    keeper.enter(RankPosition(1, 0, 1, 0, 1), 0)
+    backend, state = SnapshotBackend(), build()
+    scheduler = CheckpointScheduler(backend, None, shared=True, snapshots=True)
+    scheduler.enter(RankPosition(1, 0, 1, 0, 1), 0)
     taken = []
     for step in range(1, 11):
         now_s += 0.001
-        run(keeper, state, 1)
-        taken += [step] if sink.parts and sink.parts[-1].step == step else []
+        run(scheduler, state, 1)
+        taken += [step] if backend.parts and backend.parts[-1].step == step else []
         now_s += 1.0
     assert taken == [1, *range(3, 11)]  # one each second
 
@@ -128,73 +128,73 @@ def test_a_final_state_that_is_not_saved_is_said(capfd: pytest.CaptureFixture[st
         def wait(self, limit_s: float) -> None:
             self.waited_s = limit_s
 
-    sink, state = Slow(), build()
-    keeper = CheckpointScheduler(sink, IntervalRule(every_steps=10), shared=True, finish_s=600.0)
-    keeper.enter(RankPosition(1, 0, 1, 0, 1), 0)
-    run(keeper, state, 15)
-    sink.full = True
-    keeper.finish(state)
-    assert [part.step for part in sink.parts] == [10]
-    assert sink.waited_s == 600.0
+    backend, state = Slow(), build()
+    scheduler = CheckpointScheduler(backend, IntervalRule(every_steps=10), shared=True, finish_s=600.0)
+    scheduler.enter(RankPosition(1, 0, 1, 0, 1), 0)
+    run(scheduler, state, 15)
+    backend.full = True
+    scheduler.finish(state)
+    assert [part.step for part in backend.parts] == [10]
+    assert backend.waited_s == 600.0
     assert "the final state, of step 15, is not saved: an earlier checkpoint was still" in capfd.readouterr().err
 
 
 def test_a_final_state_that_was_changed_after_its_commit_is_said(capfd: pytest.CaptureFixture[str]) -> None:
-    sink, state = SnapshotBackend(), build()
-    keeper = CheckpointScheduler(sink, IntervalRule(every_steps=10), shared=True)
-    keeper.enter(RankPosition(1, 0, 1, 0, 1), 0)
-    run(keeper, state, 12)
+    backend, state = SnapshotBackend(), build()
+    scheduler = CheckpointScheduler(backend, IntervalRule(every_steps=10), shared=True)
+    scheduler.enter(RankPosition(1, 0, 1, 0, 1), 0)
+    run(scheduler, state, 12)
     state.changing()  # as an optimizer's step does
-    keeper.finish(state)
-    assert [part.step for part in sink.parts] == [10, 12]
+    scheduler.finish(state)
+    assert [part.step for part in backend.parts] == [10, 12]
     assert "without job.commit: the checkpoint of step 12 has this change, too" in capfd.readouterr().err
-    run(keeper, state, 1)
-    keeper.finish(state)
+    run(scheduler, state, 1)
+    scheduler.finish(state)
     assert capfd.readouterr().err == ""
 
 
-def test_checkpoint_scheduler_skips_and_counts_a_full_sink() -> None:
-    sink, state = SnapshotBackend(), build()
-    keeper = CheckpointScheduler(sink, IntervalRule(every_steps=5), shared=True)
-    keeper.enter(RankPosition(1, 0, 1, 0, 1), 0)
-    sink.full = True
-    run(keeper, state, 12)
-    assert (sink.parts, keeper.skipped) == ([], 2)
+def test_checkpoint_scheduler_skips_and_counts_a_full_backend() -> None:
+    backend, state = SnapshotBackend(), build()
+    scheduler = CheckpointScheduler(backend, IntervalRule(every_steps=5), shared=True)
+    scheduler.enter(RankPosition(1, 0, 1, 0, 1), 0)
+    backend.full = True
+    run(scheduler, state, 12)
+    assert (backend.parts, scheduler.skipped) == ([], 2)
 
 
 def test_requested_checkpoint_is_taken_at_the_next_agreement() -> None:
-    sink, state = SnapshotBackend(), build()
-    keeper = CheckpointScheduler(sink, IntervalRule(every_steps=100_000), shared=True)
-    keeper.enter(RankPosition(1, 0, 1, 0, 1), 0)
-    sink.asked = True
-    run(keeper, state, 3)
-    assert [part.step for part in sink.parts] == [3]
+    backend, state = SnapshotBackend(), build()
+    scheduler = CheckpointScheduler(backend, IntervalRule(every_steps=100_000), shared=True)
+    scheduler.enter(RankPosition(1, 0, 1, 0, 1), 0)
+    backend.asked = True
+    run(scheduler, state, 3)
+    assert [part.step for part in backend.parts] == [3]
 
 
 def test_requested_checkpoint_is_taken_later_if_both_buffers_are_busy() -> None:
-    sink, state = SnapshotBackend(), build()
-    keeper = CheckpointScheduler(sink, IntervalRule(every_steps=100_000), shared=True)
-    keeper.enter(RankPosition(1, 0, 1, 0, 1), 0)
-    sink.asked = sink.full = True
-    run(keeper, state, 3)
-    assert (sink.parts, keeper.skipped) == ([], 1)
-    sink.full = False
-    run(keeper, state, 3 * FARTHEST_AGREEMENT_STEPS)
-    assert len(sink.parts) == 1, "and once is enough"
+    backend, state = SnapshotBackend(), build()
+    scheduler = CheckpointScheduler(backend, IntervalRule(every_steps=100_000), shared=True)
+    scheduler.enter(RankPosition(1, 0, 1, 0, 1), 0)
+    backend.asked = backend.full = True
+    run(scheduler, state, 3)
+    assert (backend.parts, scheduler.skipped) == ([], 1)
+    backend.full = False
+    run(scheduler, state, 3 * FARTHEST_AGREEMENT_STEPS)
+    assert len(backend.parts) == 1, "and once is enough"
 
 
 def test_shards_are_of_the_world_or_of_the_node() -> None:
     state = build()
     for shared, want in ((True, (3, 4)), (False, (1, 2))):
-        sink = SnapshotBackend()
-        keeper = CheckpointScheduler(sink, IntervalRule(every_steps=1), shared=shared)
-        keeper.enter(RankPosition(1, 3, 4, 1, 2), 0)
-        part = keeper._part(state, save=True)
+        backend = SnapshotBackend()
+        scheduler = CheckpointScheduler(backend, IntervalRule(every_steps=1), shared=shared)
+        scheduler.enter(RankPosition(1, 3, 4, 1, 2), 0)
+        part = scheduler._part(state, save=True)
         assert (part.shard, part.shards) == want
     whole = [info.name for info in state.table()]
-    keeper = CheckpointScheduler(SnapshotBackend(), IntervalRule(every_steps=1), shared=False)
+    scheduler = CheckpointScheduler(SnapshotBackend(), IntervalRule(every_steps=1), shared=False)
     names: list[str] = []
     for index in range(2):
-        keeper.enter(RankPosition(1, index, 4, index, 2), 0)
-        names += [info.name for info in keeper._part(state, save=True).table]
+        scheduler.enter(RankPosition(1, index, 4, index, 2), 0)
+        names += [info.name for info in scheduler._part(state, save=True).table]
     assert sorted(names) == sorted(whole), "one node's workers hold all of it"

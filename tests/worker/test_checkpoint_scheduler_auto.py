@@ -26,15 +26,15 @@ class SnapshotBackend(NoBackend):
 
 
 def test_checkpoint_scheduler_reports_measured_interval_and_skipped_saves() -> None:
-    sink, state = SnapshotBackend(), State(model=torch.nn.Linear(4, 4))
-    keeper = CheckpointScheduler(sink, IntervalRule(), shared=True)
-    keeper.enter(RankPosition(1, 0, 1, 0, 1), 0)
+    backend, state = SnapshotBackend(), State(model=torch.nn.Linear(4, 4))
+    scheduler = CheckpointScheduler(backend, IntervalRule(), shared=True)
+    scheduler.enter(RankPosition(1, 0, 1, 0, 1), 0)
     for _ in range(100_000):
         state.committed(1)
-        keeper.after(state)
-        if len(sink.parts) == 3:
+        scheduler.after(state)
+        if len(backend.parts) == 3:
             break
-    first, _, third = sink.parts
+    first, _, third = backend.parts
     assert (first.interval, first.skipped) == ("auto: first after 30 s", 0)
     # Twice what a save takes: that is more than what its cost asks for.
     assert re.fullmatch(r"auto: 1200 s \(cost \d\.\d\d s, a failure every 4\.0 h\)", third.interval)
@@ -43,12 +43,12 @@ def test_checkpoint_scheduler_reports_measured_interval_and_skipped_saves() -> N
 
 def test_a_copy_beside_the_steps_has_its_price_too() -> None:
     """A core that the steps lack costs training time, though nobody waits: else auto would save without end."""
-    sink, state = SnapshotBackend(), State(model=torch.nn.Linear(4, 4))
-    sink.copying, sink.beside_s = True, 100.0
-    keeper = CheckpointScheduler(sink, IntervalRule(every_steps=1), shared=True)
-    keeper.enter(RankPosition(1, 0, 1, 0, 1), 0)
+    backend, state = SnapshotBackend(), State(model=torch.nn.Linear(4, 4))
+    backend.copying, backend.beside_s = True, 100.0
+    scheduler = CheckpointScheduler(backend, IntervalRule(every_steps=1), shared=True)
+    scheduler.enter(RankPosition(1, 0, 1, 0, 1), 0)
     state.committed(1)
-    keeper.after(state)
-    keeper.settle()
-    assert keeper._cost.seconds is not None
-    assert keeper._cost.seconds >= 100.0
+    scheduler.after(state)
+    scheduler.settle()
+    assert scheduler._cost.seconds is not None
+    assert scheduler._cost.seconds >= 100.0

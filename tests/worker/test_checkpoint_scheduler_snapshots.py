@@ -37,46 +37,46 @@ def agents() -> Iterator[list[Agent]]:
             arena.close()
 
 
-def keepers(agents: list[Agent], rule: IntervalRule | None, nodes: tuple[int, ...]) -> list[CheckpointScheduler]:
+def schedulers(agents: list[Agent], rule: IntervalRule | None, nodes: tuple[int, ...]) -> list[CheckpointScheduler]:
     """One for each rank; `nodes` has as many as it runs, each."""
     places = [(index, count) for count in nodes for index in range(count)]
     made = []
     for rank, (index, count) in enumerate(places):
-        keeper = CheckpointScheduler(AgentSnapshots(agents[rank]), rule, shared=True, snapshots=True)  # type: ignore[arg-type]
-        keeper.enter(RankPosition(1, rank, len(places), index, count), 0)
-        made.append(keeper)
+        scheduler = CheckpointScheduler(AgentSnapshots(agents[rank]), rule, shared=True, snapshots=True)  # type: ignore[arg-type]
+        scheduler.enter(RankPosition(1, rank, len(places), index, count), 0)
+        made.append(scheduler)
     return made
 
 
 def test_the_first_commit_is_kept_without_any_checkpoint(agents: list[Agent]) -> None:
     state = build()
-    (keeper,) = keepers(agents, None, (1,))
+    (scheduler,) = schedulers(agents, None, (1,))
     state.committed(1)
-    keeper.after(state)
+    scheduler.after(state)
     (filled,) = agents[0].filled
     assert (filled.step, filled.save) == (1, False)
-    keeper.finish(state)
+    scheduler.finish(state)
     assert len(agents[0].filled) == 1, "nothing is written at the end"
 
 
 def test_the_first_commit_of_each_generation_is_kept(agents: list[Agent]) -> None:
     state = build()
-    (keeper,) = keepers(agents, None, (1,))
+    (scheduler,) = schedulers(agents, None, (1,))
     for _ in range(3):
         state.committed(1)
-        keeper.after(state)
-    keeper.enter(RankPosition(2, 0, 1, 0, 1), 3)
+        scheduler.after(state)
+    scheduler.enter(RankPosition(2, 0, 1, 0, 1), 3)
     state.committed(2)
-    keeper.after(state)
+    scheduler.after(state)
     assert [(filled.generation, filled.step) for filled in agents[0].filled] == [(1, 1), (2, 4)]
 
 
 def test_memory_snapshots_do_not_disturb_checkpoints(agents: list[Agent]) -> None:
     state = build()
-    (keeper,) = keepers(agents, IntervalRule(every_steps=10), (1,))
+    (scheduler,) = schedulers(agents, IntervalRule(every_steps=10), (1,))
     for _ in range(20):
         state.committed(1)
-        keeper.after(state)
+        scheduler.after(state)
     assert [filled.step for filled in agents[0].filled if filled.save] == [10, 20]
     assert next(filled.step for filled in agents[0].filled if not filled.save) == 1
 
@@ -85,8 +85,8 @@ def test_memory_snapshots_do_not_disturb_checkpoints(agents: list[Agent]) -> Non
 def test_each_node_has_all_of_it(agents: list[Agent], nodes: tuple[int, ...]) -> None:
     """And each shard is written by one rank alone."""
     state, written = build(1), []
-    for keeper in keepers(agents, IntervalRule(every_steps=1), nodes):
-        keeper._put(state, save=True)
+    for scheduler in schedulers(agents, IntervalRule(every_steps=1), nodes):
+        scheduler._put(state, save=True)
     first = 0
     for count in nodes:
         arenas = [next(a for a in agent.arenas if a.header().whole) for agent in agents[first : first + count]]
@@ -111,14 +111,14 @@ def test_snapshot_with_scarce_memory_keeps_the_shard_to_be_written(agents: list[
         send(message)
 
     agent.send = scarce  # type: ignore[method-assign]
-    keeper = keepers(agents, IntervalRule(every_steps=3), (1, 1))[0]
-    assert not keeper._put(state, save=False)
-    assert keeper._put(state, save=True)
+    scheduler = schedulers(agents, IntervalRule(every_steps=3), (1, 1))[0]
+    assert not scheduler._put(state, save=False)
+    assert scheduler._put(state, save=True)
     assert [message.optional for message in asked] == [True, False], "and the agent is not asked each time"
     (filled,) = agent.filled
     assert filled.save
     assert agent.arenas[filled.buffer].beside().table == ()
-    assert keeper.skipped == 0
+    assert scheduler.skipped == 0
 
 
 def test_memory_snapshots_take_less_than_a_hundredth_of_the_time() -> None:
@@ -154,17 +154,17 @@ def test_snapshot_due_while_all_buffers_are_busy_is_taken_once_one_is_free(
     clock = types.SimpleNamespace(monotonic=lambda: now[0])
     monkeypatch.setattr("elastic.worker.snapshots.checkpoint_scheduler.time", clock)
     state = build()
-    (keeper,) = keepers(agents, None, (1,))
+    (scheduler,) = schedulers(agents, None, (1,))
     monkeypatch.setattr("elastic.worker.snapshots.checkpoint_scheduler.SnapshotCost.seconds", 0.5)  # every 100 s
     monkeypatch.setattr("elastic.worker.snapshots.checkpoint_scheduler.SnapshotCost.warm", True)
     busy_until_s = 150.0
-    monkeypatch.setattr(keeper._sink, "free", lambda: not 50.0 < now[0] < busy_until_s)
+    monkeypatch.setattr(scheduler._backend, "free", lambda: not 50.0 < now[0] < busy_until_s)
     kept_at_s = []
     while now[0] < 300.0:
         now[0] += 0.5
         state.committed(1)
         before = len(agents[0].filled)
-        keeper.after(state)
+        scheduler.after(state)
         kept_at_s += [now[0]] * (len(agents[0].filled) - before)
     first, second, third = kept_at_s
     assert first == 0.5
@@ -258,13 +258,13 @@ def test_a_snapshot_each_second_needs_one_exchange_each_second(
         "elastic.worker.snapshots.checkpoint_scheduler.time", types.SimpleNamespace(monotonic=lambda: round(now[0], 6))
     )
     state = build()
-    (keeper,) = keepers(agents, None, (1,))
+    (scheduler,) = schedulers(agents, None, (1,))
     exchanges = 0
     while now[0] < 20.0:
         now[0] += step_s
         state.committed(1)
-        exchanges += now[0] > 5.0 and keeper.exchanges_at(state.step)
-        keeper.after(state)
+        exchanges += now[0] > 5.0 and scheduler.exchanges_at(state.step)
+        scheduler.after(state)
     assert len(agents[0].filled) in range(18, 23)
     assert exchanges in range(13, 18)
 

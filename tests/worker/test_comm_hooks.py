@@ -142,7 +142,7 @@ def gradients(rank: int, world_size: int, port: int, kinds: list[str], steps: in
     for kind in kinds:
         state = build()
         job = Job(name="j", device=CPU, local_rank=rank, link=NoLink())
-        job.enter(rank=rank, world_size=world_size, generation=1, keeper=None)
+        job.enter(rank=rank, world_size=world_size, generation=1, checkpoint_scheduler=None)
         state.begin()
         model, lone = job.ddp(state.model, **options(kind)), copy.deepcopy(state.model)
         rows = []
@@ -194,7 +194,7 @@ def fails(rank: int, world_size: int, port: int, kinds: list[str]) -> Any:
         state = build()
         job = Job(name="j", device=CPU, local_rank=rank, link=NoLink())
         state.watch_optimizers(job.guard())
-        job.enter(rank=rank, world_size=world_size, generation=1, keeper=None)
+        job.enter(rank=rank, world_size=world_size, generation=1, checkpoint_scheduler=None)
         state.begin()
         made.append((job, state, job.ddp(state.model, **options(kind))))
     dist.barrier()

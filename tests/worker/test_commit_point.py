@@ -554,7 +554,7 @@ def enter(state: State) -> Job:
     """`train` is entered, in a process of its own."""
     job = Job(name="j", device=torch.device("cpu"), local_rank=0, link=NoLink())
     state.forget_gradients()
-    job.enter(rank=0, world_size=1, generation=1, keeper=None, state=state)
+    job.enter(rank=0, world_size=1, generation=1, checkpoint_scheduler=None, state=state)
     state.begin()
     return job
 

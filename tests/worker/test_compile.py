@@ -49,7 +49,7 @@ def test_entering_train_again_does_not_compile_again(where: str) -> None:
     for generation in (1, 2, 3):
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         try:
-            job.enter(rank=0, world_size=1, generation=generation, keeper=None)
+            job.enter(rank=0, world_size=1, generation=generation, checkpoint_scheduler=None)
             state.forget_gradients()
             state.begin()
             wrapped: Any = job.ddp(state.model)
@@ -105,7 +105,7 @@ def trained(where: str, backend: str, *, aborted: set[int], longer: int) -> list
 
     for generation in (1, 2, 3):
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        job.enter(rank=0, world_size=1, generation=generation, keeper=None, state=state)
+        job.enter(rank=0, world_size=1, generation=generation, checkpoint_scheduler=None, state=state)
         state.forget_gradients()
         state.begin()
         with contextlib.suppress(LostError):
@@ -139,9 +139,9 @@ def test_a_wrapper_of_an_earlier_entry_of_train_is_refused() -> None:
     job = Job(name="j", device=torch.device("cpu"), local_rank=0, link=NoLink())
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        job.enter(rank=0, world_size=1, generation=1, keeper=None)
+        job.enter(rank=0, world_size=1, generation=1, checkpoint_scheduler=None)
         wrapped = job.ddp(model)
-        job.enter(rank=0, world_size=1, generation=2, keeper=None)
+        job.enter(rank=0, world_size=1, generation=2, checkpoint_scheduler=None)
         with pytest.raises(MisuseRuntimeError, match=r"call job\.ddp in train, on each entry"):
             wrapped(torch.ones(3, 4))
     finally:

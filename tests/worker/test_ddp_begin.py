@@ -27,7 +27,7 @@ def wrapped(rank: int, world_size: int, port: int, alone: bool, steps: int) -> A
     for _ in range(steps):
         state.committed(1)
     job = Job(name="job", device=torch.device("cpu"), local_rank=rank, link=NoLink())
-    job.enter(rank=rank, world_size=world_size, generation=1, keeper=None, state=state)
+    job.enter(rank=rank, world_size=world_size, generation=1, checkpoint_scheduler=None, state=state)
     if rank == 0 and alone:
         with torch.no_grad():
             state.model[1].bias.fill_(5.0)
@@ -64,7 +64,7 @@ def in_groups(rank: int, world_size: int, port: int) -> Any:
     )
     made.form()
     job = Job(name="job", device=torch.device("cpu"), local_rank=rank, link=NoLink())
-    job.enter(rank=rank, world_size=world_size, generation=1, keeper=None, state=state)
+    job.enter(rank=rank, world_size=world_size, generation=1, checkpoint_scheduler=None, state=state)
     pair, everyone = job.new_group([0, 1]), job.new_group()
     said = ""
     if rank < 2:

@@ -45,7 +45,7 @@ def build() -> State:
 def alone(state: State) -> Job:
     job = Job(name="j", device=CPU, local_rank=0, link=NoLink())
     state.watch_optimizers(job.guard())
-    job.enter(rank=0, world_size=1, generation=1, keeper=None)
+    job.enter(rank=0, world_size=1, generation=1, checkpoint_scheduler=None)
     state.begin()
     return job
 
@@ -150,7 +150,7 @@ def on_ranks(rank: int, world_size: int, port: int) -> Any:
     group = formed(rank, world_size, port)
     state = build()
     job = Job(name="j", device=CPU, local_rank=rank, link=NoLink())
-    job.enter(rank=rank, world_size=world_size, generation=1, keeper=None)
+    job.enter(rank=rank, world_size=world_size, generation=1, checkpoint_scheduler=None)
     state.begin()
     model = job.ddp(state.model)
     model(torch.full((2, 4), float(rank)))

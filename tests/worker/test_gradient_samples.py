@@ -192,7 +192,7 @@ def test_finite_outputs_of_all_layers_point_to_the_loss() -> None:
 
 def test_a_job_without_debug_sets_no_hook_and_reads_no_gradient() -> None:
     job = Job(name="j", device=torch.device("cpu"), local_rank=0, link=NoLink())
-    job.enter(rank=0, world_size=1, generation=1, keeper=None)
+    job.enter(rank=0, world_size=1, generation=1, checkpoint_scheduler=None)
     assert not job.sampler.on
     assert not job._first_bad.on
 

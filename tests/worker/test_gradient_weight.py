@@ -30,7 +30,7 @@ def alone(rank: int = 0, world_size: int = 1, lr: float = 0.1) -> tuple[Job, Sta
     optimizers = {name: torch.optim.SGD(m.parameters(), lr=lr) for name, m in (("opt", net), ("opt_other", other))}
     state = State(model=net, other=other, **optimizers)
     state.watch_optimizers(job.guard())
-    job.enter(rank=rank, world_size=world_size, generation=1, keeper=None, state=state)
+    job.enter(rank=rank, world_size=world_size, generation=1, checkpoint_scheduler=None, state=state)
     state.begin()
     return job, state, job.ddp(net), job.ddp(other)
 

@@ -51,7 +51,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def make(log: list[str], device: str = "cuda:1", world_size: int = 2) -> Job:
     job = Job(name="j", device=torch.device(device), local_rank=1, link=FakeLink(log))
-    job.enter(rank=0, world_size=world_size, generation=1, keeper=None)
+    job.enter(rank=0, world_size=world_size, generation=1, checkpoint_scheduler=None)
     return job
 
 
@@ -143,7 +143,7 @@ class Training:
         card = CardsStream.card = Card([p.grad for p in parameters if p.grad is not None])
         self.generation += 1
         self.link.enter(self.generation, self.state.step)
-        self.job.enter(rank=0, world_size=2, generation=self.generation, keeper=None)
+        self.job.enter(rank=0, world_size=2, generation=self.generation, checkpoint_scheduler=None)
         self.session.holds(self, self.generation)
 
         def aborted() -> None:

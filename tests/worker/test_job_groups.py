@@ -24,14 +24,14 @@ CPU = torch.device("cpu")
 
 def test_alone_there_is_no_group() -> None:
     job = Job(name="j", device=CPU, local_rank=0, link=NoLink())
-    job.enter(rank=0, world_size=1, generation=1, keeper=None)
+    job.enter(rank=0, world_size=1, generation=1, checkpoint_scheduler=None)
     assert job.new_group([0]) is None
 
 
 @pytest.mark.parametrize("chosen", [[], [0, 0], [-1], [0, 2]])
 def test_ranks_that_do_not_exist_are_named(chosen: list[int]) -> None:
     job = Job(name="j", device=CPU, local_rank=0, link=NoLink())
-    job.enter(rank=0, world_size=2, generation=1, keeper=None)
+    job.enter(rank=0, world_size=2, generation=1, checkpoint_scheduler=None)
     with pytest.raises(ValueError, match=r"job\.new_group\(\[.*distinct ranks of 0 to 1"):
         job.new_group(chosen)
 
@@ -46,7 +46,7 @@ def entered(forming: str, rank: int, world_size: int, port: int, generation: int
     group = make(forming, rank, world_size, port, generation)
     group.form()
     job = Job(name="j", device=CPU, local_rank=rank, link=NoLink())
-    job.enter(rank=rank, world_size=world_size, generation=generation, keeper=None, group_s=77.0)
+    job.enter(rank=rank, world_size=world_size, generation=generation, checkpoint_scheduler=None, group_s=77.0)
     return group, job
 
 

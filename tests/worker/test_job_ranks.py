@@ -21,7 +21,7 @@ def test_before_and_between_generations_there_is_no_rank() -> None:
         with pytest.raises(MisuseError, match=r"job\.world_size in setup\(\)"):
             _ = job.world_size
         assert repr(job) == f"<Job job: rank ? of ?, generation {job.generation}>"
-        job.enter(rank=1, world_size=3, generation=1, keeper=None)
+        job.enter(rank=1, world_size=3, generation=1, checkpoint_scheduler=None)
         assert (job.rank, job.world_size) == (1, 3)
         job.forget()  # the state is lost on all ranks, and `setup` runs again
     assert not hasattr(job, "ranks")

@@ -24,7 +24,7 @@ class Loop:
         self.enter()
 
     def enter(self, generation: int = 1) -> None:
-        self.job.enter(rank=0, world_size=1, generation=generation, keeper=None, state=self.state)
+        self.job.enter(rank=0, world_size=1, generation=generation, checkpoint_scheduler=None, state=self.state)
         self.state.forget_gradients()
         self.state.begin()
 
@@ -119,7 +119,7 @@ class Gan:
         self.state = State(made=self.made, told=self.told, first=first, second=second)
         self.state.watch_optimizers(self.job.guard())
         self.every, self.drops = every, drops
-        self.job.enter(rank=0, world_size=1, generation=1, keeper=None, state=self.state)
+        self.job.enter(rank=0, world_size=1, generation=1, checkpoint_scheduler=None, state=self.state)
         self.state.begin()
 
     def turn(self, *, skips: bool, closure: bool = False) -> None:

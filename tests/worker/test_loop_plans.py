@@ -32,7 +32,7 @@ def setup(_: Job) -> State:
 
 def new_job(state: State, rank: int = 0, world_size: int = 1) -> Job:
     job = Job(name="job", device=torch.device("cpu"), local_rank=0, link=NoLink())
-    job.enter(rank=rank, world_size=world_size, generation=1, keeper=None, state=state)
+    job.enter(rank=rank, world_size=world_size, generation=1, checkpoint_scheduler=None, state=state)
     state.begin()
     return job
 
@@ -386,7 +386,7 @@ def test_a_generator_that_was_begun_before_is_refused() -> None:
     job, state = begun()
     once = (i for i in range(9))
     take(job, state, lambda job, state: job.steps(once, state, steps=20), 3)
-    job.enter(rank=0, world_size=1, generation=2, keeper=None, state=state)
+    job.enter(rank=0, world_size=1, generation=2, checkpoint_scheduler=None, state=state)
     state.begin()
     with pytest.raises(MisuseError, match="can be read once only, and was begun before"):
         take(job, state, lambda job, state: job.steps(once, state, steps=20))
@@ -489,7 +489,7 @@ def test_a_loop_of_a_round_may_be_left_at_the_top_or_by_its_limit_and_by_the_end
 
     with pytest.raises(GenerationEnded):
         train()
-    job.enter(rank=0, world_size=1, generation=2, keeper=None, state=state)
+    job.enter(rank=0, world_size=1, generation=2, checkpoint_scheduler=None, state=state)
     for _ in job.epochs(state, 1):
         take(job, state, of())
 

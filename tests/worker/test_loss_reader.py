@@ -42,10 +42,10 @@ def loss(value: float) -> torch.Tensor:
 @pytest.mark.usefixtures("gpu")
 def test_a_loss_that_was_not_read_before_a_rollback_is_not_taken_for_one_after_it() -> None:
     job = Job(name="job", device=torch.device("cpu"), local_rank=0, link=NoLink())
-    job.enter(rank=0, world_size=1, generation=1, keeper=None)
+    job.enter(rank=0, world_size=1, generation=1, checkpoint_scheduler=None)
     assert job._loss.read(loss(1.0)) is None
     assert job._loss.read(loss(math.nan)) == 1.0
-    job.enter(rank=0, world_size=1, generation=2, keeper=None)
+    job.enter(rank=0, world_size=1, generation=2, checkpoint_scheduler=None)
     assert job._loss.read(loss(2.0)) is None
     assert job._loss.read(loss(3.0)) == 2.0
 
@@ -54,6 +54,6 @@ def test_a_loss_that_was_not_read_before_a_rollback_is_not_taken_for_one_after_i
 def test_a_loss_of_one_element_is_read_whatever_its_shape() -> None:
     """As on the CPU, where `item()` reads it."""
     job = Job(name="job", device=torch.device("cpu"), local_rank=0, link=NoLink())
-    job.enter(rank=0, world_size=1, generation=1, keeper=None)
+    job.enter(rank=0, world_size=1, generation=1, checkpoint_scheduler=None)
     assert job._loss.read(torch.tensor([1.0]).as_subclass(OnGpu)) is None
     assert job._loss.read(torch.tensor([[2.0]]).as_subclass(OnGpu)) == 1.0

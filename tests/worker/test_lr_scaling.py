@@ -40,7 +40,7 @@ def build() -> tuple[Job, State]:
 
 
 def enter(job: Job, state: State, world_size: int, generation: int) -> None:
-    job.enter(rank=0, world_size=world_size, generation=generation, keeper=None)
+    job.enter(rank=0, world_size=world_size, generation=generation, checkpoint_scheduler=None)
     state.begin()
 
 

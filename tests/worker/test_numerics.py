@@ -48,7 +48,7 @@ def test_a_tensor_that_was_replaced_since_the_last_check_is_compared(monkeypatch
     monkeypatch.setattr(job_module, "control_device", lambda: torch.device("cpu"))
     job = Job(name="job", device=torch.device("cpu"), local_rank=0, link=NoLink(), fingerprint_every_steps=1)
     state = State(model=torch.nn.Linear(1, 1), mean=torch.zeros(4))
-    job.enter(rank=0, world_size=2, generation=1, keeper=None, state=state)
+    job.enter(rank=0, world_size=2, generation=1, checkpoint_scheduler=None, state=state)
     job._compare_replicas(state)
     state.mean = torch.ones(4)
     job._compare_replicas(state)

@@ -22,7 +22,7 @@ def entered() -> tuple[Job, State, Any]:
     """(job, state, a loop over batches)"""
     job = Job(name="job", device=torch.device("cpu"), local_rank=0, link=NoLink())
     state = State(model=nn.Linear(4, 1))
-    job.enter(rank=0, world_size=1, generation=1, keeper=None, state=state)
+    job.enter(rank=0, world_size=1, generation=1, checkpoint_scheduler=None, state=state)
     state.begin()
     return job, state, job.batches(Pairs(), state, batch_size=8, steps=STEPS)
 

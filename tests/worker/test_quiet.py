@@ -22,12 +22,12 @@ class Link(NoLink):
 def make(world_size: int, group_s: float) -> tuple[Job, Link]:
     link = Link()
     job = Job(name="j", device=torch.device("cpu"), local_rank=0, link=link)
-    job.enter(rank=0, world_size=world_size, generation=1, keeper=None, group_s=group_s)
+    job.enter(rank=0, world_size=world_size, generation=1, checkpoint_scheduler=None, group_s=group_s)
     return job, link
 
 
 class Settles:
-    """A keeper with a copy under way."""
+    """A scheduler with a copy under way."""
 
     def __init__(self, link: Link) -> None:
         self.link = link
@@ -46,11 +46,11 @@ class Settles:
 def test_a_snapshot_that_was_begun_is_completed_first() -> None:
     """It would not count before the next optimizer step, which is long to come; and nobody is to miss a beat for it."""
     job, link = make(1, 600.0)
-    keeper = Settles(link)
-    job.enter(rank=0, world_size=1, generation=1, keeper=keeper)
+    scheduler = Settles(link)
+    job.enter(rank=0, world_size=1, generation=1, checkpoint_scheduler=scheduler)
     with job.quiet("evaluation", limit_s=100.0):
-        assert keeper.settled_in == [[100.0]]
-    assert len(keeper.settled_in) == 1
+        assert scheduler.settled_in == [[100.0]]
+    assert len(scheduler.settled_in) == 1
 
 
 def test_nested_quiet_span_does_not_end_the_outer_one() -> None:

@@ -96,9 +96,9 @@ def step(job: Job, state: State, model: Any, criterion: Any, how: str) -> None:
 
 def train(job: Job, how: str, steps: int, backend: NoBackend | None = None) -> State:
     state = build(Sharded if how == "sharded" else torch.optim.AdamW)
-    keeper = CheckpointScheduler(backend or NoBackend(), IntervalRule(every_steps=1), shared=True)
-    keeper.enter(RankPosition(1, job.rank, job.world_size, 0, 1), 0)
-    job.enter(rank=job.rank, world_size=job.world_size, generation=1, keeper=keeper, state=state)
+    scheduler = CheckpointScheduler(backend or NoBackend(), IntervalRule(every_steps=1), shared=True)
+    scheduler.enter(RankPosition(1, job.rank, job.world_size, 0, 1), 0)
+    job.enter(rank=job.rank, world_size=job.world_size, generation=1, checkpoint_scheduler=scheduler, state=state)
     state.watch_optimizers(job.guard())
     state.begin()
     wraps = "no job.ddp" not in how and how != "weighted"
@@ -286,7 +286,7 @@ def drifts(rank: int, world_size: int, port: int, *, weights: bool) -> str:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     state = State(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
-    job.enter(rank=rank, world_size=world_size, generation=1, keeper=None, state=state)
+    job.enter(rank=rank, world_size=world_size, generation=1, checkpoint_scheduler=None, state=state)
     state.begin()
     wrapped = job.ddp(state.model, sync_buffers=False)
     try:

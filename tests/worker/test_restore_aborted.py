@@ -132,7 +132,7 @@ def test_nothing_keeps_a_state_that_is_built_anew(asking: Asking) -> None:
     store = Store(asking.session, None, state, GENERATION)
     asking.session.on(messages.InMemorySnapshot, store._on_kept)  # as `saved` leaves it
     job = Job(name="job", device=torch.device("cpu"), local_rank=0, link=NoLink())
-    job.enter(rank=0, world_size=1, generation=1, keeper=None, state=state)
+    job.enter(rank=0, world_size=1, generation=1, checkpoint_scheduler=None, state=state)
     job.ddp(net)
     store.close()
     del state, net, store

@@ -48,13 +48,13 @@ def saved(agents: list[Agent], *, nodes: int = 1, only_on: int | None = None) ->
         if rank == only_on:
             state.best = {name: tensor.clone() for name, tensor in state.model.state_dict().items()}
         state.committed(1)
-        keeper = CheckpointScheduler(
+        scheduler = CheckpointScheduler(
             AgentSnapshots(agent), IntervalRule(every_steps=1), shared=True, snapshots=nodes > 1
         )  # type: ignore[arg-type]
         here = len(agents) // nodes
-        keeper.enter(RankPosition(1, rank, len(agents), rank % here, here), 0)
-        keeper._put(state, save=True)
-        keeper.settle()
+        scheduler.enter(RankPosition(1, rank, len(agents), rank % here, here), 0)
+        scheduler._put(state, save=True)
+        scheduler.settle()
     return states
 
 

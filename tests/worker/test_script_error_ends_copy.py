@@ -24,7 +24,7 @@ def test_the_copy_ends_before_the_error_leaves_the_worker(
         raise error
 
     monkeypatch.setattr(worker, "_one_generation", fails)
-    monkeypatch.setattr(worker._keeper, "leave", lambda: ended.append("copy"))
+    monkeypatch.setattr(worker._checkpoint_scheduler, "leave", lambda: ended.append("copy"))
     with pytest.raises(type(error)):
         worker.run()
     assert ended == ["copy"]

@@ -122,7 +122,7 @@ def test_broadcast_in_setup_is_refused() -> None:
 
 def test_alone_the_value_is_checked_and_returned() -> None:
     job = Job(name="j", device=CPU, local_rank=0, link=NoLink())
-    job.enter(rank=0, world_size=1, generation=1, keeper=None)
+    job.enter(rank=0, world_size=1, generation=1, checkpoint_scheduler=None)
     value = {"a": torch.ones(2)}
     assert job.broadcast(value) is value
     with pytest.raises(TypeError, match="value is Odd"):
@@ -135,7 +135,7 @@ def test_alone_the_value_is_checked_and_returned() -> None:
 def entered(rank: int, world_size: int, port: int) -> tuple[Group, Job]:
     group = formed(rank, world_size, port)
     job = Job(name="j", device=CPU, local_rank=rank, link=NoLink())
-    job.enter(rank=rank, world_size=world_size, generation=1, keeper=None)
+    job.enter(rank=rank, world_size=world_size, generation=1, checkpoint_scheduler=None)
     return group, job
 
 

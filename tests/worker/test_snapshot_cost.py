@@ -36,14 +36,14 @@ def kept_by(rank: int, world_size: int, port: int, *, costs_s: list[float], cold
     now = [0.0]
     checkpoint_scheduler.time = types.SimpleNamespace(monotonic=lambda: now[0])  # type: ignore[attr-defined]
     backend = Copies(costs_s[rank])
-    keeper = CheckpointScheduler(backend, None, shared=True, snapshots=True)
+    scheduler = CheckpointScheduler(backend, None, shared=True, snapshots=True)
     state = State(model=torch.nn.Linear(2, 2))
-    keeper.enter(RankPosition(1, rank, world_size, 0, 1), 0)
+    scheduler.enter(RankPosition(1, rank, world_size, 0, 1), 0)
     for step in range(200):
         now[0] += STEP_S
         backend.beside_s = costs_s[rank] * (100 if step < cold_until and rank else 1)
         state.committed(1)
-        keeper.after(state)
+        scheduler.after(state)
     group.close()
     before, last = (part.step for part in backend.kept[-2:])
     return [STEP_S * (last - before), backend.kept[-1].kept]
@@ -129,15 +129,15 @@ def saved_by(rank: int, world_size: int, port: int) -> list[int]:
     now = [0.0 if rank else 50.0]
     checkpoint_scheduler.time = types.SimpleNamespace(monotonic=lambda: now[0])  # type: ignore[attr-defined]
     backend = Asked(LITTLE_S)
-    keeper = CheckpointScheduler(backend, IntervalRule(every_s=60.0), shared=True)
+    scheduler = CheckpointScheduler(backend, IntervalRule(every_s=60.0), shared=True)
     state = State(model=torch.nn.Linear(2, 2))
     now[0] = 50.0
-    keeper.enter(RankPosition(2, rank, world_size, 0, 1, planner=1), 0)
+    scheduler.enter(RankPosition(2, rank, world_size, 0, 1, planner=1), 0)
     for step in range(40):
         now[0] += 1.0
         backend.asked = backend.asked or (step == 30 and rank == 0)
         state.committed(2)
-        keeper.after(state)
+        scheduler.after(state)
     group.close()
     return [part.step for part in backend.kept]
 

@@ -38,7 +38,7 @@ def newest(agent: Agent) -> int:
 
 
 class Trained:
-    """A state on the device, each byte of which tells the step, as far as the keeper asks."""
+    """A state on the device, each byte of which tells the step, as far as the scheduler asks."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -77,28 +77,28 @@ class Trained:
             self.device.launch("optimizer", late)
 
 
-def keeper_for(agent: Agent, every: int = 1) -> CheckpointScheduler:
-    keeper = CheckpointScheduler(AgentSnapshots(agent), IntervalRule(every_steps=every), shared=True)  # type: ignore[arg-type]
-    keeper.enter(RankPosition(1, 0, 1, 0, 1), 0)
-    return keeper
+def scheduler_for(agent: Agent, every: int = 1) -> CheckpointScheduler:
+    scheduler = CheckpointScheduler(AgentSnapshots(agent), IntervalRule(every_steps=every), shared=True)  # type: ignore[arg-type]
+    scheduler.enter(RankPosition(1, 0, 1, 0, 1), 0)
+    return scheduler
 
 
-def one_step(state: Trained, keeper: CheckpointScheduler, pause: Callable[[], None] = lambda: None) -> None:
+def one_step(state: Trained, scheduler: CheckpointScheduler, pause: Callable[[], None] = lambda: None) -> None:
     pause()
     state.forward()
     pause()
-    keeper.settle()  # what the guard does
+    scheduler.settle()  # what the guard does
     state.optimize()
     pause()
     state.step += 1
-    keeper.after(state)  # type: ignore[arg-type]
+    scheduler.after(state)  # type: ignore[arg-type]
 
 
 def test_the_step_only_begins_the_copy(gpu: Device, agent: Agent) -> None:  # noqa: F811
-    state, keeper = Trained(gpu), keeper_for(agent)
-    one_step(state, keeper)
+    state, scheduler = Trained(gpu), scheduler_for(agent)
+    one_step(state, scheduler)
     gpu.log.clear()
-    one_step(state, keeper)
+    one_step(state, scheduler)
     assert gpu.log == [
         "forward",
         "host waits",  # for the snapshot of the step before: the optimizer must not overtake it
@@ -109,14 +109,14 @@ def test_the_step_only_begins_the_copy(gpu: Device, agent: Agent) -> None:  # no
     ]  # fmt: skip
     assert [m.step for m in agent.filled] == [1]
     assert sorted(arena.header().state for arena in agent.arenas) == [Fullness.FILLING, Fullness.WHOLE]
-    keeper.settle()
+    scheduler.settle()
     assert [m.step for m in agent.filled] == [1, 2]
     assert newest(agent) == 2
 
 
 def test_gpu_snapshot_marked_whole_is_one_committed_step_in_any_device_order(gpu: Device, agent: Agent) -> None:  # noqa: F811
     """At any moment anything that is queued may have run, or not; a death could come at each."""
-    state, keeper = Trained(gpu), keeper_for(agent)
+    state, scheduler = Trained(gpu), scheduler_for(agent)
     chance = random.Random(11)
 
     def pause() -> None:
@@ -126,38 +126,38 @@ def test_gpu_snapshot_marked_whole_is_one_committed_step_in_any_device_order(gpu
     for _ in range(200):
         if agent.unwritten and chance.random() < 0.7:
             agent.wrote()
-        one_step(state, keeper, pause)
+        one_step(state, scheduler, pause)
     assert len(agent.filled) > 100
-    assert keeper.skipped > 0  # both buffers were in use at times
+    assert scheduler.skipped > 0  # both buffers were in use at times
 
 
 def test_at_the_end_of_training_it_is_completed(gpu: Device, agent: Agent) -> None:  # noqa: F811
-    state, keeper = Trained(gpu), keeper_for(agent, every=1000)
-    one_step(state, keeper)
-    keeper.finish(state)  # type: ignore[arg-type]
+    state, scheduler = Trained(gpu), scheduler_for(agent, every=1000)
+    one_step(state, scheduler)
+    scheduler.finish(state)  # type: ignore[arg-type]
     assert newest(agent) == 1
 
 
 def test_gpu_snapshot_in_progress_is_completed_at_the_end(gpu: Device, agent: Agent) -> None:  # noqa: F811
-    state, keeper = Trained(gpu), keeper_for(agent)
-    one_step(state, keeper)
+    state, scheduler = Trained(gpu), scheduler_for(agent)
+    one_step(state, scheduler)
     assert agent.filled == []
-    keeper.finish(state)  # type: ignore[arg-type]
+    scheduler.finish(state)  # type: ignore[arg-type]
     assert [m.step for m in agent.filled] == [1]
 
 
 def test_gpu_snapshot_is_whole_before_a_stopped_rank_leaves(gpu: Device, agent: Agent) -> None:  # noqa: F811
-    state, keeper = Trained(gpu), keeper_for(agent)
+    state, scheduler = Trained(gpu), scheduler_for(agent)
     agent.stop_wanted = True
     with pytest.raises(GenerationEnded, match="stopped at step 1, which is saved"):
-        one_step(state, keeper)
+        one_step(state, scheduler)
     assert newest(agent) == 1
 
 
 def test_gpu_snapshot_interrupted_by_an_abort_holds_the_old_state(gpu: Device, agent: Agent) -> None:  # noqa: F811
-    state, keeper = Trained(gpu), keeper_for(agent)
-    one_step(state, keeper)
-    keeper.leave()
+    state, scheduler = Trained(gpu), scheduler_for(agent)
+    one_step(state, scheduler)
+    scheduler.leave()
     for tensor in state.held.values():
         tensor.fill_(77)  # what another rank sends, in the next generation
     gpu.main.synchronize()
@@ -166,83 +166,83 @@ def test_gpu_snapshot_interrupted_by_an_abort_holds_the_old_state(gpu: Device, a
 
 
 def test_gpu_snapshot_is_dropped_if_the_device_fails_during_the_abort(gpu: Device, agent: Agent) -> None:  # noqa: F811
-    state, keeper = Trained(gpu), keeper_for(agent)
-    one_step(state, keeper)
-    one_step(state, keeper)
+    state, scheduler = Trained(gpu), scheduler_for(agent)
+    one_step(state, scheduler)
+    one_step(state, scheduler)
     agent.wrote()
     gpu.broken = True
-    keeper.leave()
+    scheduler.leave()
     assert [m.step for m in agent.filled] == [1]
     assert newest(agent) == 1
 
 
 def test_the_device_fails_before_the_optimizer(gpu: Device, agent: Agent) -> None:  # noqa: F811
     """The script hears of it, as from any CUDA call, and a snapshot is never taken for whole later on."""
-    state, keeper = Trained(gpu), keeper_for(agent)
-    one_step(state, keeper)
-    one_step(state, keeper)
+    state, scheduler = Trained(gpu), scheduler_for(agent)
+    one_step(state, scheduler)
+    one_step(state, scheduler)
     gpu.broken = True
     with pytest.raises(Broken):
-        keeper.settle()
+        scheduler.settle()
     gpu.broken = False
-    keeper.settle()
+    scheduler.settle()
     assert [m.step for m in agent.filled] == [1]
     assert newest(agent) == 1
 
 
 def test_gpu_snapshot_is_dropped_after_an_unannounced_change(gpu: Device, agent: Agent) -> None:  # noqa: F811
-    state, keeper = Trained(gpu), keeper_for(agent)
-    one_step(state, keeper)
-    one_step(state, keeper)
+    state, scheduler = Trained(gpu), scheduler_for(agent)
+    one_step(state, scheduler)
+    one_step(state, scheduler)
     agent.wrote()
     state._there["w1"].add_(5)  # averaged weights swapped in for a look at them, say
     with pytest.warns(UserWarning, match=r"no snapshot of step 2: a tensor was changed .* state\.changing\(\)"):
-        keeper.settle()
+        scheduler.settle()
     state.held["w1"].fill_(2)
     assert newest(agent) == 1
-    one_step(state, keeper)
-    keeper.settle()
+    one_step(state, scheduler)
+    scheduler.settle()
     assert newest(agent) == 3
 
 
 def test_a_commit_without_a_step_of_an_optimizer_settles_too(gpu: Device, agent: Agent) -> None:  # noqa: F811
-    state, keeper = Trained(gpu), keeper_for(agent, every=10)
+    state, scheduler = Trained(gpu), scheduler_for(agent, every=10)
     for _ in range(10):
-        one_step(state, keeper)
+        one_step(state, scheduler)
     assert agent.filled == []
-    keeper.after(state)  # type: ignore[arg-type]
+    scheduler.after(state)  # type: ignore[arg-type]
     assert [m.step for m in agent.filled] == [10]
 
 
 def test_buffers_come_and_are_registered_while_training_goes_on(gpu: Device, agent: Agent) -> None:  # noqa: F811
-    state, keeper = Trained(gpu), keeper_for(agent, every=5)
+    state, scheduler = Trained(gpu), scheduler_for(agent, every=5)
     for _ in range(2):
-        one_step(state, keeper)
-    keeper._sink._prepared()  # type: ignore[attr-defined]
+        one_step(state, scheduler)
+    scheduler._backend._prepared()  # type: ignore[attr-defined]
     assert len(gpu.pinned) == len(agent.arenas) == 2
     first = agent.arenas
     for _ in range(4):
-        one_step(state, keeper)
+        one_step(state, scheduler)
     assert agent.arenas is first
     assert newest(agent) == 5
-    keeper._sink._buffers.arenas[0].close()  # type: ignore[attr-defined]
+    scheduler._backend._buffers.arenas[0].close()  # type: ignore[attr-defined]
     assert len(gpu.pinned) == 1
 
 
 def test_without_memory_training_goes_on(gpu: Device, agent: Agent) -> None:  # noqa: F811
     agent.no_memory = True
-    state, keeper = Trained(gpu), keeper_for(agent, every=5)
+    state, scheduler = Trained(gpu), scheduler_for(agent, every=5)
     for _ in range(6):
-        one_step(state, keeper)
-    assert (agent.filled, keeper.skipped) == ([], 1)
+        one_step(state, scheduler)
+    assert (agent.filled, scheduler.skipped) == ([], 1)
 
 
 def test_memory_that_cuda_will_not_register_serves_all_the_same(gpu: Device, agent: Agent) -> None:  # noqa: F811
     gpu.refuses_to_pin = 801
-    state, keeper = Trained(gpu), keeper_for(agent)
+    state, scheduler = Trained(gpu), scheduler_for(agent)
     with pytest.warns(UserWarning, match=r"snapshots block the training step: .* \(CUDA error 801\)"):
-        one_step(state, keeper)
-    keeper.settle()
+        one_step(state, scheduler)
+    scheduler.settle()
     assert newest(agent) == 1
 
 
@@ -274,26 +274,26 @@ class Link(NoLink):
 
 
 def test_the_optimizers_guard_settles_before_the_first_byte_changes() -> None:
-    keeper = Settles()
-    link = Link(keeper.log)
+    scheduler = Settles()
+    link = Link(scheduler.log)
     job = Job(name="j", device=torch.device("cpu"), local_rank=0, link=link)  # type: ignore[arg-type]
-    job.enter(rank=0, world_size=1, generation=1, keeper=keeper)
+    job.enter(rank=0, world_size=1, generation=1, checkpoint_scheduler=scheduler)
     model = torch.nn.Linear(2, 2)
     state = State(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0))
     state.watch_optimizers(job.guard())
     before = model.weight.detach().clone()
-    state.optimizer.register_step_pre_hook(lambda *_: keeper.log.append(f"same {torch.equal(before, model.weight)}"))
+    state.optimizer.register_step_pre_hook(lambda *_: scheduler.log.append(f"same {torch.equal(before, model.weight)}"))
     model(torch.ones(1, 2)).sum().backward()
     state.optimizer.step()
-    assert keeper.log == ["asked", "settled", "same True"]
+    assert scheduler.log == ["asked", "settled", "same True"]
     assert not torch.equal(before, model.weight)
     state.changing()  # for code that changes them without an optimizer
-    assert keeper.log[3:] == ["asked", "settled"]
+    assert scheduler.log[3:] == ["asked", "settled"]
     link.over = True
     state.committed(1)
     with pytest.raises(GenerationEnded):
         state.optimizer.step()
-    assert keeper.log[5:] == []
+    assert scheduler.log[5:] == []
     assert state.clean()
 
 

@@ -29,21 +29,21 @@ def part(step: int, **options: Any) -> SnapshotPart:
 
 
 def test_the_first_copy_into_fresh_buffers_is_progress_all_the_way(agent: Agent) -> None:
-    sink = AgentSnapshots(agent)  # type: ignore[arg-type]
-    assert sink.put(part(1, volatile={0}))  # so all of it within the commit
-    sink.settle()
+    backend = AgentSnapshots(agent)  # type: ignore[arg-type]
+    assert backend.put(part(1, volatile={0}))  # so all of it within the commit
+    backend.settle()
     assert agent.arenas[0].header().step == 1
     assert sum(agent.progress) >= LARGE * 4
     assert max(agent.progress) <= MOST_BYTES
 
 
 def test_a_wait_for_pages_that_a_thread_touches_is_progress_too(agent: Agent) -> None:
-    sink = AgentSnapshots(agent)  # type: ignore[arg-type]
-    sink.prepare(part(1))
+    backend = AgentSnapshots(agent)  # type: ignore[arg-type]
+    backend.prepare(part(1))
     before = len(agent.progress)
     assert before == 0, "nobody waits yet: a thread of ours must not vouch for the main thread"
-    assert sink.put(part(1, volatile={0}))
-    sink.settle()
+    assert backend.put(part(1, volatile={0}))
+    backend.settle()
     assert sum(agent.progress) >= LARGE * 4
     assert max(agent.progress) <= MOST_BYTES
 
@@ -56,11 +56,11 @@ def test_the_buffers_of_a_state_on_the_cpu_are_touched_ahead() -> None:
             prepared.append(part)
 
     state = State(model=torch.nn.Linear(4, 4))
-    keeper = CheckpointScheduler(SnapshotBackend(), IntervalRule(every_steps=100), shared=True)
-    keeper.enter(RankPosition(1, 0, 1, 0, 1), 0)
+    scheduler = CheckpointScheduler(SnapshotBackend(), IntervalRule(every_steps=100), shared=True)
+    scheduler.enter(RankPosition(1, 0, 1, 0, 1), 0)
     for _ in range(3):
         state.committed(1)
-        keeper.after(state)
+        scheduler.after(state)
     assert len(prepared) == 1
 
 

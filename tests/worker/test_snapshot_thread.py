@@ -71,7 +71,7 @@ def copying(monkeypatch: pytest.MonkeyPatch) -> Iterator[Copying]:
 
 
 class Training:
-    """The real thing, but for the group: a model with buffers, an optimizer, the guard, the keeper, the sink."""
+    """The real thing, but for the group: a model with buffers, an optimizer, the guard, the scheduler, the backend."""
 
     def __init__(self, agent: Agent, every: int = 1) -> None:
         torch.manual_seed(3)
@@ -81,10 +81,10 @@ class Training:
         )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         self.state = State(model=self.model, optimizer=self.optimizer, seen=torch.zeros(3))
-        self.keeper = CheckpointScheduler(AgentSnapshots(agent), IntervalRule(every_steps=every), shared=True)  # type: ignore[arg-type]
-        self.keeper.enter(RankPosition(1, 0, 1, 0, 1), 0)
+        self.scheduler = CheckpointScheduler(AgentSnapshots(agent), IntervalRule(every_steps=every), shared=True)  # type: ignore[arg-type]
+        self.scheduler.enter(RankPosition(1, 0, 1, 0, 1), 0)
         self.job = Job(name="j", device=torch.device("cpu"), local_rank=0, link=NoLink())
-        self.job.enter(rank=0, world_size=1, generation=1, keeper=self.keeper)  # type: ignore[arg-type]
+        self.job.enter(rank=0, world_size=1, generation=1, checkpoint_scheduler=self.scheduler)  # type: ignore[arg-type]
         self.state.watch_optimizers(self.job.guard())
         self.truth: dict[int, dict[str, torch.Tensor]] = {}
 
@@ -164,7 +164,7 @@ def test_thread_snapshot_interrupted_by_an_abort_is_dropped(agent: Agent, copyin
     training = Training(agent)
     training.one_step()
     assert copying.began.wait(LIMIT_S)
-    leaving = threading.Thread(target=training.keeper.leave)
+    leaving = threading.Thread(target=training.scheduler.leave)
     leaving.start()
     copying.let()  # the chunk under way
     leaving.join(LIMIT_S)
@@ -172,14 +172,14 @@ def test_thread_snapshot_interrupted_by_an_abort_is_dropped(agent: Agent, copyin
     assert copying.done == 1
     for _, tensor in training.state.tensors():
         tensor.fill_(77)  # what another rank sends, in the next generation
-    training.keeper.settle()
+    training.scheduler.settle()
     assert (agent.filled, training.whole()) == ([], [])
     copying.let_all()
-    training.keeper.enter(RankPosition(2, 0, 1, 0, 1), 1)
+    training.scheduler.enter(RankPosition(2, 0, 1, 0, 1), 1)
     training.one_step()
     training.one_step()
-    training.keeper.settle()
-    training.keeper.leave()
+    training.scheduler.settle()
+    training.scheduler.leave()
     assert training.whole()[-1] == 3
 
 
@@ -187,10 +187,10 @@ def test_thread_snapshot_complete_at_the_abort_counts(agent: Agent, copying: Cop
     copying.let_all()
     training = Training(agent)
     training.one_step()
-    sink: Any = training.keeper._sink
-    for thread in sink._buffers._copying[1]._memcpy._threads:
+    backend: Any = training.scheduler._backend
+    for thread in backend._buffers._copying[1]._memcpy._threads:
         thread.join(LIMIT_S)
-    training.keeper.leave()
+    training.scheduler.leave()
     assert training.whole() == [1]
 
 
@@ -198,7 +198,7 @@ def test_at_the_end_of_training_it_is_completed(agent: Agent, copying: Copying) 
     training = Training(agent, every=1000)
     training.one_step()
     copying.let_all()
-    training.keeper.finish(training.state)
+    training.scheduler.finish(training.state)
     assert training.whole() == [1]
 
 
@@ -218,7 +218,7 @@ def test_thread_snapshot_is_dropped_after_an_unannounced_change_and_later_ones_c
         changed.copy_(held)
     copying.let_all()
     with pytest.warns(UserWarning, match=r"no snapshot of step 1: a tensor was changed .* state\.changing\(\)"):
-        training.keeper.settle()
+        training.scheduler.settle()
     assert training.whole() == []
     changed.copy_(held)
     training.apply()
@@ -233,12 +233,12 @@ def test_thread_snapshot_detects_a_tensor_swapped_during_the_copy_and_back(agent
     held = weight.detach().clone()
     weight.data.mul_(2)
     copying.let_all()
-    sink: Any = training.keeper._sink
-    for thread in sink._buffers._copying[1]._memcpy._threads:
+    backend: Any = training.scheduler._backend
+    for thread in backend._buffers._copying[1]._memcpy._threads:
         thread.join(LIMIT_S)
     weight.data.copy_(held)
     with pytest.warns(UserWarning, match="no snapshot of step 1"):
-        training.keeper.settle()
+        training.scheduler.settle()
     assert training.whole() == []
 
 
@@ -248,8 +248,8 @@ def test_a_thread_that_dies_leaves_no_snapshot(agent: Agent, copying: Copying, m
     training = Training(agent)
     training.one_step()
     with pytest.raises(RuntimeError, match="a thread that copied a snapshot has died"):
-        training.keeper.settle()
-    training.keeper.settle()
+        training.scheduler.settle()
+    training.scheduler.settle()
     assert (agent.filled, training.whole()) == ([], [])
 
 

@@ -70,7 +70,7 @@ def reads(rank: int, world_size: int, port: int, shape: str, kept: Any, step: in
     """(samples of this rank by step, the state's streams)."""
     group = formed(rank, world_size, port)
     job = Job(name="j", device=torch.device("cpu"), local_rank=rank, link=NoLink())
-    job.enter(rank=rank, world_size=world_size, generation=1, keeper=None)
+    job.enter(rank=rank, world_size=world_size, generation=1, checkpoint_scheduler=None)
     state = State(model=torch.nn.Linear(1, 1), streams=kept)
     state._step = step
     state.begin()
@@ -109,7 +109,7 @@ def own_loader(rank: int, world_size: int, port: int) -> Any:
     kept, found = None, []
     for generation, until in ((1, 4), (2, 10)):
         job = Job(name="j", device=torch.device("cpu"), local_rank=rank, link=NoLink())
-        job.enter(rank=rank, world_size=world_size, generation=generation, keeper=None)
+        job.enter(rank=rank, world_size=world_size, generation=generation, checkpoint_scheduler=None)
         state = State(model=torch.nn.Linear(1, 1), loaders=kept)
         state._step = 0 if kept is None else 4
         state.begin()

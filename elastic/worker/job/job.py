@@ -80,7 +80,7 @@ class Job(JobCalls):
         self.device = device
         self.local_rank = local_rank
         self._link = link
-        self._keeper: CheckpointScheduler | None = None
+        self._checkpoint_scheduler: CheckpointScheduler | None = None
         self._group_s = math.inf
         self._gradient_weight = ddp.GradientWeight()
         self._began_s = 0.0
@@ -111,7 +111,7 @@ class Job(JobCalls):
         rank: int,
         world_size: int,
         generation: int,
-        keeper: CheckpointScheduler | None,
+        checkpoint_scheduler: CheckpointScheduler | None,
         group_s: float = math.inf,
         state: State | None = None,
     ) -> None:
@@ -120,7 +120,7 @@ class Job(JobCalls):
         step = state.step if state is not None else 0
         self._state = state
         self.rank, self.world_size, self.generation = rank, world_size, generation
-        self._keeper = keeper
+        self._checkpoint_scheduler = checkpoint_scheduler
         self._group_s = group_s if world_size > 1 else math.inf
         self._gradient_weight.detach_all()
         self.refused = None
@@ -244,9 +244,9 @@ class Job(JobCalls):
         outer_s, self._quiet_until_s = self._quiet_until_s, time.monotonic() + limit_s
         self._link.quiet(limit_s)
         try:
-            if self._keeper is not None:
+            if self._checkpoint_scheduler is not None:
                 # Otherwise a copy begun by the last commit would not be completed until the next optimizer step.
-                self._keeper.settle()
+                self._checkpoint_scheduler.settle()
             yield
         finally:
             self._quiet_until_s = outer_s
@@ -289,11 +289,13 @@ class Job(JobCalls):
             self._compare_loops(progress)
         if self._fingerprint_every and step % self._fingerprint_every == 0:
             self._compare_replicas(state)
-        waits = self._keeper is not None and self._keeper.exchanges_at(step)
+        waits = self._checkpoint_scheduler is not None and self._checkpoint_scheduler.exchanges_at(step)
         digest = self._replicas.digest(state) if waits and self.world_size > 1 else (0, 0)
         if waits:
             self._link.contributed()
-        if self._keeper is not None and self._keeper.after(state, keep=not bad, digest=digest):
+        if self._checkpoint_scheduler is not None and self._checkpoint_scheduler.after(
+            state, keep=not bad, digest=digest
+        ):
             self._replicas.refuse(state, rank=self.rank, world_size=self.world_size, step=step)
         self._link.check(step)
         if waits:
@@ -334,8 +336,8 @@ class Job(JobCalls):
         self._link.applying()
         if self.sampler.on and self._state is not None:
             self.sampler.applied(self._state)
-        if self._keeper is not None:
-            self._keeper.settle()
+        if self._checkpoint_scheduler is not None:
+            self._checkpoint_scheduler.settle()
 
     def _compare_replicas(self, state: State) -> None:
         if self.world_size == 1:

@@ -220,7 +220,7 @@ class CheckpointScheduler:
 
     def __init__(
         self,
-        sink: SnapshotBackend,
+        backend: SnapshotBackend,
         rule: checkpoint_interval.IntervalRule | None,
         *,
         shared: bool,
@@ -229,7 +229,7 @@ class CheckpointScheduler:
     ) -> None:
         """`rule`: when checkpoints are due; None: none are taken. `snapshots`: keep the newest state in memory as
         well. `finish_s`: how long the last checkpoint waits for the previous one to be written."""
-        self._sink = sink
+        self._backend = backend
         self._rule = rule
         self._shared = shared
         self._snapshots = snapshots
@@ -304,10 +304,10 @@ class CheckpointScheduler:
             self._saved_s = now_s
         if take:
             self._kept_s = now_s
-        self._asked = self._rule is not None and (self._sink.wanted() or self._asked)
+        self._asked = self._rule is not None and (self._backend.wanted() or self._asked)
         plans = self._place.rank == self._place.planner
         plan = self._next_plan(step, now_s, save) if plans else checkpoint_interval.IntervalPlan()
-        lacks = take and not (keep and self._sink.free())
+        lacks = take and not (keep and self._backend.free())
         self._plan, busy, self._asked, stop, (differ, drift), cost_us = self._exchange(plan, lacks, digest)
         self._cost.exchanged(cost_us)
         if not take:
@@ -337,7 +337,7 @@ class CheckpointScheduler:
         if self._rule is None:
             return
         if state.step == self._saved_step:
-            lost = state.step == self._lost_step or self._sink.failed(state.step)
+            lost = state.step == self._lost_step or self._backend.failed(state.step)
             if not self._exchange(checkpoint_interval.IntervalPlan(), lost).busy:
                 return
         if self._place.rank == 0 and not state.clean():
@@ -346,8 +346,8 @@ class CheckpointScheduler:
             )
             text = f"elastic: `train` has returned after an optimizer's step without job.commit: {said}"
             print(text, file=sys.stderr, flush=True)
-        self._sink.wait(self._finish_s)
-        if self._exchange(checkpoint_interval.IntervalPlan(), not self._sink.free()).busy:
+        self._backend.wait(self._finish_s)
+        if self._exchange(checkpoint_interval.IntervalPlan(), not self._backend.free()).busy:
             self.skipped += 1
             if self._place.rank == 0:
                 said = f"the final state, of step {state.step}, is not saved: an earlier checkpoint was still being"
@@ -366,9 +366,9 @@ class CheckpointScheduler:
             return
         self._unsettled = False
         began_s = time.monotonic()
-        self._sink.settle()
+        self._backend.settle()
         # Overlapped steps are slower by at most `beside_s`: not visible as a stall, but part of the cost of a snapshot.
-        self._cost.add(self._stall_s + time.monotonic() - began_s + self._sink.beside_s)
+        self._cost.add(self._stall_s + time.monotonic() - began_s + self._backend.beside_s)
 
     def leave(self) -> None:
         """The generation is over, and the next one may bring another state. Called after the process group was aborted.
@@ -379,7 +379,7 @@ class CheckpointScheduler:
         """
         self._unsettled = False
         with contextlib.suppress(RuntimeError):
-            self._sink.leave()
+            self._backend.leave()
 
     def describe(self) -> str:
         """The checkpoint interval as text, for status."""
@@ -394,18 +394,18 @@ class CheckpointScheduler:
         """Once per process, after two steps: by then an optimizer has all its state."""
         if not self._prepared:
             self._prepared = True
-            self._sink.prepare(self._part(state, save=True))
+            self._backend.prepare(self._part(state, save=True))
 
     def _put(self, state: State, *, save: bool) -> bool:
         self._prepared = True
         began_s = time.monotonic()
         with gc_pause.paused():
-            kept = self._sink.put(self._part(state, save=save))
+            kept = self._backend.put(self._part(state, save=save))
         self.skipped += save and not kept
         if not kept:
             return False
         self._stall_s = time.monotonic() - began_s
-        if self._sink.copying:
+        if self._backend.copying:
             self._unsettled = True
         else:
             self._cost.add(self._stall_s)
@@ -414,7 +414,7 @@ class CheckpointScheduler:
     def _measured(self, now_s: float) -> checkpoint_interval.Measured:
         return checkpoint_interval.Measured(
             cost_s=self._cost.seconds,
-            durable_s=self._sink.durable_s,
+            durable_s=self._backend.durable_s,
             failures=max(0, self._generations - 1),
             running_s=now_s - self._began_s,
         )
@@ -449,7 +449,7 @@ class CheckpointScheduler:
         return plan if plan.agree_at else checkpoint_interval.IntervalPlan(save_at=plan.save_at, agree_at=agree_at)
 
     def _exchange(self, plan: checkpoint_interval.IntervalPlan, busy: bool, digest: tuple[int, int] = (0, 0)) -> Agreed:
-        asked, stop = self._asked, self._sink.stops()
+        asked, stop = self._asked, self._backend.stops()
         if self._place.world_size == 1:
             return Agreed(plan, busy, asked, stop, (False, False), 0)
         mine = [plan.save_at, plan.keep_at, plan.agree_at, int(busy), int(asked), int(stop), self._cost.own_us]
