@@ -57,7 +57,7 @@ def test_the_example_configuration_shows_every_setting_with_its_default() -> Non
     path = SYSTEMD / "elasticd.toml"
     if os.environ.get("ELASTIC_REWRITE"):
         path.write_text(example())
-    assert path.read_text() == example(), "settings changed: run again with ELASTIC_REWRITE=1 and read the difference"
+    assert path.read_text() == example(), "settings changed: run `make golden` and read the difference"
 
 
 def test_the_example_configuration_is_accepted(tmp_path: pathlib.Path) -> None:
