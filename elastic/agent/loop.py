@@ -19,11 +19,12 @@ from elastic.agent.peers.peers import PeerMonitor, Peers
 from elastic.agent.reports.incidents import apart, cut_short, late_exit, save_failed, stray_checkpoints
 from elastic.agent.reports.logs import Trimmer
 from elastic.agent.reports.reports import Reports
-from elastic.agent.reports.versions import untested, versions
+from elastic.agent.reports.versions import untested
 from elastic.agent.snapshots.saver import Saver
 from elastic.agent.workers.pool import Exited, Pool, PoolEvent, ProcessStarted, WorkerMessage, ZygoteUp
 from elastic.agent.workers.worker_error import last_lines, read_error
 from elastic.agent.workers.zygote import ZygoteUnfit
+from elastic.checkpoint.saving.versions import versions
 from elastic.contract.agent_files import AgentConfig
 from elastic.contract.keys import JobKeys
 from elastic.contract.records.job_records import (

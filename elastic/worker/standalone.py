@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 
 from elastic.checkpoint.interval import IntervalRule
-from elastic.checkpoint.saving.saver import LocalSaver, next_generation
+from elastic.checkpoint.stored.find import newest_generation
 from elastic.contract.origin import Origin
 from elastic.contract.worker.messages import GradientSample, LoggedRow
 from elastic.worker.job.building import build
 from elastic.worker.job.job import Job, Setup, Train
-from elastic.worker.snapshots.checkpoint_scheduler import CheckpointScheduler, RankPosition, SnapshotPart
+from elastic.worker.snapshots.checkpoint_scheduler import CheckpointScheduler, RankPosition
+from elastic.worker.snapshots.local_snapshots import LocalSnapshots
 from elastic.worker.state.handover.restore import Disk
 from elastic.worker.state.handover.sync import synchronise
 
@@ -49,65 +50,6 @@ class NoLink:
     def logged(self, begun: int, rows: Sequence[LoggedRow], repeated: bool) -> None: ...
 
     def check(self, step: int) -> None: ...
-
-
-class LocalSnapshots:
-    """Snapshot backend with arenas of this process, which a process of its own writes to disk."""
-
-    def __init__(self, saver: LocalSaver) -> None:
-        self._saver = saver
-        self._told = 0
-
-    def tell(self) -> None:
-        """Print failures since the last call to stderr: there is no status here."""
-        counts = self._saver.counts
-        if counts.failed > self._told:
-            self._told = counts.failed
-            failing = counts.failing
-            row = f" ({failing.count} in a row)" if failing.count > 1 else ""
-            said = f"elastic: a checkpoint failed{row}: {failing.error}; the one before stays, training goes on"
-            print(said, file=sys.stderr, flush=True)
-
-    @property
-    def durable_s(self) -> float:
-        return self._saver.counts.last_seconds
-
-    def wanted(self) -> bool:
-        return False
-
-    def stops(self) -> bool:
-        return False
-
-    def free(self) -> bool:
-        self._saver.poll()
-        self.tell()
-        return not self._saver.busy
-
-    def wait(self, limit_s: float) -> None:
-        self._saver.wait(limit_s)
-
-    def failed(self, step: int) -> bool:
-        self._saver.poll()
-        return self._saver.failed_step == step
-
-    def put(self, part: SnapshotPart) -> bool:
-        return self._saver.begin(part.step, part.table, part.tensors, part.extra, volatile=part.volatile)
-
-    @property
-    def copying(self) -> bool:
-        return self._saver.copying
-
-    @property
-    def beside_s(self) -> float:
-        return self._saver.beside_s
-
-    def settle(self) -> None:
-        self._saver.settle()
-
-    def leave(self) -> None:
-        self.settle()  # no other rank waits: there is one generation
-
-    def prepare(self, part: SnapshotPart) -> None: ...
 
 
 def run_standalone(setup: Setup, train: Train, checkpoint_dir: str, rule: IntervalRule) -> State:
@@ -155,8 +97,7 @@ def _train(job: Job, state: State, train: Train, disk: Disk | None, rule: Interv
             train(job, state)
         job.left(state)
         return
-    saver = LocalSaver(disk.directory, disk.job, generation=generation, rank=job.rank, world_size=job.world_size)
-    backend = LocalSnapshots(saver)
+    backend = LocalSnapshots(disk.directory, disk.job, generation=generation, rank=job.rank, world_size=job.world_size)
     scheduler = CheckpointScheduler(backend, rule, shared=True, finish_s=FINISH_S)
     scheduler.enter(RankPosition(generation, job.rank, job.world_size, job.local_rank, 1), state.step)
     job.enter(
@@ -168,12 +109,11 @@ def _train(job: Job, state: State, train: Train, disk: Disk | None, rule: Interv
             train(job, state)
         job.left(state)
         scheduler.finish(state)
-        saver.wait()
-        backend.tell()
-        if saver.busy:
+        backend.wait()
+        if backend.busy:
             print("elastic: the last checkpoint could not be written in time", file=sys.stderr, flush=True)
     finally:
-        saver.close()
+        backend.close()
 
 
 def _restore(job: Job, state: State, disk: Disk | None) -> int:
@@ -188,7 +128,8 @@ def _restore(job: Job, state: State, disk: Disk | None) -> int:
     )
     if synced.origin is Origin.CHECKPOINT and job.rank == 0:
         print(f"elastic: resumed from {synced.source}", flush=True)
-    number = torch.tensor([next_generation(disk.directory, disk.job) if disk else 1])
+    # Above all that are there: this run shares no shard with what earlier runs have left unfinished.
+    number = torch.tensor([1 + newest_generation(disk.directory, disk.job) if disk else 1])
     if job.world_size > 1:
         dist.all_reduce(number, dist.ReduceOp.MAX)
     return int(number)

@@ -6,35 +6,52 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from support.ckpt import blank, resume, state_at, table_of
 
 from elastic.checkpoint.format.shard_plan import assign_shards
-from elastic.checkpoint.saving.saver import ESCALATE_AFTER, LocalSaver, next_generation
-from elastic.checkpoint.stored.find import newest_good
+from elastic.checkpoint.saving.failures import ESCALATE_AFTER
+from elastic.checkpoint.stored.find import newest_generation, newest_good
+from elastic.worker.snapshots.checkpoint_scheduler import SnapshotPart
+from elastic.worker.snapshots.local_snapshots import LocalSnapshots
 
 
 @pytest.fixture
-def saver(tmp_path: Path) -> Iterator[LocalSaver]:
-    saver = LocalSaver(str(tmp_path), "job", generation=1, keep=2)
+def saver(tmp_path: Path) -> Iterator[LocalSnapshots]:
+    saver = LocalSnapshots(str(tmp_path), "job", generation=1, keep=2)
     yield saver
     saver.close()
     saver.close()
 
 
-def save(saver: LocalSaver, step: int) -> bool:
-    state = state_at(step)
-    return saver.save(step, table_of(state), list(state.values()), {"lr": 0.1})
+def save(saver: LocalSnapshots, step: int) -> bool:
+    return put(saver, step, state_at(step), {"lr": 0.1})
 
 
-def test_saver_saves_in_background_keeps_two_checkpoints_and_resumes(saver: LocalSaver, tmp_path: Path) -> None:
+def put(saver: LocalSnapshots, step: int, state: dict[str, torch.Tensor], extra: dict[str, Any]) -> bool:
+    part = SnapshotPart(
+        step=step,
+        commit_generation=1,
+        shard=0,
+        shards=1,
+        table=table_of(state),
+        tensors=list(state.values()),
+        extra=extra,
+        interval="",
+    )
+    taken = saver.put(part)
+    saver.settle()
+    return taken
+
+
+def test_saver_saves_in_background_keeps_two_checkpoints_and_resumes(saver: LocalSnapshots, tmp_path: Path) -> None:
     for step in (10, 20, 30, 40):
         assert save(saver, step)
         saver.wait(20)
-    counts = saver.counts
-    assert (counts.started, counts.durable, counts.failed) == (4, 4, 0)
+    assert saver.failing.error is None
     saver.close()
     tensors = blank()
     found = resume(str(tmp_path), "job", lambda info: tensors[info.name])
@@ -43,11 +60,11 @@ def test_saver_saves_in_background_keeps_two_checkpoints_and_resumes(saver: Loca
     assert set(found.manifest.versions) == {"python", "torch", "elasticd"}
     assert torch.equal(tensors["weight"], state_at(40)["weight"])
     assert sorted(os.listdir(tmp_path)) == ["step-30", "step-40"]
-    assert next_generation(str(tmp_path), "job") == 2
-    assert next_generation(str(tmp_path), "another") == 1
+    assert newest_generation(str(tmp_path), "job") == 1
+    assert newest_generation(str(tmp_path), "another") == 0
 
 
-def test_saver_skips_and_counts_a_save_while_one_is_in_flight(saver: LocalSaver, tmp_path: Path) -> None:
+def test_saver_skips_and_counts_a_save_while_one_is_in_flight(saver: LocalSnapshots, tmp_path: Path) -> None:
     assert save(saver, 10)
     pid = saver._writer.pid
     assert pid is not None
@@ -55,49 +72,53 @@ def test_saver_skips_and_counts_a_save_while_one_is_in_flight(saver: LocalSaver,
     skipped = sum(not save(saver, step) for step in (11, 12, 13))
     os.kill(pid, signal.SIGCONT)
     assert skipped >= 2  # the first one may have been done before it was stopped
-    assert saver.wait(20).skipped == skipped
-    assert saver.counts.failed == 0
+    saver.wait(20)
+    assert saver.failing.error is None
     assert newest_good(str(tmp_path), "job") is not None
 
 
 def test_failures_are_counted_and_said_and_a_success_ends_the_row(tmp_path: Path) -> None:
     blocked = tmp_path / "folder"
     blocked.write_text("in the way")
-    saver = LocalSaver(str(blocked), "job", generation=1)
+    saver = LocalSnapshots(str(blocked), "job", generation=1)
     try:
         for step in range(ESCALATE_AFTER):
-            assert not saver.counts.failing.escalate
+            assert not saver.failing.escalate
             save(saver, step)
             saver.wait(20)
-        assert saver.counts.failed == saver.counts.failing.count == ESCALATE_AFTER
-        assert saver.counts.failing.escalate
-        assert str(blocked) in (saver.counts.failing.error or "")
+        assert saver.failing.count == ESCALATE_AFTER
+        assert saver.failing.escalate
+        assert str(blocked) in (saver.failing.error or "")
         blocked.unlink()
         save(saver, 9)
         saver.wait(20)
-        assert (saver.counts.durable, saver.counts.failing.count, saver.counts.failing.escalate) == (1, 0, False)
+        assert (saver.failing.count, saver.failing.escalate) == (0, False)
+        assert newest_good(str(blocked), "job") is not None
     finally:
         saver.close()
 
 
-def test_a_larger_state_gets_larger_arenas(saver: LocalSaver) -> None:
+def test_a_larger_state_gets_larger_arenas(saver: LocalSnapshots, tmp_path: Path) -> None:
     assert save(saver, 10)
     saver.wait(20)
     large = {"large": torch.ones(100_000)}
-    assert saver.save(20, table_of(large), list(large.values()))
-    assert saver.wait(20).durable == 2
+    assert put(saver, 20, large, {})
+    saver.wait(20)
+    found = newest_good(str(tmp_path), "job")
+    assert found is not None
+    assert found.step == 20
 
 
 @pytest.mark.slow
 def test_two_ranks_without_a_collective(tmp_path: Path) -> None:
     state = state_at(10)
     table = table_of(state)
-    savers = [LocalSaver(str(tmp_path), "job", generation=1, rank=rank, world_size=2) for rank in range(2)]
+    savers = [LocalSnapshots(str(tmp_path), "job", generation=1, rank=rank, world_size=2) for rank in range(2)]
     try:
         for rank, (saver, shard) in enumerate(zip(savers, assign_shards(table, 2), strict=True)):
-            part = tuple(table[i] for i in shard)
-            assert saver.save(10, part, [state[info.name] for info in part], {"rank": rank})
-        assert [saver.wait(20).durable for saver in savers] == [1, 1]
+            assert put(saver, 10, {table[i].name: state[table[i].name] for i in shard}, {"rank": rank})
+        for saver in savers:
+            saver.wait(20)
     finally:
         for saver in savers:
             saver.close()

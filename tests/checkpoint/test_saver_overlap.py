@@ -12,7 +12,8 @@ from support.fake_cuda import Broken, Device, gpu  # noqa: F401 - a fixture
 
 from elastic.checkpoint.memory.arena import Arena
 from elastic.checkpoint.saving import orders
-from elastic.checkpoint.saving.saver import LocalSaver
+from elastic.worker.snapshots.checkpoint_scheduler import SnapshotPart
+from elastic.worker.snapshots.local_snapshots import LocalSnapshots
 
 
 class Writer:
@@ -34,53 +35,66 @@ class Writer:
 
 
 @pytest.fixture
-def saver(tmp_path: Path, gpu: Device) -> Iterator[LocalSaver]:  # noqa: F811
-    saver = LocalSaver(str(tmp_path), "j", generation=1)
+def saver(tmp_path: Path, gpu: Device) -> Iterator[LocalSnapshots]:  # noqa: F811
+    saver = LocalSnapshots(str(tmp_path), "j", generation=1)
     saver._writer.close()
     saver._writer = Writer()  # type: ignore[assignment]
     yield saver
     saver.close()
 
 
-def log_of(saver: LocalSaver) -> list[str]:
+def part(step: int, tensors: list[torch.Tensor]) -> SnapshotPart:
+    return SnapshotPart(
+        step=step,
+        commit_generation=1,
+        shard=0,
+        shards=1,
+        table=table_of(state_at(step)),
+        tensors=tensors,
+        extra={},
+        interval="",
+    )
+
+
+def log_of(saver: LocalSnapshots) -> list[str]:
     return saver._writer.log  # type: ignore[attr-defined,no-any-return]
 
 
-def test_saver_writes_a_gpu_copy_once_it_is_settled(saver: LocalSaver, gpu: Device) -> None:  # noqa: F811
+def test_saver_writes_a_gpu_copy_once_it_is_settled(saver: LocalSnapshots, gpu: Device) -> None:  # noqa: F811
     held = state_at(7)
-    assert saver.begin(7, table_of(held), [gpu.tensor(t) for t in held.values()])
+    assert saver.put(part(7, [gpu.tensor(t) for t in held.values()]))
     assert saver.copying
-    assert (log_of(saver), saver.counts.started) == ([], 0)
-    assert saver.settle()
+    assert log_of(saver) == []
+    saver.settle()
     assert not saver.copying
     assert log_of(saver) == ["Write 7 weight 7.0", "Commit 7"]
-    assert saver.counts.started == 1
-    assert saver.settle()
-    assert saver.counts.started == 1
+    saver.settle()
+    assert log_of(saver) == ["Write 7 weight 7.0", "Commit 7"], "once"
 
 
-def test_save_waits_for_the_copy(saver: LocalSaver, gpu: Device) -> None:  # noqa: F811
+def test_save_waits_for_the_copy(saver: LocalSnapshots, gpu: Device) -> None:  # noqa: F811
     held = state_at(3)
-    assert saver.save(3, table_of(held), [gpu.tensor(t) for t in held.values()])
+    assert saver.put(part(3, [gpu.tensor(t) for t in held.values()]))
+    assert saver.put(part(4, [gpu.tensor(t) for t in held.values()])) is False, "one buffer"
     assert log_of(saver) == ["Write 3 weight 3.0", "Commit 3"]
 
 
-def test_saver_fails_a_copy_whose_tensors_changed_and_reports_why(saver: LocalSaver, gpu: Device) -> None:  # noqa: F811
+def test_saver_fails_a_copy_whose_tensors_changed_and_reports_why(saver: LocalSnapshots, gpu: Device) -> None:  # noqa: F811
     there = {name: gpu.tensor(tensor) for name, tensor in state_at(7).items()}
-    saver.begin(7, table_of(state_at(7)), list(there.values()))
+    saver.put(part(7, list(there.values())))
     there["weight"].add_(torch.ones(1))
-    assert not saver.settle()
+    saver.settle()
     assert log_of(saver) == []
-    assert saver.counts.failed == 1
-    assert "changed while it was copied" in (saver.counts.failing.error or "")
+    assert saver.failed(7)
+    assert "changed while it was copied" in (saver.failing.error or "")
 
 
-def test_a_device_that_fails_leaves_nothing_to_be_written(saver: LocalSaver, gpu: Device) -> None:  # noqa: F811
+def test_a_device_that_fails_leaves_nothing_to_be_written(saver: LocalSnapshots, gpu: Device) -> None:  # noqa: F811
     held = state_at(7)
-    saver.begin(7, table_of(held), [gpu.tensor(t) for t in held.values()])
+    saver.put(part(7, [gpu.tensor(t) for t in held.values()]))
     gpu.broken = True
     with pytest.raises(Broken):
         saver.settle()
     gpu.broken = False
-    assert saver.settle()
+    saver.settle()
     assert log_of(saver) == []

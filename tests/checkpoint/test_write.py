@@ -19,9 +19,8 @@ from elastic.checkpoint.format import manifest as m
 from elastic.checkpoint.format.errors import SaveFailed, ShardsMissing
 from elastic.checkpoint.format.files import Files
 from elastic.checkpoint.format.names import tmp_name
-from elastic.checkpoint.saving.saver import next_generation
 from elastic.checkpoint.saving.write import commit, shards_missing, write_shard
-from elastic.checkpoint.stored.find import newest_good, verify
+from elastic.checkpoint.stored.find import newest_generation, newest_good, verify
 
 NOBODY = 65534
 
@@ -249,7 +248,7 @@ def test_a_shard_of_an_earlier_run_never_completes_a_checkpoint(tmp_path: Path) 
     """A run ended within its first checkpoint. Nothing is committed, and the next run reaches the same step."""
     directory = str(tmp_path)
     write_20(directory, 1)
-    number = next_generation(directory, "job")
+    number = 1 + newest_generation(directory, "job")
     for shard in (0, 1):
         assert shards_missing(directory, "job", 20, number, 2) == tuple(range(shard, 2))
         with filled(state_at(20), 20, number, shard, 2) as arena:

@@ -1,9 +1,7 @@
-"""Which versions run here: recorded in checkpoints, and compared with those that the tests are run with."""
+"""The versions that run here, compared with those that the tests are run with."""
 
 from __future__ import annotations
 
-import importlib.metadata
-import platform
 import re
 
 from elastic import __version__
@@ -12,15 +10,6 @@ VERSION = __version__
 
 TESTED = {"torch": ((2, 10), (2, 15)), "python": ((3, 11), (3, 13))}
 """Oldest and newest minor version; docs/versions.md has the table. The range of torch is pyproject.toml's."""
-
-
-def versions() -> dict[str, str]:
-    """Versions of Python, torch and elasticd, without importing torch."""
-    try:
-        torch = importlib.metadata.version("torch")
-    except importlib.metadata.PackageNotFoundError:
-        torch = "unknown"
-    return {"python": platform.python_version(), "torch": torch, "elasticd": VERSION}
 
 
 def untested(found: dict[str, str]) -> list[str]:

@@ -20,7 +20,7 @@ from elastic.checkpoint.format.shard_plan import newest_whole
 from elastic.checkpoint.memory.arena import Arena
 from elastic.checkpoint.saving import orders
 from elastic.checkpoint.saving.client import Busy, WriterProcess
-from elastic.checkpoint.saving.saver import FailuresInRow
+from elastic.checkpoint.saving.failures import FailuresInRow
 from elastic.contract.job.spec import Checkpoint
 from elastic.contract.worker import messages
 
@@ -71,8 +71,6 @@ def _left_in_groups(groups: Path, own: Path) -> list[int]:
     return left
 
 
-COMMIT_WAIT_S = 60.0
-"""How long a commit waits for the next shard of another node, see `orders.Commit.wait_s`."""
 KEPT_WRITE_S, KEPT_COMMIT_S = 60.0, 3.0
 """How long a recovery without live state waits for the checkpoint under way: for this node's writes, and for other
 nodes' shards, which may never come."""
@@ -262,7 +260,6 @@ class Saver:
                 shards=message.shards,
                 world_size=world_size,
                 versions=self.versions,
-                wait_s=COMMIT_WAIT_S,
                 keep=self.rules.keep,
                 keep_every_steps=self.rules.keep_every_steps,
             )
