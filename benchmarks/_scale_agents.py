@@ -187,7 +187,7 @@ class Host:
         pool.post = inbox.post
 
         def formed(agent: Agent, generation: GenerationRecord) -> None:
-            now_s, whole = time.monotonic(), agent.etcd.view.whole
+            now_s, whole = time.monotonic(), agent.etcd.view.has_all_members
             self.say(
                 agent=index, generation=generation.number, world_size=generation.world_size, at_s=now_s, whole=whole
             )

@@ -43,7 +43,7 @@ from elastic.contract.job.spec import JobSpec  # noqa: E402
 from elastic.contract.keys import ClusterKeys, JobKeys  # noqa: E402
 from elastic.contract.records.job_records import SpecRecord, encode  # noqa: E402
 from elastic.etcd.client import KV, Etcd, EtcdError  # noqa: E402
-from elastic.recovery.machine.model import CROWD  # noqa: E402
+from elastic.recovery.machine.model import LARGE_JOB_NODES  # noqa: E402
 
 SIZES = (8, 32, 256, 500)
 TORCH_SIZES = (8, 16, 32, 64)
@@ -163,7 +163,7 @@ def measure(count: int) -> Row:
 
 def _measure(count: int, fleet: Fleet, ledger: Ledger, meter: Meter) -> Row:
     # In a large job most turn to its head when they next look around.
-    settle_s = 2.5 + count / 100 + (1.5 * STEP_S if count > CROWD else 0.0)
+    settle_s = 2.5 + count / 100 + (1.5 * STEP_S if count > LARGE_JOB_NODES else 0.0)
     with ledger.page() as form_writes:
         fleet.start(range(count))
         form_s = fleet.wait(1, range(count), FORM_LIMIT_S) - max(fleet.ready_s(agent) for agent in range(count))

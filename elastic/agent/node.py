@@ -28,7 +28,7 @@ from elastic.contract.agent_files import AgentConfig, AgentStatus
 from elastic.contract.keys import ClusterKeys, JobKeys
 from elastic.contract.records.job_records import ProtocolVersionMismatch, SpecRecord, decode
 from elastic.etcd.client import KV, Etcd, EtcdError, JobSigner, scrub_environment
-from elastic.recovery.machine.model import Agent, Policy, changed
+from elastic.recovery.machine.model import Agent, IncidentState, Policy, ProgressState
 from elastic.util.capped_log import LogFile
 
 from .inbox import Inbox
@@ -177,7 +177,7 @@ def _run_with(
     etcd_writer = EtcdWriter(etcd, keys, policy, stores, inbox.post, spec)
     watch_scope = WatchScope(etcd, keys, policy.crowd)
     reached, left_wall_s = left_behind(Path(config.agent_dir), spec.submitted_wall_s)
-    agent = changed(Agent(policy), reached=reached, left_wall_s=left_wall_s)
+    agent = Agent(policy, progress=ProgressState(reached=reached), incidents=IncidentState(left_wall_s=left_wall_s))
     loop = AgentLoop(
         config, agent, inbox, etcd_writer, peers, watch_scope, keys, spec, pool, stores.overfull, torch_agent.count
     )

@@ -8,34 +8,33 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from msgspec.structs import replace
-
 from elastic.contract.records.job_records import Failure
+from elastic.contract.structs import replace
 from elastic.recovery.facts.restart_budget import charge
 from elastic.recovery.machine.effects import PutState
 from elastic.recovery.machine.turn import Turn
 
 
 def count_failures(turn: Turn) -> None:
-    agent, state = turn.agent, turn.agent.etcd.view.state
-    if not agent.etcd.uncounted or not (agent.etcd.joined and agent.etcd.connected) or agent.etcd.view.spec is None:
+    state = turn.etcd.view.state
+    if not turn.etcd.uncounted or not (turn.etcd.joined and turn.etcd.connected) or turn.etcd.view.spec is None:
         return
     if state.phase.over or turn.is_taken():
-        turn.change(uncounted=())
+        turn.etcd = replace(turn.etcd, uncounted=())
         return
-    left = tuple(u for u in agent.etcd.uncounted if u.written is None or not _shown(u.written, state.failures))
+    left = tuple(u for u in turn.etcd.uncounted if u.written is None or not _shown(u.written, state.failures))
     if left:
         first, later = left[0], left[1:]
         counted = charge(state, first.record, turn.policy.spec.restarts, first.wall_s, None).state
-        effect = PutState(counted, agent.etcd.view.state_revision)
+        effect = PutState(counted, turn.etcd.view.state_revision)
         if counted.failures != state.failures:
-            turn.ask(effect, f"count {agent.etcd.view.state_revision}")
+            turn.ask(effect, f"count {turn.etcd.view.state_revision}")
             changed = (f for f in reversed(counted.failures) if f not in state.failures)
             left = (replace(first, written=next(changed, counted.failures[-1])), *later)
         else:  # it follows from a failure that is counted; its error is recorded
             turn.do(effect)
             left = later
-    turn.change(uncounted=left)
+    turn.etcd = replace(turn.etcd, uncounted=left)
 
 
 def _shown(written: Failure, failures: Iterable[Failure]) -> bool:

@@ -1,7 +1,7 @@
 """An agent's reaction to every event of its job: ``step(agent, event, now_s)``. Pure.
 
 An event changes the agent's state (`knowledge`, `exits`). Then the actual state is compared with the desired one, and
-effects are requested for the difference (`announce`, `leaving`, `failure_counts`, `workers`, `standbys`, `leading`).
+effects are requested for the difference (`announce`, `leaving`, `failure_counts`, `workers`, `leading`).
 Last, the incident is updated (`reporting`). So no event depends on the ones before it, and a lost or repeated event
 does no harm.
 
@@ -23,7 +23,7 @@ from elastic.recovery.workers.leaving import check_drain, check_end, leave
 from elastic.recovery.workers.workers import settle_standbys, settle_worker
 
 from .failure_counts import count_failures
-from .knowledge import take
+from .knowledge import apply
 from .leading import lead
 
 
@@ -33,7 +33,7 @@ def step(
     """The agent after `event`, and the effects to execute. `jitter` in [0, 1) spreads pauses between agents;
     `wall_s`, the time of day, dates what users read."""
     turn = Turn(agent, now_s, jitter, wall_s)
-    take(turn, event)
+    apply(turn, event)
     _settle(turn)
     report(turn, agent, event)
     turn.effects.sort(key=_place)
@@ -54,10 +54,10 @@ def _settle(turn: Turn) -> None:
     check_end(turn)
     count_failures(turn)
     correct_reason(turn)
-    if turn.agent.drain.leaving is not None:
+    if turn.drain.leaving is not None:
         leave(turn)
         return
-    for worker in tuple(turn.agent.local.workers.values()):
+    for worker in tuple(turn.local.workers.values()):
         settle_worker(turn, worker)
     settle_standbys(turn)
     settle_member(turn)

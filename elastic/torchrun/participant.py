@@ -255,7 +255,7 @@ class RendezvousParticipant:
         settled = (
             len(view.members) >= self._limits.max_nodes or now_s - (self._newcomers_since_s or now_s) >= last_call_s
         )
-        decision = membership.next_generation(
+        situation = membership.Situation(
             view,
             current,
             self._limits,
@@ -264,6 +264,7 @@ class RendezvousParticipant:
             settled=settled,
             min_reached_for_s=enough_for_s,
         )
+        decision = membership.next_generation(situation)
         if isinstance(decision, Change):
             self._publish(view, current, decision)
             return

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from support.jobs import generation, place, policy
+from support.jobs import changed, generation, place, policy
 
 from elastic.agent.reports.status import doing
 from elastic.recovery.facts.transitions import Stage
-from elastic.recovery.machine.model import Agent, Worker, changed
+from elastic.recovery.machine.model import Agent, Worker
 
 
 def agent(*stages: Stage, crashes: int = 0) -> Agent:

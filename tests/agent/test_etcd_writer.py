@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from support.fake_etcd import FakeClient, FakeServer
-from support.jobs import generation, member, place, policy
+from support.jobs import changed, generation, member, place, policy
 
 from elastic.agent.etcd import generation_numbers
 from elastic.agent.etcd.write_queue import Write, WriteQueue
@@ -48,7 +48,7 @@ from elastic.recovery.facts.membership import Change
 from elastic.recovery.facts.view import JobView
 from elastic.recovery.machine.effects import Publish, PutState
 from elastic.recovery.machine.events import Event, PublishFailed
-from elastic.recovery.machine.model import CROWD, Agent, changed
+from elastic.recovery.machine.model import LARGE_JOB_NODES, Agent
 from elastic.util import store_secret
 from elasticd.views.views import steps_lost
 
@@ -288,7 +288,7 @@ def test_generation_number_reused_after_etcd_wipe_gets_a_fresh_store() -> None:
     office.stores.close()
 
 
-@pytest.mark.parametrize(("nodes", "large"), [(CROWD, False), (CROWD + 2, True)])
+@pytest.mark.parametrize(("nodes", "large"), [(LARGE_JOB_NODES, False), (LARGE_JOB_NODES + 2, True)])
 def test_large_generation_record_contains_its_changes(nodes: int, large: bool) -> None:
     """So that a reader of the one before decodes next to nothing."""
     office = Office()

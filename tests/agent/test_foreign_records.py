@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.jobs import policy
+from support.jobs import changed, policy
 
 from elastic.agent.inbox import Inbox
 from elastic.agent.loop import AgentLoop
@@ -34,7 +34,7 @@ from elastic.contract.records.job_records import (
 from elastic.contract.worker.messages import Preload
 from elastic.etcd.client import KV, View
 from elastic.etcd.types import Refusal
-from elastic.recovery.machine.model import Agent, changed
+from elastic.recovery.machine.model import Agent
 
 KEYS = ClusterKeys("c").job("job")
 SPEC = SpecRecord(spec=JobSpec(name="job", script="x.py"), submitted_wall_s=0.0, submitted_by="me")

@@ -88,7 +88,9 @@ class Scene:
         agent: Any = types.SimpleNamespace(
             formed=types.SimpleNamespace(generation=generation),
             policy=types.SimpleNamespace(managed=self.managed, node="here", crowd=64, leader_candidates=8),
-            etcd=types.SimpleNamespace(view=types.SimpleNamespace(whole=True, members={"there": Member(record, 1)})),
+            etcd=types.SimpleNamespace(
+                view=types.SimpleNamespace(has_all_members=True, members={"there": Member(record, 1)})
+            ),
             local=types.SimpleNamespace(workers={0: worker}, standings=self.told[-1].standings if self.told else ()),
         )
         self.watchman.look(agent, now_s, {1: self.page.read()})

@@ -9,12 +9,12 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.jobs import generation, place, policy
+from support.jobs import changed, generation, place, policy
 
 from elastic.agent.reports.history import EVERY_S, KEPT_POINTS, HistoryFile, added
 from elastic.contract.agent_files import History, Point
 from elastic.contract.records.job_records import ProgressRecord
-from elastic.recovery.machine.model import Agent, changed
+from elastic.recovery.machine.model import Agent
 
 
 def point(wall_s: float, step: int = 1) -> Point:

@@ -8,14 +8,14 @@ import time
 
 import msgspec
 import pytest
-from support.jobs import generation, member, place, policy, view
+from support.jobs import changed, generation, member, place, policy, view
 
 from elastic.agent.reports.ledger import LedgerKeeper
 from elastic.contract.records.job_records import Phase, ProgressRecord
 from elastic.contract.records.ledger import Bucket, Ledger
 from elastic.contract.worker.beat import PAGE_BYTES, Beat, BeatPage, Doing
 from elastic.recovery.facts.transitions import Stage
-from elastic.recovery.machine.model import Agent, Worker, changed
+from elastic.recovery.machine.model import Agent, Worker
 from elastic.recovery.observers.ledger_view import seen
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from support.jobs import generation, member, place, policy, view
+from support.jobs import changed, generation, member, place, policy, view
 
 from elastic.agent.peers.peers import CONNECTIONS_PER_S, PeerMonitor
-from elastic.recovery.machine.model import Agent, changed
+from elastic.recovery.machine.model import Agent
 
 NODES = [f"n{i}" for i in range(200)]
 POLICY = policy("n150", nodes="1:200")

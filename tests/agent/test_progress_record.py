@@ -6,7 +6,7 @@ import math
 
 import msgspec
 import pytest
-from support.jobs import generation, member, place, policy, view
+from support.jobs import changed, generation, member, place, policy, view
 
 from elastic.agent.reports.status import StepRate, progress, rank_rows
 from elastic.agent.snapshots.saver import SaveStatus
@@ -15,7 +15,7 @@ from elastic.contract.records.job_records import ProgressRecord, encode
 from elastic.contract.worker.beat import PAGE_BYTES, BeatPage
 from elastic.recovery.facts.transitions import Stage
 from elastic.recovery.facts.view import JobView
-from elastic.recovery.machine.model import Agent, Worker, changed
+from elastic.recovery.machine.model import Agent, Worker
 
 ON_RECORD = ProgressRecord(
     generation=2, world_size=2, step=50, steps_per_s=10.0, loss=0.25, wall_s=1.0, checkpoint_step=40,

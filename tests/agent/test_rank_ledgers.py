@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.jobs import generation, member, place, policy, view
+from support.jobs import changed, generation, member, place, policy, view
 
 from elastic.agent.reports.rank_ledgers import RankLedgers, left_behind
 from elastic.contract.records.job_records import Phase, RankRow
@@ -18,7 +18,7 @@ from elastic.contract.records.rank_records import RanksRecord, every_s
 from elastic.contract.step_parts import StepParts
 from elastic.contract.worker.beat import PAGE_BYTES, Beat, BeatPage, Doing
 from elastic.recovery.facts.transitions import Stage
-from elastic.recovery.machine.model import Agent, Worker, changed
+from elastic.recovery.machine.model import Agent, Worker
 from elasticd.diagnosis import goodput
 
 POLICY = policy(nodes="2:2", slots=2)

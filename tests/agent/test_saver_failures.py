@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 from support.ckpt import table_of
-from support.jobs import generation, member, place, policy, view
+from support.jobs import changed, generation, member, place, policy, view
 
 from elastic.agent.reports.incidents import apart, has_failed
 from elastic.agent.snapshots.saver import Saver
@@ -19,7 +19,7 @@ from elastic.checkpoint.saving import orders
 from elastic.checkpoint.saving.failures import ESCALATE_AFTER
 from elastic.contract.job.spec import Checkpoint
 from elastic.contract.worker import messages
-from elastic.recovery.machine.model import Agent, FormedState, changed
+from elastic.recovery.machine.model import Agent, FormedState
 
 
 class Writer:

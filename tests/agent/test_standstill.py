@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from support.jobs import generation, member, place, policy, view
+from support.jobs import changed, generation, member, place, policy, view
 
 from elastic.agent.hangs.standstill import Others, with_stillness
 from elastic.contract.job.spec import Hang
@@ -16,7 +16,7 @@ from elastic.contract.records.job_records import BrokenRecord, JobState, MemberR
 from elastic.contract.records.standings import Standing, Stillness
 from elastic.recovery.facts.transitions import Stage
 from elastic.recovery.hangs.stillness import StillRank
-from elastic.recovery.machine.model import Agent, Worker, changed
+from elastic.recovery.machine.model import Agent, Worker
 
 RULES = Hang(floor_s=2.0, ceiling_s=60.0, factor=10.0)
 RECORD = ProgressRecord(generation=1, world_size=2, step=40, steps_per_s=0.0, loss=None, wall_s=1000.0)
@@ -111,7 +111,7 @@ def test_standing_from_another_agent_is_timed_from_first_sight() -> None:
 
     def seen(now_s: float, *standings: Standing) -> list[float]:
         record = MemberRecord(node="b", incarnation="i", host="h", port=1, slots=2, standings=standings)
-        picture = types.SimpleNamespace(whole=True, members={"b": Member(record, 1)})
+        picture = types.SimpleNamespace(has_all_members=True, members={"b": Member(record, 1)})
         looks: Any = types.SimpleNamespace(
             etcd=types.SimpleNamespace(view=picture), policy=types.SimpleNamespace(node="a")
         )

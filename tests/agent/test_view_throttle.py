@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from elastic.agent.etcd.view_reader import CROWD, PAUSE_S, ViewThrottle
+from elastic.agent.etcd.view_reader import PAUSE_S, ViewThrottle
 from elastic.etcd.client import KV, View
+from elastic.recovery.machine.model import LARGE_JOB_NODES
 
 GENERATION = "/job/generation"
 
@@ -16,7 +17,7 @@ def _view(count: int, revision: int = 1, formed: bool = False) -> View:
 def test_few_members_are_looked_at_each_time() -> None:
     gathering = ViewThrottle(GENERATION)
     for revision in range(5):
-        view = _view(CROWD, revision)
+        view = _view(LARGE_JOB_NODES, revision)
         assert gathering.pick(view, formed=False, now_s=1.0) is view
     assert gathering.pick(None, formed=False, now_s=1.0) is None
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 
 import pytest
-from support.jobs import generation, place, policy
+from support.jobs import changed, generation, place, policy
 
 from elastic.agent.reports.status import SLOW_S, StepRate, progress
 from elastic.agent.snapshots.saver import SaveStatus
 from elastic.agent.workers.pool import Pool
 from elastic.contract.records.job_records import ProgressRecord
 from elastic.recovery.facts.transitions import Stage
-from elastic.recovery.machine.model import Agent, Worker, changed
+from elastic.recovery.machine.model import Agent, Worker
 
 
 class NoPool:

@@ -1,4 +1,4 @@
-"""docs/states.md, drawn from the tables of transitions.
+"""docs/states.md, drawn from the tables of transitions and of the leader's rules.
 
 PYTHONPATH=tests python -m simulation.diagram > docs/states.md
 """
@@ -9,6 +9,7 @@ import enum
 from collections.abc import Iterable, Mapping
 
 from elastic.contract.records.phases import PHASES
+from elastic.recovery.facts.membership import RULES
 from elastic.recovery.facts.transitions import TABLE, Stage, Trigger
 
 HEAD = """# States
@@ -28,6 +29,13 @@ PLAIN = """## A plain worker, as its agent knows it
 Its script knows nothing of elastic: it is forked with its rank for each generation. In `ready` and `done` it has no
 process. When its script calls `elastic.run`, it goes on in the diagram above.
 """
+NEXT = """## The next generation
+
+What the leader decides, from its view of the job and the newest generation ("it"): the first line that holds.
+`RULES` in `elastic/recovery/facts/membership.py`.
+
+| if | then |
+|---|---|"""
 PLAIN_ONLY = {
     Trigger.FORK_PLAIN,
     Trigger.GENERATION_OVER,
@@ -58,7 +66,8 @@ def text() -> str:
     managed = {row: to for row, to in TABLE.items() if row[1] not in PLAIN_ONLY | NOT_DRAWN}
     plain = {row: to for row, to in TABLE.items() if row[1] in PLAIN_ONLY or row in PLAIN_TOO}
     lines = [HEAD, MANAGED, *draw(managed, "gone"), PLAIN, *draw(plain, "ready")]
-    return "\n".join([*lines, "## A job", "", *draw(PHASES, "pending")])
+    rules = [f"| {rule.condition} | {rule.answer} |" for rule in RULES]
+    return "\n".join([*lines, "## A job", "", *draw(PHASES, "pending"), NEXT, *rules, ""])
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import types
 from collections.abc import Iterator
@@ -42,33 +43,34 @@ MUTANTS = (
     Mutant("no node with the state stays for the hand-over", "recovery.facts.state_holders",
            "return [alive[holders[0]], *chosen]", "return chosen"),
     Mutant("an excluded node is not asked for the state", "recovery.leading",
-           "last_committed=agent.formed.last_committed", "last_committed=None",
+           "last_committed=turn.formed.last_committed", "last_committed=None",
            "unit/test_recovery.py::test_excluded_node_is_asked_for_its_state_before_its_record_says_that_it_has_one"),
     Mutant("a node without a place is not asked for its older state when no other is left",
            "recovery.facts.state_holders",
            "if not chosen:", "if True:",
            "simulation/test_simulation.py::test_a_node_without_a_place_hands_over_its_state_if_no_other_is_left"),
     Mutant("absence right after a wipe proves death", "recovery.facts.membership",
-           "if blind and (awaited := absent or absent_before(current, older, reached, dead)):", "if False:"),
+           "if not (self.failed and self.blind):", "if True:"),
     Mutant("what etcd has lost is not written back", "recovery.workers.announce",
-           "turn.ask(Restore(held, turn.agent.etcd.state, turn.agent.etcd.spec), \"restore\")", "pass"),
+           "turn.ask(Restore(held, turn.etcd.state, turn.etcd.spec), \"restore\")", "pass"),
     Mutant("that a generation is broken is said only once", "recovery.workers.announce",
            "turn.ask(PutBroken(record), f\"broken {held.number}\")", "pass"),
     Mutant("the state is kept as it was before the wipe", "recovery.knowledge",
-           "turn.change(wiped_until_s=turn.agent.etcd.absence_ignored_until_s, publishing=0, asked={})", "pass"),
+           "turn.etcd = replace(turn.etcd, wiped_until_s=until_s, asked={})\n"
+           "    turn.lead = replace(turn.lead, publishing=0)", "pass"),
     Mutant("a worker that does not abort is left alone", "recovery.workers.workers",
            "turn.kill(worker, \"did not abort in time\")\n        return", "return"),
     Mutant("a broken generation is formed all the same, and its group not aborted", "recovery.workers.workers",
            "    if not older and not turn.is_broken():\n        return\n",
            "    if not older:\n        return\n"),
     Mutant("a lost publication is waited for without end", "recovery.knowledge",
-           "if turn.agent.lead.publishing == number and not turn.agent.lead.publishing_again:", "if False:",
+           "if turn.lead.publishing == number and not turn.lead.publishing_again:", "if False:",
            "unit/test_recovery.py::test_failed_publish_is_retried_only_for_the_current_attempt"),
     Mutant("a publication that etcd has lost is waited for without end", "recovery.leading",
            "and turn.now_s - lead.publishing_since_s < PUBLISH_AGAIN_S", "",
            "unit/test_recovery.py::test_a_publication_that_the_view_does_not_show_in_time_is_decided_on_anew"),
     Mutant("a planned change does not wait for its boundary", "recovery.leading",
-           "at_step = agent.progress.step + ahead if", "at_step = None if True or"),
+           "at_step = turn.progress.step + ahead if", "at_step = None if True or"),
     Mutant("the leaver hosts the next generation's store", "recovery.facts.membership",
            "if member.record.draining is None and place.node not in view.state.excluded_nodes:", "if True:"),
     Mutant("a crash loop is never stopped", "recovery.facts.restart_budget",
@@ -80,7 +82,7 @@ MUTANTS = (
            "unit/test_recovery.py::"
            "test_a_worker_that_cannot_be_started_is_charged_to_nobody_and_its_slot_waits_until_it_can"),
     Mutant("a slot that could not be filled once is never given a rank again", "recovery.knowledge",
-           'turn.move(worker, Trigger.SET_UP, lacks="")', "turn.move(worker, Trigger.SET_UP)"),
+           'turn.move(replace(worker, lacks=""), Trigger.SET_UP)', "turn.move(worker, Trigger.SET_UP)"),
     Mutant("the newest state does not win", "worker.state.state_source",
            "if best is None or key > best:", "if best is None or key < best:"),
     Mutant("one node's end is everybody's", "recovery.leading",
@@ -92,14 +94,14 @@ MUTANTS = (
     Mutant("an agent that left for nothing never joins again", "recovery.workers.announce",
            "if turn.now_s - since_s < IDLE_S:", "if True:"),
     Mutant("generations are not counted", "recovery.leading",
-           "number = agent.formed.generation.number + 1 if agent.formed.generation else 1", "number = 1"),
+           "number = turn.formed.generation.number + 1 if turn.formed.generation else 1", "number = 1"),
     Mutant("a generation is published without compare-and-swap", "agent.etcd.writer",
            "guards.append(ModIs(self.keys.generation, effect.expect_revision))",
            "pass"),
     Mutant("an agent that is no member any more publishes", "agent.etcd.member_writes",
            "return [ModIs(key, revision), Present(self.key)]", "return [ModIs(key, revision)]"),
     Mutant("who holds no generation writes the spec back at once", "recovery.workers.announce",
-           "if held is None and turn.now_s < turn.agent.etcd.absence_ignored_until_s:", "if False:"),
+           "if held is None and turn.now_s < turn.etcd.absence_ignored_until_s:", "if False:"),
     Mutant("an older generation replaces a newer one in etcd", "agent.etcd.writer",
            "elif decode(GenerationRecord, kv.value).number < generation.number:", "else:"),
     Mutant("an older generation is taken on", "recovery.workers.announce",
@@ -110,8 +112,7 @@ MUTANTS = (
            "if message.generation != worker.generation or worker.stage not in IN_GROUP | {Stage.ABORTING}:",
            "if worker.stage not in IN_GROUP | {Stage.ABORTING}:"),
     Mutant("the death of a node that is not in the view is forgotten", "recovery.knowledge",
-           "known = {m.id for m in view.members.values()} | {(p.node, p.incarnation) for p in places}",
-           "known = {m.id for m in view.members.values()}"),
+           "members.union((p.node, p.incarnation) for held in formed for p in held.nodes)", "members"),
     Mutant("the larger step wins, whatever its lineage", "worker.state.state_source",
            "key = (version, _RANKING.index(origin), -offer.rank)",
            "key = ((0, version[1]), _RANKING.index(origin), -offer.rank)"),
@@ -122,7 +123,7 @@ MUTANTS = (
     Mutant("failures never leave the budget's window", "recovery.facts.restart_budget",
            "if abs(wall_s - f.wall_s) < rules.window_s", "if True"),
     Mutant("an expired lease is believed within a long step", "recovery.machine.turn",
-           "max(STALL_S, 3 * self.agent.progress.step_s)", "STALL_S"),
+           "max(STALL_S, 3 * self.progress.step_s)", "STALL_S"),
     Mutant("the node that reports a failed collective is blamed for it", "recovery.facts.restart_budget",
            'node="" if broken.kind in OF_THE_NETWORK else broken.node', "node=broken.node"),
     Mutant("further failures of a broken generation are dropped", "recovery.facts.evidence",
@@ -139,13 +140,13 @@ MUTANTS = (
            "offer.clean and offer.established and offer.version[1] == version[1]",
            "unit/test_state_source.py::test_equal_steps_of_different_lineages_are_not_the_same_state"),
     Mutant("a roll-back that was cut short is forgotten", "recovery.facts.membership",
-           'or (current.restore == "snapshot" and not settled)', "",
+           'or (s.held.restore == "snapshot" and not s.settled)', "",
            "unit/test_membership.py::test_a_rollback_that_was_cut_short_is_not_over"),
     Mutant("a worker in a long step is killed before it can abort", "recovery.workers.workers",
-           "max(turn.policy.timeouts.abort_s, 3 * turn.agent.progress.step_s)", "turn.policy.timeouts.abort_s",
+           "max(turn.policy.timeouts.abort_s, 3 * turn.progress.step_s)", "turn.policy.timeouts.abort_s",
            "unit/test_recovery.py::test_long_steps_are_given_as_long"),
     Mutant("the record of an older generation's failure counts for the newest one", "recovery.knowledge",
-           "view.broken.generation == view.generation.number:", "view.generation.number:",
+           " or broken.generation != view.generation.number:", ":",
            "unit/test_recovery.py::test_the_record_of_an_older_generation_says_nothing_of_the_newest_one"),
     Mutant("a death that is reported late is not the cause", "recovery.facts.evidence",
            "heavier = _weight(more) > _weight(first)", "heavier = False",
@@ -166,7 +167,7 @@ MUTANTS = (
            "turn.do(AddCauses(over.incident.key, over.record()))", "pass",
            "unit/test_late_causes.py::test_late_report_is_written_by_the_leader"),
     Mutant("an incident that a lost leader has left open stays open", "recovery.incidents.ended_incidents",
-           "if not steps or turn.now_s - agent.formed.formed_at_s <= SWEEP_S or not is_leader(turn.agent):", "if True:",
+           "if not steps or turn.now_s - turn.formed.formed_at_s <= SWEEP_S or not is_leader(turn.agent):", "if True:",
            "simulation/test_incidents.py::test_a_record_that_a_lost_leader_has_left_open_is_closed"),
     Mutant("the failures of a recovery's earlier generations are not read", "recovery.facts.view",
            "numbers[: RECOVERY_GENERATIONS - 1]", "numbers[:1]"),
@@ -182,7 +183,7 @@ MUTANTS = (
     Mutant("a drained node leaves before the others have stepped", "recovery.workers.leaving",
            "if free and not _is_needed(turn):", "if free:"),
     Mutant("a checkpoint of a course that the job has left counts for a drain", "recovery.workers.leaving",
-           "if not generation or agent.progress.settled < worker.synced:", "if True:",
+           "if not generation or turn.progress.settled < worker.synced:", "if True:",
            "unit/test_recovery.py::test_a_checkpoint_of_the_course_that_the_job_has_gone_back_from_does_not_count_for_a_drain"),
     Mutant("an incident is certain of what no agent has reported", "recovery.facts.incident",
            "return all(set(p.slots) <= _reported(incident, number, p) for number, p in missing.values())",
@@ -235,6 +236,8 @@ def _functions(
         other = wrong.get(key)
         if isinstance(value, staticmethod):
             value, other = value.__func__, getattr(other, "__func__", None)
+        if isinstance(value, functools.cached_property):
+            value, other = value.func, getattr(other, "func", None)
         if isinstance(value, types.FunctionType) and isinstance(other, types.FunctionType):
             yield value, other
         elif isinstance(value, type) and isinstance(other, type) and value.__module__ == name:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 BEAT_S = Timeouts().beat_s
 PROGRESS_S = 2.0
-AT_REST = ("", "as it should be")
+AT_REST = ("",)
 Order = Callable[[], None]
 
 

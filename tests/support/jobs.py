@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from msgspec.structs import replace
+
 from elastic.contract.job.spec import JobSpec
 from elastic.contract.records.decoding import Member
 from elastic.contract.records.job_records import (
@@ -22,6 +24,14 @@ from elastic.recovery.machine.effects import Effect
 from elastic.recovery.machine.events import Event, Tick
 from elastic.recovery.machine.model import Agent, Policy
 from elastic.recovery.recovery import step
+
+
+def changed(agent: Agent, **fields: Any) -> Agent:
+    """`agent` with other values of these fields, whichever of its parts they are in."""
+    for name, value in fields.items():
+        part = next(part for part in Agent.__struct_fields__ if hasattr(getattr(agent, part), name))
+        agent = replace(agent, **{part: replace(getattr(agent, part), **{name: value})})
+    return agent
 
 
 def member(

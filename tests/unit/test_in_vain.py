@@ -6,7 +6,7 @@ import msgspec
 
 from elastic.contract.job.spec import Restarts
 from elastic.contract.records.job_records import BrokenRecord, JobState, Phase
-from elastic.recovery.facts.restart_budget import COMM, STORE, charge, in_vain
+from elastic.recovery.facts.restart_budget import COMM, STORE, charge, failed_formations_in_a_row
 
 RULES = Restarts(budget=4)
 
@@ -23,15 +23,17 @@ def booked(*records: BrokenRecord, other_nodes: int = 3) -> JobState:
 
 
 def test_futile_generations_count_only_in_a_row() -> None:
-    assert in_vain(JobState(), None) == 0
-    assert in_vain(JobState(), broken(1, kind="exit")) == 0
-    assert in_vain(booked(broken(1)), broken(2, charged=False)) == 0  # it had made steps
-    assert in_vain(JobState(), broken(1)) == 1
-    assert in_vain(booked(broken(1), broken(2)), broken(3)) == 3
-    assert in_vain(booked(broken(1), broken(2), broken(3)), broken(3)) == 3  # charged, and still there
-    assert in_vain(booked(broken(1), broken(3, kind="exit")), broken(4)) == 1
-    assert in_vain(booked(broken(1)), broken(9)) == 1  # those between made steps
-    assert in_vain(booked(broken(1), broken(3)), broken(5)) == 3  # etcd lost its data in between
+    assert failed_formations_in_a_row(JobState(), None) == 0
+    assert failed_formations_in_a_row(JobState(), broken(1, kind="exit")) == 0
+    assert failed_formations_in_a_row(booked(broken(1)), broken(2, charged=False)) == 0  # it had made steps
+    assert failed_formations_in_a_row(JobState(), broken(1)) == 1
+    assert failed_formations_in_a_row(booked(broken(1), broken(2)), broken(3)) == 3
+    assert (
+        failed_formations_in_a_row(booked(broken(1), broken(2), broken(3)), broken(3)) == 3
+    )  # charged, and still there
+    assert failed_formations_in_a_row(booked(broken(1), broken(3, kind="exit")), broken(4)) == 1
+    assert failed_formations_in_a_row(booked(broken(1)), broken(9)) == 1  # those between made steps
+    assert failed_formations_in_a_row(booked(broken(1), broken(3)), broken(5)) == 3  # etcd lost its data in between
 
 
 def test_node_reporting_a_failed_collective_is_not_excluded_for_it() -> None:
@@ -49,7 +51,7 @@ def test_futile_generations_exhaust_the_budget_with_the_error_text() -> None:
 def test_a_job_that_has_stepped_outlives_its_network() -> None:
     state = booked(*(broken(i, step=40) for i in range(1, 50)))
     assert state.phase is Phase.RUNNING
-    assert in_vain(state, broken(50, step=40)) == 50, "it is tried ever slower"
+    assert failed_formations_in_a_row(state, broken(50, step=40)) == 50, "it is tried ever slower"
     others = booked(*(broken(i, kind="exit") for i in range(1, 5)), *(broken(i, step=40) for i in range(5, 50)))
     assert others.phase is Phase.RUNNING, "what the network did is not counted with the rest"
 
@@ -57,7 +59,7 @@ def test_a_job_that_has_stepped_outlives_its_network() -> None:
 def test_an_attack_on_the_store_is_no_fault_of_a_node_nor_of_a_job_that_has_stepped() -> None:
     state = booked(*(broken(i, kind=STORE, step=40) for i in range(1, 50)))
     assert (state.phase, state.excluded_nodes) == (Phase.RUNNING, ())
-    assert in_vain(state, broken(50, kind=STORE, step=40)) == 50, "it is tried ever slower"
+    assert failed_formations_in_a_row(state, broken(50, kind=STORE, step=40)) == 50, "it is tried ever slower"
     verdict = charge(booked(*(broken(i, kind=STORE) for i in range(1, 5))), broken(5, kind=STORE), RULES, 100.0, 3)
     assert verdict.stopped.endswith("store!"), "one that has never stepped ends by its budget"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from elastic.contract.records.job_records import BrokenRecord, Cause, GenerationRecord, Loss, encode
-from elastic.recovery.facts.incident import KEPT_CAUSES, Incident, drawn
+from elastic.recovery.facts.incident import KEPT_CAUSES, Incident, open_record
 
 ETCD_BYTES = 1.5 * 2**20
 """etcd's --max-request-bytes, unless it is told otherwise."""
@@ -24,7 +24,7 @@ def test_incident_of_a_thousand_nodes_and_fifty_generations_fits_in_one_record()
     world_size = GenerationRecord(number=1, store_host="h", store_port=1, leader="l", why="", nodes=())
     gone = [Cause(generation=1, node=f"n{i}", kind="lost", ranks=(i,), detail=LONG) for i in range(NODES)]
     reports = tuple(map(broken, range(1, 51)))
-    record = drawn(
+    record = open_record(
         Incident(key=2, generations=(world_size,), began_s=0.0, reports=reports, gone=tuple(gone)), counted=True
     )
     assert len(encode(record)) < ETCD_BYTES

@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 from msgspec.structs import replace as replace_struct
-from support.jobs import generation, member, place, policy, view
+from support.jobs import changed, generation, member, place, policy, view
 
 from elastic.contract.job.spec import JobSpec
 from elastic.contract.origin import Origin
 from elastic.contract.records.job_records import BrokenRecord, Cause, GenerationNode, IncidentRecord, Loss
-from elastic.recovery.facts.incident import Closed, Incident, Sync, causes, supplemented
+from elastic.recovery.facts.incident import Closed, Incident, Sync, causes, merged_record
 from elastic.recovery.machine.effects import AddCauses
 from elastic.recovery.machine.events import Viewed
-from elastic.recovery.machine.model import Agent, changed
+from elastic.recovery.machine.model import Agent
 from elastic.recovery.recovery import step
 
 FAILED, FORMED = (generation(n, [place("a", 0), place("b", 0)]) for n in (1, 2))
@@ -33,7 +33,7 @@ LIVE = Sync(generation=2, resumed=20, reached=20, origin=Origin.LIVE, source="li
 def test_a_death_that_is_reported_late_is_the_cause() -> None:
     before = over(LIVE)
     assert (before.record().kind, before.record().ranks) == ("comm", ())
-    fuller = supplemented(before.record(), before.with_report(DEATH).record())
+    fuller = merged_record(before.record(), before.with_report(DEATH).record())
     assert (fuller.kind, fuller.node, fuller.ranks, fuller.detail) == ("exit", "b", (1,), "killed by SIGKILL")
     assert [c.kind for c in fuller.causes] == ["exit"], "the failed collective was its consequence"
     assert (fuller.steps_lost, fuller.steps_lost_at_most) == (0, 0)
@@ -81,7 +81,7 @@ def test_the_cause_of_an_earlier_generation_stays_when_a_later_one_has_a_cause_t
 def test_late_report_adds_repeated_steps_to_the_lost_steps() -> None:
     further = BrokenRecord(generation=1, node="b", kind="exit", detail="x", slots=(0,), ranks=(1,), step=23)
     before = over(LIVE)
-    fuller = supplemented(before.record(), before.with_report(further).record())
+    fuller = merged_record(before.record(), before.with_report(further).record())
     assert (fuller.steps_lost, fuller.step) == (3, 23)
     loss = Loss(node="b", kind="exit", detail="", step=22, slots=(0,))
     beside = BrokenRecord(generation=1, node="a", kind="comm", detail="", also=(loss,))
@@ -146,13 +146,13 @@ def test_a_consequence_that_is_reported_late_adds_nothing() -> None:
 @pytest.mark.parametrize("lost", [0, None])
 def test_a_record_that_names_fewer_causes_or_losses_changes_nothing_that_is_known(lost: int | None) -> None:
     known = over(LIVE).with_report(DEATH).record()
-    assert supplemented(known, over(LIVE).record()) is known
-    assert supplemented(known, known) is known
+    assert merged_record(known, over(LIVE).record()) is known
+    assert merged_record(known, known) is known
     less = IncidentRecord(generation=2, kind="comm", node="a", ranks=(), detail="", wall_s=5.0, ended_wall_s=6.0,
                           causes=(), steps_lost=4, steps_lost_at_most=4, step=24)  # fmt: skip
     more = IncidentRecord(generation=2, kind="exit", node="b", ranks=(1,), detail="x", wall_s=0.0,
                           causes=known.causes, steps_lost=lost, step=20)  # fmt: skip
-    fuller = supplemented(less, more)
+    fuller = merged_record(less, more)
     assert (fuller.kind, fuller.wall_s, fuller.ended_wall_s) == ("exit", 5.0, 6.0)
     assert (fuller.steps_lost, fuller.steps_lost_at_most, fuller.step) == (4, 4, 24)
 

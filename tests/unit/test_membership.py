@@ -15,6 +15,7 @@ from elastic.contract.records.job_records import BrokenRecord, GenerationRecord
 from elastic.recovery.facts.membership import (
     Change,
     NodeLimits,
+    Situation,
     Wait,
     arrange,
     by_preference,
@@ -45,16 +46,18 @@ def decide(
     last_committed: GenerationRecord | None = None,
 ) -> Change | Wait:
     return next_generation(
-        picture,
-        current,
-        limits,
-        dead,
-        steps_advance=steps_advance,
-        settled=settled,
-        min_reached_for_s=reached_s,
-        blind=blind,
-        in_place=in_place,
-        last_committed=last_committed,
+        Situation(
+            picture,
+            current,
+            limits,
+            dead,
+            steps_advance=steps_advance,
+            settled=settled,
+            min_reached_for_s=reached_s,
+            blind=blind,
+            in_place=in_place,
+            last_committed=last_committed,
+        )
     )
 
 
@@ -71,7 +74,7 @@ def waits(verdict: Change | Wait) -> Wait:
 def test_a_node_of_a_generation_that_steps_is_not_passed_over_because_its_record_lags() -> None:
     """The record is as old as etcd is slow: before the steps, the workers of that node were being started."""
     lagging = view(member("a", 1), member("b", 2, ready=()), member("c", 3))
-    assert waits(decide(lagging, ABC, steps_advance=True)).fine
+    assert waits(decide(lagging, ABC, steps_advance=True)).steady
     leaves = view(member("a", 1), member("b", 2, ready=(), draining="off"), member("c", 3))
     assert nodes(decide(leaves, ABC, steps_advance=True)) == ["a", "c"]
     anew = view(member("a", 1), member("b", 2, ready=(), worker_id=2), member("c", 3))
@@ -171,7 +174,7 @@ def test_broken_generation_is_followed_at_once_by_one_of_all_present_nodes() -> 
 
 
 def test_the_failure_of_an_older_generation_is_history() -> None:
-    assert waits(decide(view(*ALL, formed=ABC, failed=broken(3, "a", 0)), ABC)).fine
+    assert waits(decide(view(*ALL, formed=ABC, failed=broken(3, "a", 0)), ABC)).steady
 
 
 def test_new_node_takes_the_place_of_a_lost_node() -> None:
@@ -233,14 +236,14 @@ def test_store_host_outside_the_generation_is_needed_until_the_first_step() -> N
     lost = decide(view(*ALL[1:], formed=current), current, settled=False)
     assert isinstance(lost, Change)
     assert lost.why == "node a is gone"
-    assert waits(decide(view(*ALL[1:], formed=current), current, settled=True)).fine
+    assert waits(decide(view(*ALL[1:], formed=current), current, settled=True)).steady
 
 
 # ── a planned change ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_membership_with_all_nodes_present_needs_no_change() -> None:
-    assert waits(decide(view(*ALL), ABC)).fine
+    assert waits(decide(view(*ALL), ABC)).steady
 
 
 def test_a_newcomer_is_taken_in_at_a_boundary_once_steps_advance() -> None:
@@ -259,7 +262,7 @@ def test_a_script_without_elastic_shows_no_steps_and_is_changed_without() -> Non
 
 
 def test_a_newcomer_above_max_nodes_is_a_spare() -> None:
-    assert waits(decide(view(*ALL, member("x", 0)), ABC, steps_advance=True)).fine
+    assert waits(decide(view(*ALL, member("x", 0)), ABC, steps_advance=True)).steady
 
 
 def test_draining_node_is_replaced_by_the_spare_with_the_reason_given() -> None:
@@ -613,4 +616,4 @@ def test_a_node_with_another_script_takes_no_part_and_is_named() -> None:
     anew = view(runs("2", "a", 5, worker_id=2), runs("1", "b", 2), runs("1", "c", 3))
     assert nodes(decide(anew, ABC)) == ["b", "c"]
     unknown = view(runs("", "a", 1), runs("1", "b", 2), runs("", "c", 3))
-    assert waits(decide(unknown, ABC, steps_advance=True)).fine
+    assert waits(decide(unknown, ABC, steps_advance=True)).steady

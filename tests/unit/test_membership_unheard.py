@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from elastic.contract.records.decoding import Member
 from elastic.contract.records.job_records import GenerationNode, GenerationRecord, MemberRecord
-from elastic.recovery.facts.membership import Change, NodeLimits, Wait, next_generation
+from elastic.recovery.facts.membership import Change, NodeLimits, Situation, Wait, next_generation
 from elastic.recovery.facts.view import JobView
 
 LIMITS = NodeLimits(min_nodes=1, max_nodes=3, join_wait_s=0.0)
@@ -21,7 +21,7 @@ def decide(present: list[str], *, steps_advance: bool) -> Change | Wait:
     current = GenerationRecord(number=1, nodes=places, store_host="h", store_port=1, leader="a", why="first")
     view = JobView(members={n: member(n, i) for i, n in enumerate(present)}, generation=current)
     return next_generation(
-        view, current, LIMITS, frozenset(), steps_advance=steps_advance, settled=True, min_reached_for_s=9.0
+        Situation(view, current, LIMITS, frozenset(), steps_advance=steps_advance, settled=True, min_reached_for_s=9.0)
     )
 
 

@@ -11,7 +11,16 @@ import pytest
 from elastic.contract.records.decoding import Member
 from elastic.contract.records.job_records import BrokenRecord, GenerationNode, GenerationRecord, MemberRecord
 from elastic.recovery.facts import reachability
-from elastic.recovery.facts.membership import Change, NodeLimits, Wait, cut_off, leader, next_generation, watch_list
+from elastic.recovery.facts.membership import (
+    Change,
+    NodeLimits,
+    Situation,
+    Wait,
+    cut_off,
+    leader,
+    next_generation,
+    watch_list,
+)
 from elastic.recovery.facts.view import JobView
 
 LIMITS = NodeLimits(min_nodes=1, max_nodes=8, join_wait_s=0.0)
@@ -53,7 +62,9 @@ def cut(view: JobView, dead: frozenset[tuple[str, str]] = NOBODY) -> str:
 
 def decide(view: JobView, *, steps_advance: bool, settled: bool = True, limits: NodeLimits = LIMITS) -> Change | Wait:
     return next_generation(
-        view, view.generation, limits, NOBODY, steps_advance=steps_advance, settled=settled, min_reached_for_s=9.0
+        Situation(
+            view, view.generation, limits, NOBODY, steps_advance=steps_advance, settled=settled, min_reached_for_s=9.0
+        )
     )
 
 

@@ -61,6 +61,7 @@ from elastic.recovery.machine.events import (
 from elastic.recovery.machine.model import Agent
 from elastic.recovery.machine.turn import ASK_AGAIN_S, STALL_S
 from elastic.recovery.workers.announce import IDLE_S, SUSPICION_S
+from elastic.recovery.workers.leaving import NAME_REUSED
 
 TIMES = Timeouts()
 SPEC = JobSpec(name="job", script="train.py", nodes="1:2", workers_per_node=2)
@@ -832,7 +833,7 @@ def test_an_agent_that_has_missed_the_end_of_its_job_does_not_take_part_in_the_n
     assert [e.worker_id for e in effects if isinstance(e, Kill)] == [1, 2]
     assert not [e for e in effects if isinstance(e, Restore | Publish | PutState)]
     machine.take(WorkerExited(0, 1, "signal SIGTERM"))
-    assert only(machine.take(WorkerExited(1, 2, "signal SIGTERM"))) == Leave("another job has taken the name")
+    assert only(machine.take(WorkerExited(1, 2, "signal SIGTERM"))) == Leave(NAME_REUSED)
 
 
 def test_a_stopped_job_ends_its_workers_gently_and_charges_nobody() -> None:

@@ -7,18 +7,18 @@ from dataclasses import replace
 import pytest
 from msgspec.structs import replace as replace_struct
 from support.fake_etcd import FakeServer
-from support.jobs import broken, generation, member, place, policy, view
+from support.jobs import broken, changed, generation, member, place, policy, view
 
 from elastic.contract.job.spec import JobSpec
 from elastic.contract.keys import ClusterKeys
 from elastic.contract.origin import Origin
 from elastic.contract.records.job_records import BrokenRecord, Cause, GenerationRecord, IncidentRecord, Phase, encode
 from elastic.etcd.client import Put
-from elastic.recovery.facts.incident import KEPT_REPEATS, Closed, Incident, begun_anew, supplemented
+from elastic.recovery.facts.incident import KEPT_REPEATS, Closed, Incident, merged_record, restart_note
 from elastic.recovery.facts.view import JobView
 from elastic.recovery.machine.effects import AddCauses, PutIncident, PutState
 from elastic.recovery.machine.events import Viewed
-from elastic.recovery.machine.model import Agent, changed
+from elastic.recovery.machine.model import Agent
 from elastic.recovery.recovery import step
 
 KEYS = ClusterKeys("c").job("job")
@@ -196,7 +196,7 @@ def late_causes(
     )
     _, effects = step(agent, Viewed(shown, True), 100.0)
     for effect in effects:
-        over = supplemented(over, effect.record) if isinstance(effect, AddCauses) else over
+        over = merged_record(over, effect.record) if isinstance(effect, AddCauses) else over
     return over
 
 
@@ -220,7 +220,7 @@ def test_a_record_that_a_late_death_is_added_to_names_all_that_failed_together()
     )  # fmt: skip
     told = late_causes((formed,), (replace_struct(broken(1, "a", 0), ranks=(2,)),), over)
     assert (told.node, told.ranks) == ("b, c, a", (0, 1, 2))
-    assert told.detail == "killed (and 2 more)" + begun_anew(Origin.SETUP, 9)
+    assert told.detail == "killed (and 2 more)" + restart_note(Origin.SETUP, 9)
 
 
 def test_an_incident_that_began_before_another_leader_closed_a_false_alarm_gets_the_next_number() -> None:

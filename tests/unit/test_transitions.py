@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 from support import says
-from support.jobs import broken, generation, member, place, policy, view
+from support.jobs import broken, changed, generation, member, place, policy, view
 
 from elastic.contract.job.spec import JobSpec, Restarts
 from elastic.contract.records import phases
@@ -31,7 +31,7 @@ from elastic.recovery.machine.events import (
     WorkerFailed,
     WorkerUnhealthy,
 )
-from elastic.recovery.machine.model import Agent, Worker, changed
+from elastic.recovery.machine.model import Agent, Worker
 from elastic.recovery.recovery import step
 
 CORE = Path(transitions.__file__).parent

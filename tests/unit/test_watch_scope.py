@@ -45,7 +45,7 @@ def head(formed: GenerationRecord | None, revision: int = 20) -> JobView:
     kvs = {key: KV(key, encode(record), 1, 1, 0) for key, record in records.items()}
     if formed is not None:
         kvs[KEYS.generation] = KV(KEYS.generation, encode(formed), 2, 2, 0)
-    return JobReader(KEYS).read(kvs, revision, whole=False)
+    return JobReader(KEYS).read(kvs, revision, has_all_members=False)
 
 
 class Machine:
@@ -166,7 +166,7 @@ def test_agent_watches_all_members_until_a_full_view_arrives() -> None:
 
 def test_head_view_derives_members_from_the_places() -> None:
     picture = head(FORMED)
-    assert not picture.whole
+    assert not picture.has_all_members
     assert list(picture.members) == list(NAMES)
     assert len(picture.members) == len(NAMES)
     shown = picture.members["c"]

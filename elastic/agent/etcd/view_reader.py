@@ -9,13 +9,11 @@ from elastic.contract.keys import JobKeys
 from elastic.contract.records.job_records import ProgressRecord, ProtocolVersionMismatch, decode
 from elastic.etcd.client import View
 from elastic.recovery.facts.view import JobReader, JobView
-from elastic.recovery.machine.model import Agent
-
-CROWD = 64
-"""With up to this many keys every view is processed."""
+from elastic.recovery.machine.model import LARGE_JOB_NODES, Agent
 
 PAUSE_S = 0.001
-"""Above that: seconds per key until the next view. With 1,000 nodes one per second, rather than two per new node."""
+"""With more than LARGE_JOB_NODES keys: seconds per key until the next view. With 1,000 nodes one per second, rather
+than two per new node."""
 
 
 class ViewThrottle:
@@ -38,7 +36,7 @@ class ViewThrottle:
         self._held_back = None
         if view is None:
             return None
-        crowd = len(view.kvs) > CROWD and not formed and self._generation_key not in view.kvs
+        crowd = len(view.kvs) > LARGE_JOB_NODES and not formed and self._generation_key not in view.kvs
         if crowd and now_s < self._next_s:
             self._held_back = view
             return None

@@ -32,7 +32,7 @@ from elastic.contract.records.rank_records import RanksRecord
 from elastic.etcd.client import Absent, Compare, Delete, Etcd, EtcdError, EtcdUnavailable, ModIs, Op, Put
 from elastic.recovery.facts.evidence import merged
 from elastic.recovery.facts.generation_delta import changes
-from elastic.recovery.facts.incident import KEPT_REPEATS, supplemented
+from elastic.recovery.facts.incident import KEPT_REPEATS, merged_record
 from elastic.recovery.facts.view import JobView
 from elastic.recovery.machine.effects import (
     AddCauses,
@@ -363,7 +363,7 @@ class EtcdWriter:
             known = decode(IncidentRecord, kv.value)
             if known.open:
                 raise EtcdUnavailable(f"{key} is not closed yet", maybe_done=False)
-            if (fuller := supplemented(known, record)) is known:
+            if (fuller := merged_record(known, record)) is known:
                 return
             if not put_report(self.etcd, [ModIs(key, kv.mod_revision), ours], key, fuller).ok:
                 raise EtcdUnavailable(f"{key} changed meanwhile", maybe_done=False)

@@ -34,8 +34,7 @@ class Member:
 
 
 class Decoder:
-    """A record is the same object from view to view for as long as its value is. The revision would not do: it can
-    recur after etcd was wiped."""
+    """Decodes a value only when it is new. The values are compared: a revision can recur after etcd was wiped."""
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[bytes, Record]] = {}

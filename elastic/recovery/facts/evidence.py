@@ -6,9 +6,8 @@ arrives first, the death is the cause and the failed collective its consequence.
 
 from __future__ import annotations
 
-import msgspec
-
 from elastic.contract.records.job_records import BrokenRecord, Loss
+from elastic.contract.structs import replace
 
 from .restart_budget import COMM
 
@@ -50,7 +49,7 @@ def merged(first: BrokenRecord, more: BrokenRecord) -> BrokenRecord:
     for loss in (_loss(other), *more.also):
         if _adds(primary, also, loss):
             also.append(loss)
-    return msgspec.structs.replace(
+    return replace(
         primary,
         also=tuple(also[:KEPT_LOSSES]),
         rollback=first.rollback or more.rollback,

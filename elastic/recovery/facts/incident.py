@@ -17,6 +17,7 @@ from elastic.contract.records.job_records import (
     IncidentRecord,
     Loss,
 )
+from elastic.contract.structs import replace
 
 from .evidence import kind_of, merged, spread, weight
 
@@ -103,14 +104,12 @@ class Incident(msgspec.Struct, frozen=True):
         if known is not None and (report := merged(report, known)) == known:
             return self
         others = [r for r in self.reports if r is not known]
-        return msgspec.structs.replace(
-            self, reports=tuple(sorted([*others, report], key=lambda known: known.generation))
-        )
+        return replace(self, reports=tuple(sorted([*others, report], key=lambda known: known.generation)))
 
     def with_left(self, generations: Iterable[int]) -> Incident:
         """With these in `left`."""
         more = {number for number in generations if number >= self.first}.difference(self.left)
-        return msgspec.structs.replace(self, left=tuple(sorted([*self.left, *more]))) if more else self
+        return replace(self, left=tuple(sorted([*self.left, *more]))) if more else self
 
     def since(self, generations: tuple[GenerationRecord, ...], key: int) -> Incident:
         """The incident `key` that follows this one, which is over: with what belongs to `generations`."""
@@ -134,11 +133,11 @@ class Incident(msgspec.Struct, frozen=True):
             return self
         known = {(cause.generation, cause.node) for cause in (*causes(self), *self.inherited)}
         more = tuple(c for c in record.causes if weight(c.kind) > 0 and (c.generation, c.node) not in known)
-        return msgspec.structs.replace(self, inherited=(*self.inherited, *more)) if more else self
+        return replace(self, inherited=(*self.inherited, *more)) if more else self
 
     def with_mark(self, phase: str, now_s: float) -> Incident:
         times = {**dict(self.timeline_s), phase: round(now_s - self.began_s, 4)}
-        return msgspec.structs.replace(self, timeline_s=tuple(times.items()))
+        return replace(self, timeline_s=tuple(times.items()))
 
     def marked(self, phase: str) -> bool:
         return any(name == phase for name, _ in self.timeline_s)
@@ -185,7 +184,7 @@ def steps_lost(syncs: Iterable[Sync]) -> int:
     return lost
 
 
-def informed(incident: Incident) -> tuple[Sync, ...]:
+def syncs_with_reported_steps(incident: Incident) -> tuple[Sync, ...]:
     """The syncs, each with the newest step that a failure report since the sync before it names. A step of a generation
     before the one that failed is not counted: if the job went back behind it, an incident before this one says so."""
     found: list[Sync] = []
@@ -194,11 +193,11 @@ def informed(incident: Incident) -> tuple[Sync, ...]:
         reports = [report for report in incident.reports if since <= report.generation < sync.generation]
         ends: list[BrokenRecord | Loss] = [*reports, *(loss for report in reports for loss in report.also)]
         steps = (end.step or 0 for end in ends if not 0 < end.step_in < incident.key - 1)
-        found.append(msgspec.structs.replace(sync, reached=max(sync.reached, *steps, 0)))
+        found.append(replace(sync, reached=max(sync.reached, *steps, 0)))
     return tuple(found)
 
 
-def standing(syncs: Iterable[Sync]) -> tuple[Sync, ...]:
+def effective_syncs(syncs: Iterable[Sync]) -> tuple[Sync, ...]:
     """The syncs that later ones have not made up for, by generation. A recovery may resume from setup, fail again, and
     resume from a checkpoint of before that was still being written, or from the state of a node that has come back:
     what setup had cost is not lost then, but for the steps beyond that."""
@@ -208,12 +207,12 @@ def standing(syncs: Iterable[Sync]) -> tuple[Sync, ...]:
             outdone = [earlier for earlier in kept if earlier.resumed < sync.resumed]
             kept = [earlier for earlier in kept if earlier.resumed >= sync.resumed]
             reached = max(sync.reached, *(earlier.reached for earlier in outdone), 0)
-            sync = msgspec.structs.replace(sync, reached=reached)
+            sync = replace(sync, reached=reached)
         kept.append(sync)
     return tuple(kept)
 
 
-def dated(
+def with_wall_times(
     record: IncidentRecord,
     began_s: float,
     now_s: float,
@@ -234,7 +233,7 @@ def dated(
     late_s = min(noticed_wall_s - began_wall_s, began_s - stepped_s, since_left_s)
     if late_s < 0.0:  # that clock is ahead of this one
         late_s = since_left_s if math.inf > since_left_s > 0.0 else 0.0
-    return msgspec.structs.replace(
+    return replace(
         record,
         wall_s=began_wall_s,
         timeline_s={phase: round(at_s + late_s, 4) for phase, at_s in record.timeline_s.items()},
@@ -242,7 +241,7 @@ def dated(
     )
 
 
-def named(found: Sequence[Cause], *, planned: bool = False, why: str = "") -> dict[str, Any]:
+def cause_fields(found: Sequence[Cause], *, planned: bool = False, why: str = "") -> dict[str, Any]:
     """The fields in which a record names its causes. `found`: as `causes` gives it."""
     real = [c for c in found if weight(c.kind) > 0]
     told = real or ([] if planned else found)
@@ -258,12 +257,12 @@ def named(found: Sequence[Cause], *, planned: bool = False, why: str = "") -> di
     }
 
 
-def drawn(incident: Incident, *, counted: bool) -> IncidentRecord:
+def open_record(incident: Incident, *, counted: bool) -> IncidentRecord:
     """The record of an incident that is not over. `counted`: the workers' steps are known (they use `elastic`)."""
     found = causes(incident)
     error = next((report.error for report in incident.reports if report.error is not None), None)
     return IncidentRecord(
-        **named(found, planned=incident.planned, why=incident.why),
+        **cause_fields(found, planned=incident.planned, why=incident.why),
         generation=incident.key,
         wall_s=incident.began_wall_s,
         timeline_s=dict(incident.timeline_s),
@@ -278,7 +277,7 @@ def drawn(incident: Incident, *, counted: bool) -> IncidentRecord:
     )
 
 
-def begun_anew(origin: Origin | None, reached: int) -> str:
+def restart_note(origin: Origin | None, reached: int) -> str:
     """What `detail` says if the job went on from `origin`, and had come to step `reached`."""
     if origin is not Origin.SETUP or reached <= 0:
         return ""
@@ -293,9 +292,9 @@ def closed(
     `witnessed`: this agent had a place in the generation that failed. Otherwise the number of lost steps is not known,
     unless no cause is worse than a drain.
     """
-    drawing = drawn(incident, counted=counted)
-    all_syncs = informed(incident)
-    syncs = standing(all_syncs)
+    drawing = open_record(incident, counted=counted)
+    all_syncs = syncs_with_reported_steps(incident)
+    syncs = effective_syncs(all_syncs)
     worst = max(syncs, key=lambda s: (s.reached - s.resumed, -s.generation), default=None)
     # A planned change that the end of the job interrupts costs nothing.
     cut_short = incident.planned and not causes(incident)
@@ -309,11 +308,11 @@ def closed(
         # A rank commits a step only after all others have contributed to it: it is at most one step ahead of them.
         live = all(sync.origin is Origin.LIVE for sync in all_syncs)
         most = least + 1 if live else None
-    return msgspec.structs.replace(
+    return replace(
         drawing,
         open=False,
         generation=generation.number + (0 if recovered else 1),
-        detail=drawing.detail + (begun_anew(worst.origin, worst.reached) if worst else ""),
+        detail=drawing.detail + (restart_note(worst.origin, worst.reached) if worst else ""),
         step=max([drawing.step or 0, *(sync.reached for sync in all_syncs[:1])]) if counted else None,
         steps_lost=least,
         steps_lost_at_most=most,
@@ -357,10 +356,10 @@ class Closed(msgspec.Struct, frozen=True):
         incident = self.incident.with_report(report)
         if incident is self.incident:
             return self
-        return msgspec.structs.replace(self, incident=incident)
+        return replace(self, incident=incident)
 
 
-def supplemented(known: IncidentRecord, fuller: IncidentRecord) -> IncidentRecord:
+def merged_record(known: IncidentRecord, fuller: IncidentRecord) -> IncidentRecord:
     """`known`, the record of an incident that is over, with the causes and losses of `fuller`; unchanged unless
     `fuller` names all of its causes and more (consequences do not count). Its times and its outcome stay."""
     named, names = ({cause for cause in record.causes if weight(cause.kind) > 0} for record in (known, fuller))
@@ -368,7 +367,7 @@ def supplemented(known: IncidentRecord, fuller: IncidentRecord) -> IncidentRecor
         return known
     fewer = fuller.steps_lost is None or fuller.steps_lost < (known.steps_lost or 0)
     told = known if fewer else fuller
-    return msgspec.structs.replace(
+    return replace(
         known,
         kind=fuller.kind,
         node=fuller.node,

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import operator
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
-
-import msgspec
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 from elastic.contract.records.decoding import Member
 from elastic.contract.records.job_records import BrokenRecord, GenerationNode, GenerationRecord
+from elastic.contract.structs import replace
 
 from . import reachability
 from .state_holders import absent_before, all_workers_lost, with_holders, with_witness
@@ -146,11 +148,11 @@ class Wait:
 
     reason: str
     below_min: bool = False
-    fine: bool = False
+    steady: bool = False
     """Nothing is waited for: the current generation needs no change."""
 
 
-AS_IT_SHOULD_BE = Wait("as it should be", fine=True)
+NO_CHANGE = Wait("no change needed", steady=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,64 +168,129 @@ class Change:
     """As in the generation's record."""
 
 
-def next_generation(
-    view: JobView,
-    current: GenerationRecord | None,
-    limits: NodeLimits,
-    dead: Dead,
-    *,
-    steps_advance: bool,
-    settled: bool,
-    min_reached_for_s: float,
-    blind: bool = False,
-    in_place: bool = True,
-    last_committed: GenerationRecord | None = None,
-) -> Change | Wait:
-    """What follows `current`: a new generation, or none yet.
+@dataclass(frozen=True)
+class Situation:
+    """What the leader decides from, and what follows from that for the nodes of the next generation."""
 
-    steps_advance: the leader's own workers commit steps, so every rank of `current` is alive, whatever the leases say.
-    settled: `current` has committed a step here, so that a planned change may follow.
-    min_reached_for_s: for how long enough members have been ready (first generation only).
-    blind: etcd was unavailable; absent members may be about to come back.
-    in_place: workers survive a re-formation; otherwise they are started anew, and their steps are not known.
-    last_committed: the newest generation before `current` that has committed a step, if it is known.
-    """
-    alive = living(view, dead)
-    cut = cut_off(view, dead, current) | other_script(alive, current).keys()
-    fit = _fit(alive.values(), view, limits)
-    inside = [m for m in fit if m.record.node not in cut]
-    if current is None:
-        return _first(inside, limits, min_reached_for_s, _cut_reason(view, cut, other_script(alive, current)))
-    missing = _missing(current, alive, dead, steps_advance or blind)
-    seated = [p.node for p in current.nodes]
-    if not steps_advance:
-        missing += [node for node in seated if node in cut and node not in missing]
-    # Until `current` has stepped, its ranks may still need the store in order to form.
-    if not (settled or blind) and _store_lost(view, current, alive, cut):
-        missing.append(current.leader)
-    broken = view.broken if view.broken and view.broken.generation == current.number else None
-    absent = [p.node for p in current.nodes if p.node not in alive and p.node not in missing]
-    # An absent node whose workers are all lost cannot be the one that keeps stepping.
-    missing += [node for node in absent if not blind and all_workers_lost(current, node, broken)]
-    absent = [node for node in absent if node not in missing]
-    if broken or missing:
-        reached = {node: m for node, m in alive.items() if node not in cut}
-        older = None if settled else last_committed
-        if blind and (awaited := absent or absent_before(current, older, reached, dead)):
-            return Wait(f"etcd was away: {', '.join(awaited)} may not have come back yet")
-        chosen = _choose(current, inside, limits.max_nodes)
-        chosen = with_holders(view, current, chosen, reached, broken, older, settled=settled)
-        return _without_the_lost(current, chosen, limits, broken, _why(view, broken, missing, cut), settled)
+    view: JobView
+    current: GenerationRecord | None
+    limits: NodeLimits
+    dead: Dead
+    _: dataclasses.KW_ONLY
+    steps_advance: bool
+    """The leader's own workers commit steps, so every rank of `current` is alive, whatever the leases say."""
+    settled: bool
+    """`current` has committed a step here, so that a planned change may follow."""
+    min_reached_for_s: float
+    """For how long enough members have been ready (first generation only)."""
+    blind: bool = False
+    """etcd was unavailable; absent members may be about to come back."""
+    in_place: bool = True
+    """Workers survive a re-formation; otherwise they are started anew, and their steps are not known."""
+    last_committed: GenerationRecord | None = None
+    """The newest generation before `current` that has committed a step, if it is known."""
 
-    if absent:
-        return Wait(f"{', '.join(absent)} cannot be heard of, {'and lives: steps advance' if steps_advance else 'yet'}")
-    if steps_advance:
-        fit = _fit([_as_seated(current, m) for m in alive.values()], view, limits)
-    seated_or_reached = [m for m in fit if m.record.node not in cut or m.record.node in seated]
-    # While steps advance, the data path between seated nodes works, even if their agents cannot reach each other.
-    chosen = with_witness(current, _choose(current, seated_or_reached, limits.max_nodes), alive, None)
-    reason = _cut_reason(view, cut, other_script(alive, current)) if cut else ""
-    return _planned(current, chosen, alive, limits, reason, settled, steps_advance or not in_place)
+    @cached_property
+    def alive(self) -> dict[str, Member]:
+        return living(self.view, self.dead)
+
+    @cached_property
+    def other(self) -> dict[str, str]:
+        return other_script(self.alive, self.current)
+
+    @cached_property
+    def cut(self) -> frozenset[str]:
+        """Living nodes that the job goes on without."""
+        return cut_off(self.view, self.dead, self.current) | self.other.keys()
+
+    @cached_property
+    def held(self) -> GenerationRecord:
+        assert self.current is not None  # the rules of a first generation come first
+        return self.current
+
+    @cached_property
+    def broken(self) -> BrokenRecord | None:
+        return self.view.broken if self.view.broken and self.view.broken.generation == self.held.number else None
+
+    @cached_property
+    def missing(self) -> list[str]:
+        """Nodes that are lost to `current`: it cannot go on."""
+        missing = _missing(self.held, self.alive, self.dead, self.steps_advance or self.blind)
+        if not self.steps_advance:
+            missing += [p.node for p in self.held.nodes if p.node in self.cut and p.node not in missing]
+        # Until `current` has stepped, its ranks may still need the store in order to form.
+        if not (self.settled or self.blind) and _store_lost(self.view, self.held, self.alive, self.cut):
+            missing.append(self.held.leader)
+        # An absent node whose workers are all lost cannot be the one that keeps stepping.
+        absent = [p.node for p in self.held.nodes if p.node not in self.alive and p.node not in missing]
+        return missing + [n for n in absent if not self.blind and all_workers_lost(self.held, n, self.broken)]
+
+    @cached_property
+    def absent(self) -> list[str]:
+        """Nodes of `current` that are not heard of, and may live."""
+        return [p.node for p in self.held.nodes if p.node not in self.alive and p.node not in self.missing]
+
+    @cached_property
+    def failed(self) -> bool:
+        return self.current is not None and bool(self.broken or self.missing)
+
+    @cached_property
+    def older(self) -> GenerationRecord | None:
+        """The generation whose nodes may have newer state than those of `current`."""
+        return None if self.settled else self.last_committed
+
+    @cached_property
+    def reached(self) -> dict[str, Member]:
+        return {node: m for node, m in self.alive.items() if node not in self.cut}
+
+    @cached_property
+    def awaited(self) -> list[str]:
+        """Nodes whose return is waited for after a failure, since absence proves nothing yet."""
+        if not (self.failed and self.blind):
+            return []
+        return self.absent or absent_before(self.held, self.older, self.reached, self.dead)
+
+    @cached_property
+    def chosen(self) -> list[Member]:
+        """The members of the next generation."""
+        if self.current is None or self.failed:
+            inside = [m for m in _fit(self.alive.values(), self.view, self.limits) if m.record.node not in self.cut]
+            if self.current is None:
+                return inside
+            chosen = _choose(self.current, inside, self.limits.max_nodes)
+            return with_holders(
+                self.view, self.current, chosen, self.reached, self.broken, self.older, settled=self.settled
+            )
+        alive = [_as_seated(self.current, m) if self.steps_advance else m for m in self.alive.values()]
+        # While steps advance, the data path between seated nodes works, even if their agents cannot reach each other.
+        seated = {p.node for p in self.current.nodes}
+        fit = [m for m in _fit(alive, self.view, self.limits) if m.record.node not in self.cut - seated]
+        return with_witness(self.current, _choose(self.current, fit, self.limits.max_nodes), self.alive, None)
+
+    @cached_property
+    def places(self) -> tuple[GenerationNode, ...]:
+        return arrange(self.current, self.chosen)
+
+    @cached_property
+    def too_few(self) -> bool:
+        return len(self.chosen) < self.limits.min_nodes
+
+    @property
+    def cut_reason(self) -> str:
+        return _cut_reason(self.view, self.cut, self.other)
+
+
+class Rule(NamedTuple):
+    condition: str
+    answer: str
+    """Both for `docs/states.md`."""
+    holds: Callable[[Situation], object]
+    decide: Callable[[Situation], Change | Wait]
+
+
+def next_generation(situation: Situation) -> Change | Wait:
+    """What follows the current generation: a new one, or none yet."""
+    return next(rule.decide(situation) for rule in RULES if rule.holds(situation))
 
 
 def _fit(members: Iterable[Member], view: JobView, limits: NodeLimits) -> list[Member]:
@@ -236,48 +303,7 @@ def _as_seated(current: GenerationRecord, member: Member) -> Member:
     """`member` with the slots that it has in `current`, if its record says that none is ready: `current` steps, so the
     record is from before, and etcd slow."""
     seat = None if member.record.ready else current.node_of(*member.id)
-    return member if seat is None else replace(member, record=msgspec.structs.replace(member.record, ready=seat.slots))
-
-
-def _planned(
-    current: GenerationRecord,
-    chosen: list[Member],
-    alive: Mapping[str, Member],
-    limits: NodeLimits,
-    reason: str,
-    settled: bool,
-    boundary: bool,
-) -> Change | Wait:
-    """A change of membership that no failure asks for. `reason`: why nodes are left out, if any; `boundary`: the
-    workers will reach a step at which they can stop, or need none."""
-    places = arrange(current, chosen)
-    if places == current.nodes:
-        return Wait(reason) if reason else AS_IT_SHOULD_BE
-    if not settled:
-        return Wait("a planned change waits until this generation has stepped")
-    if len(chosen) < limits.min_nodes:
-        return Wait(f"leaving now would leave {len(chosen)} of at least {limits.min_nodes} nodes", below_min=True)
-    if not boundary:
-        return Wait("a planned change waits for steps to advance")
-    new = _newcomers(current, places, settled)
-    return Change(places, _difference(current, places, alive, limits), planned=True, newcomers=new)
-
-
-def _without_the_lost(
-    current: GenerationRecord,
-    chosen: list[Member],
-    limits: NodeLimits,
-    broken: BrokenRecord | None,
-    why: str,
-    settled: bool,
-) -> Change | Wait:
-    if len(chosen) < limits.min_nodes:
-        return Wait(f"{why}; {len(chosen)} of at least {limits.min_nodes} nodes are there", below_min=True)
-    # A rollback that was itself interrupted is not complete: live state may still be the state that was discarded.
-    rollback = (broken and broken.rollback) or (current.restore == "snapshot" and not settled)
-    restore = "snapshot" if rollback else "newest"
-    places = arrange(current, chosen)
-    return Change(places, why, planned=False, restore=restore, newcomers=_newcomers(current, places, settled))
+    return member if seat is None else replace(member, record=replace(member.record, ready=seat.slots))
 
 
 def _newcomers(current: GenerationRecord, places: tuple[GenerationNode, ...], settled: bool) -> tuple[str, ...]:
@@ -286,13 +312,62 @@ def _newcomers(current: GenerationRecord, places: tuple[GenerationNode, ...], se
     return tuple(p.node for p in places if p.node in unproven or current.node_of(p.node, p.incarnation) is None)
 
 
-def _first(fit: list[Member], limits: NodeLimits, min_reached_for_s: float, cut: str) -> Change | Wait:
-    if len(fit) < limits.min_nodes:
-        too_few = f"{len(fit)} of at least {limits.min_nodes} nodes are ready"
-        return Wait(f"{too_few}; {cut}" if cut else too_few, below_min=True)
-    if len(fit) < limits.max_nodes and min_reached_for_s < limits.join_wait_s:
-        return Wait(f"{len(fit)} of at most {limits.max_nodes} nodes are ready; a moment for more")
-    return Change(arrange(None, _choose(None, fit, limits.max_nodes)), "first forming", planned=False)
+def _too_few_to_begin(s: Situation) -> Wait:
+    too_few = f"{len(s.chosen)} of at least {s.limits.min_nodes} nodes are ready"
+    return Wait(f"{too_few}; {s.cut_reason}" if s.cut_reason else too_few, below_min=True)
+
+
+def _first(s: Situation) -> Change:
+    return Change(arrange(None, _choose(None, s.chosen, s.limits.max_nodes)), "first forming", planned=False)
+
+
+def _after_a_failure(s: Situation) -> Change | Wait:
+    why = _why(s.view, s.broken, s.missing, s.cut)
+    if s.too_few:
+        return Wait(f"{why}; {len(s.chosen)} of at least {s.limits.min_nodes} nodes are there", below_min=True)
+    # A rollback that was itself interrupted is not complete: live state may still be the state that was discarded.
+    rollback = (s.broken and s.broken.rollback) or (s.held.restore == "snapshot" and not s.settled)
+    restore, new = "snapshot" if rollback else "newest", _newcomers(s.held, s.places, s.settled)
+    return Change(s.places, why, planned=False, restore=restore, newcomers=new)
+
+
+def _unheard(s: Situation) -> Wait:
+    lives = "and lives: steps advance" if s.steps_advance else "yet"
+    return Wait(f"{', '.join(s.absent)} cannot be heard of, {lives}")
+
+
+def _planned(s: Situation) -> Change:
+    why, new = _difference(s.held, s.places, s.alive, s.limits), _newcomers(s.held, s.places, s.settled)
+    return Change(s.places, why, planned=True, newcomers=new)
+
+
+RULES = (
+    Rule("no generation yet, fewer nodes are ready than the minimum", "wait",
+         lambda s: s.current is None and s.too_few, _too_few_to_begin),
+    Rule("no generation yet, fewer than the maximum, and `join_wait_s` has not passed", "wait for more",
+         lambda s: s.current is None and len(s.chosen) < s.limits.max_nodes
+         and s.min_reached_for_s < s.limits.join_wait_s,
+         lambda s: Wait(f"{len(s.chosen)} of at most {s.limits.max_nodes} nodes are ready; a moment for more")),
+    Rule("no generation yet", "form the first", lambda s: s.current is None, _first),
+    Rule("it failed or lost a node, etcd was away, and a node that may have the state has not come back",
+         "wait for it", lambda s: s.awaited,
+         lambda s: Wait(f"etcd was away: {', '.join(s.awaited)} may not have come back yet")),
+    Rule("it failed or lost a node, and fewer nodes are left than the minimum", "wait",
+         lambda s: s.failed and s.too_few, _after_a_failure),
+    Rule("it failed or lost a node", "form the next without what is lost", lambda s: s.failed, _after_a_failure),
+    Rule("a node of it is not heard of, and not known to be lost", "wait for it", lambda s: s.absent, _unheard),
+    Rule("the next would have the same nodes and slots", "no change", lambda s: s.places == s.held.nodes,
+         lambda s: Wait(s.cut_reason) if s.cut else NO_CHANGE),
+    Rule("it has not stepped yet", "wait for a step", lambda s: not s.settled,
+         lambda s: Wait("a planned change waits until this generation has stepped")),
+    Rule("the next would have fewer nodes than the minimum", "wait", lambda s: s.too_few,
+         lambda s: Wait(f"leaving now would leave {len(s.chosen)} of at least {s.limits.min_nodes} nodes",
+                        below_min=True)),
+    Rule("no step is made, and workers survive a change", "wait for steps",
+         lambda s: s.in_place and not s.steps_advance, lambda s: Wait("a planned change waits for steps to advance")),
+    Rule("none of these", "form the next at a step boundary", lambda s: True, _planned),
+)  # fmt: skip
+"""In order: the first rule that holds decides. Drawn into `docs/states.md`."""
 
 
 def _missing(current: GenerationRecord, alive: Mapping[str, Member], dead: Dead, steps_advance: bool) -> list[str]:
@@ -389,4 +464,4 @@ def _difference(
     said += [
         f"{n} changes its workers" for n in sorted(before.keys() & after.keys()) if before[n].slots != after[n].slots
     ]
-    return ", ".join(said) or "new order"
+    return ", ".join(said) or "ranks reordered"

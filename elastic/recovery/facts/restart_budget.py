@@ -11,11 +11,10 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import msgspec
-
 from elastic.contract.job.spec import Restarts
 from elastic.contract.records.job_records import BrokenRecord, Failure, JobState, MemberRecord
 from elastic.contract.records.phases import PhaseTrigger, after, allows
+from elastic.contract.structs import replace
 
 BAD_NODE_FAILURES = 3
 """A node with this many failures in the window, and more than all other nodes together, is excluded."""
@@ -89,7 +88,7 @@ def charge(
         return Charge(state)
     error = broken.error or state.error
     if _follows_from_another(state, broken, before):
-        return Charge(msgspec.structs.replace(state, error=error))
+        return Charge(replace(state, error=error))
     failure = Failure(
         wall_s=wall_s,
         generation=broken.generation,
@@ -103,11 +102,11 @@ def charge(
     if broken.error:
         known, further = _in_earlier_tries(known, failure)
         if further is None:
-            return Charge(msgspec.structs.replace(state, error=error, failures=known))
+            return Charge(replace(state, error=error, failures=known))
         failure = further
     recent = (*(f for f in known if abs(wall_s - f.wall_s) < rules.window_s), failure)
     kept = recent[-max(KEPT_FAILURES, rules.budget) :]
-    charged = msgspec.structs.replace(
+    charged = replace(
         state,
         restarts=state.restarts + 1,
         failures=kept,
@@ -231,9 +230,9 @@ def _in_earlier_tries(failures: tuple[Failure, ...], new: Failure) -> tuple[tupl
         first -= 1
     for at in range(first, len(known)):
         there = known[at].slots
-        known[at] = msgspec.structs.replace(known[at], slots=(*there, *(slot for slot in left if slot not in there)))
+        known[at] = replace(known[at], slots=(*there, *(slot for slot in left if slot not in there)))
         left = tuple(slot for slot in left if slot in there)
-    return tuple(known), msgspec.structs.replace(new, slots=left) if left else None
+    return tuple(known), replace(new, slots=left) if left else None
 
 
 def _set_aside(state: JobState, failures: tuple[Failure, ...], other_nodes: int | None) -> tuple[str, ...]:
@@ -254,7 +253,7 @@ def lacking(state: JobState, members: Iterable[MemberRecord], *, managed: bool) 
     back = {m.node for m in found if managed and m.node in state.no_agent and len(m.ready) == m.slots}
     if not (new or back):
         return state
-    return msgspec.structs.replace(
+    return replace(
         state,
         excluded_nodes=tuple(sorted({*state.excluded_nodes, *new} - back)),
         no_agent={node: why for node, why in {**state.no_agent, **new}.items() if node not in back},
@@ -266,7 +265,7 @@ def _avoid(failures: tuple[Failure, ...]) -> tuple[str, ...]:
     return tuple(sorted(n for n, c in counts.items() if c >= BAD_NODE_FAILURES and c > sum(counts.values()) - c))
 
 
-def in_vain(state: JobState, broken: BrokenRecord | None) -> int:
+def failed_formations_in_a_row(state: JobState, broken: BrokenRecord | None) -> int:
     """How many generations in a row, up to `broken`, ended before their first step with a failed collective."""
     if broken is None or broken.kind not in OF_THE_NETWORK or not broken.charged:
         return 0

@@ -39,7 +39,7 @@ def _member(raw: bytes) -> MemberRecord:
     return decode(MemberRecord, raw)
 
 
-class Seats(Mapping[str, Member]):
+class MembersFromGeneration(Mapping[str, Member]):
     """The nodes of a generation as members, made from its record where member records are not watched. Whether they
     are still alive is not known."""
 
@@ -118,28 +118,27 @@ class JobView:
     ended: Mapping[int, IncidentRecord] = field(default_factory=dict, compare=False)
     """Key of an incident on record -> its newest record, if that is over."""
     revision: int = 0
-    whole: bool = True
+    has_all_members: bool = True
     """Whether member records are included. Otherwise `members` are the nodes of `generation`, dead or alive."""
     disputes: frozenset[reachability.Dispute] = field(init=False, compare=False)
     """Pairs of members of which at least one cannot reach the other."""
 
     def __post_init__(self) -> None:
         found: frozenset[reachability.Dispute] = frozenset()
-        if self.whole and any(m.record.unreachable for m in self.members.values()):
+        if self.has_all_members and any(m.record.unreachable for m in self.members.values()):
             found = reachability.disputes({node: m.record.unreachable for node, m in self.members.items()})
         object.__setattr__(self, "disputes", found)
 
     @staticmethod
-    def read(keys: JobKeys, kvs: Mapping[str, Stored], revision: int, whole: bool = True) -> JobView:
+    def read(keys: JobKeys, kvs: Mapping[str, Stored], revision: int, has_all_members: bool = True) -> JobView:
         """Raises ProtocolVersionMismatch for a record of another version."""
-        return JobReader(keys).read(kvs, revision, whole)
+        return JobReader(keys).read(kvs, revision, has_all_members)
 
 
 class JobReader:
     """Reads one etcd snapshot of a job after another, and decodes only the values that are new objects.
 
-    A snapshot is complete, with a key for each node, and almost nothing in it has changed. What has not changed is the
-    same object in the view, too: its `members` are compared by identity.
+    A snapshot is complete, with a key for each node, and almost nothing in it has changed.
     """
 
     def __init__(self, keys: JobKeys) -> None:
@@ -147,17 +146,17 @@ class JobReader:
         self._kvs: Mapping[str, Stored] = {}
         self._members: Mapping[str, Member] = {}
         self._listed = _Listed()
-        self._seats: tuple[GenerationRecord | None, Seats] = (None, Seats(None))
+        self._seats: tuple[GenerationRecord | None, MembersFromGeneration] = (None, MembersFromGeneration(None))
         self._decoder = Decoder()
         self._generations = GenerationReader()
 
-    def read(self, kvs: Mapping[str, Stored], revision: int, whole: bool = True) -> JobView:
-        """`whole`: whether the members are among `kvs`.
+    def read(self, kvs: Mapping[str, Stored], revision: int, has_all_members: bool = True) -> JobView:
+        """`has_all_members`: whether the members are among `kvs`.
 
         Raises ProtocolVersionMismatch for a record of another version, msgspec.ValidationError for a malformed one.
         """
         keys, members, listed = self._keys, self._members, self._listed
-        if not whole:
+        if not has_all_members:
             listed = self._list(kvs)
         elif kvs is not self._kvs:
             changed = [key for key, kv in kvs.items() if self._kvs.get(key) is not kv]
@@ -175,7 +174,7 @@ class JobReader:
             spec=self._record(SpecRecord, spec) if spec else None,
             state=self._record(JobState, state) if state else JobState(),
             state_revision=state.mod_revision if state else 0,
-            members=members if whole else self._seated(formed),
+            members=members if has_all_members else self._seated(formed),
             generation=formed,
             generation_revision=generation.mod_revision if generation else 0,
             written_back=bool(generation and restored and restored.mod_revision == generation.mod_revision),
@@ -188,9 +187,9 @@ class JobReader:
             saved_step=(self._record(ProgressRecord, progress).checkpoint_step or 0) if progress else 0,
             saved_generation=self._record(ProgressRecord, progress).checkpoint_generation if progress else 0,
             progress=self._record(ProgressRecord, progress) if progress else None,
-            whole=whole,
+            has_all_members=has_all_members,
         )
-        if whole:
+        if has_all_members:
             self._kvs, self._members, self._listed = kvs, members, listed
         return view
 
@@ -222,9 +221,9 @@ class JobReader:
             found[number] = self._record(IncidentRecord, kv, name=f"incident {place}")
         return found
 
-    def _seated(self, formed: GenerationRecord | None) -> Seats:
+    def _seated(self, formed: GenerationRecord | None) -> MembersFromGeneration:
         if self._seats[0] is not formed:
-            self._seats = formed, Seats(formed)
+            self._seats = formed, MembersFromGeneration(formed)
         return self._seats[1]
 
     def _changed_members(self, kvs: Mapping[str, Stored], changed: Iterable[str]) -> Mapping[str, Member]:

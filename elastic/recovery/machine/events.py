@@ -48,28 +48,29 @@ class StoreClosed:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerStarted:
-    """Its process runs: it was ordered before, and its zygote may have had to import first."""
+class WorkerEvent:
+    """Of one worker. Its id is there so that a process is not taken for its successor."""
 
     slot: int
     worker_id: int
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerSaid:
+class WorkerStarted(WorkerEvent):
+    """Its process runs: it was ordered before, and its zygote may have had to import first."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSaid(WorkerEvent):
     """A message of the worker that the agent's state depends on."""
 
-    slot: int
-    worker_id: int
     message: FromWorker
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerFailed:
+class WorkerFailed(WorkerEvent):
     """Its script has ended with an error, and its process is about to end."""
 
-    slot: int
-    worker_id: int
     cause: str
     code: int
     error: WorkerError | None = None
@@ -79,9 +80,7 @@ class WorkerFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerExited:
-    slot: int
-    worker_id: int
+class WorkerExited(WorkerEvent):
     cause: str
     """'signal SIGKILL', 'exit code 1', …"""
     code: int | None = None
@@ -100,31 +99,24 @@ class WorkerExited:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerUnhealthy:
+class WorkerUnhealthy(WorkerEvent):
     """The worker was found to be hung; its stacks are dumped already."""
 
-    slot: int
-    worker_id: int
     kind: str
     evidence: str
     stacks: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class GroupStuck:
+class GroupStuck(WorkerEvent):
     """The worker has waited for other ranks for longer than the group's timeout; none of them was found to be hung."""
 
-    slot: int
-    worker_id: int
     evidence: str
 
 
 @dataclass(frozen=True, slots=True)
-class StillBusy:
+class StillBusy(WorkerEvent):
     """The worker was told to abort, and cannot react yet but is healthy: see `hang_rules.busy`."""
-
-    slot: int
-    worker_id: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,9 +192,6 @@ class Saving:
 class Tick:
     pass
 
-
-WorkerEvent = WorkerStarted | WorkerSaid | WorkerFailed | WorkerExited | WorkerUnhealthy | GroupStuck | StillBusy
-"""Events of one worker, with `slot` and `worker_id`, so that a process is not taken for its successor."""
 
 Event = (
     Start

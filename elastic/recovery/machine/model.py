@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import NamedTuple
 
 import msgspec
-from msgspec.structs import replace
 
 from elastic.contract.job.spec import JobSpec
 from elastic.contract.records.job_records import (
@@ -27,7 +26,7 @@ from elastic.recovery.facts.view import Dead, JobView
 
 from .effects import PutIncident
 
-CROWD = 64
+LARGE_JOB_NODES = 64
 """Default of `Policy.crowd`."""
 
 
@@ -77,10 +76,10 @@ class Policy(msgspec.Struct, frozen=True):
     slots: int
     managed: bool
     """The script calls `elastic.run`, so its workers survive a re-formation; plain workers are replaced each time.
-    Every job starts as plain until its first worker makes the call: see `manner`."""
+    Every job starts as plain until its first worker makes the call: see `knowledge.mark_managed`."""
     spec: JobSpec
     timeouts: Timeouts
-    crowd: int = CROWD
+    crowd: int = LARGE_JOB_NODES
     """In a generation of more nodes than this, a large job, not every agent watches all members: see `watch_scope`."""
     submitted_wall_s: float = 0.0
     """Of this agent's job: one that was submitted later is another, which has taken the name; 0: not known."""
@@ -98,14 +97,14 @@ class Policy(msgspec.Struct, frozen=True):
         return self.spec.on_loss == "shrink"
 
 
-class Uncounted(msgspec.Struct, frozen=True):
+class PendingFailure(msgspec.Struct, frozen=True):
     """A failure outside any generation (a worker that does not even start), to be counted: see `failure_counts`."""
 
     record: BrokenRecord
     wall_s: float
     """When it happened."""
     written: Failure | None = None
-    """As it was last put into the job's state, perhaps in vain."""
+    """What was last written to the job's state; the write may have failed."""
 
 
 class EtcdState(msgspec.Struct, frozen=True):
@@ -127,7 +126,7 @@ class EtcdState(msgspec.Struct, frozen=True):
     orphaned_s: float | None = None
     """Since when all nodes that hold the job's state are absent from etcd, with none known to be dead; None: not so."""
     published: MemberRecord | None = None
-    uncounted: tuple[Uncounted, ...] = ()
+    uncounted: tuple[PendingFailure, ...] = ()
     """Failures of this node's workers that the job's state does not show yet, oldest first."""
     asked: Mapping[str, float] = msgspec.field(default_factory=dict)
     """Request -> when it was last made: see `Turn.ask`."""
@@ -142,8 +141,8 @@ class FormedState(msgspec.Struct, frozen=True):
     """When this agent first saw it."""
     last_committed: GenerationRecord | None = None
     """The newest generation before it that is known here to have committed a step."""
-    ranks: tuple[GenerationRecord | None, Mapping[int, int]] = (None, MappingProxyType({}))
-    """(generation, slot -> rank of our workers in it), cached: see `Turn.my_ranks`."""
+    ranks: tuple[int, Mapping[int, int]] = (0, MappingProxyType({}))
+    """(number of a generation, slot -> rank of our workers in it), cached: see `Turn.my_ranks`."""
     broken: int = 0
     """The newest generation known to be broken."""
     broken_record: BrokenRecord | None = None
@@ -197,11 +196,20 @@ class ProgressState(msgspec.Struct, frozen=True):
     those of the previous agent."""
 
 
+class DecisionInputs(NamedTuple):
+    """What the decision on the next generation depends on beside the view: see `Situation`."""
+
+    dead: Dead
+    settled: bool
+    advance: bool
+    blind: bool
+
+
 class LeadState(msgspec.Struct, frozen=True):
     """What this agent decides as leader, and what it waits for."""
 
-    fine: tuple[tuple[object, ...], tuple[object, ...]] | None = None
-    """The inputs of the decision that last found no change to be needed: see `leading`."""
+    steady_for: DecisionInputs | None = None
+    """With these inputs, and the view as it is, no change was found to be needed; None: not decided since the view."""
     publishing: int = 0
     """Number of the generation whose compare-and-swap is in flight; 0 = none."""
     publishing_since_s: float = 0.0
@@ -245,8 +253,7 @@ class IncidentState(msgspec.Struct, frozen=True):
 
 
 class Agent(msgspec.Struct, frozen=True):
-    """All that an agent has learnt, by topic. msgspec structs, since each turn replaces a few fields repeatedly; a turn
-    changes them by their names alone: see `changed`."""
+    """All that an agent has learnt, by topic. msgspec structs, since each turn replaces a few fields repeatedly."""
 
     policy: Policy
     etcd: EtcdState = EtcdState()
@@ -267,29 +274,3 @@ def is_leader(agent: Agent) -> bool:
 def led_by(agent: Agent) -> str | None:
     """The node of the leader; None: no agent is to be seen in etcd."""
     return leader(agent.etcd.view, agent.peers.dead, agent.formed.generation, agent.policy.leader_candidates)
-
-
-GROUPS: Mapping[str, str] = {
-    field: group
-    for group, kind in Agent.__annotations__.items()
-    if group != "policy"
-    for field in globals()[kind].__struct_fields__
-}
-"""Field of one of the structs in Agent -> name of that struct in Agent."""
-
-
-def changed(agent: Agent, **fields: Any) -> Agent:
-    """The agent with other values of these fields, whichever of its structs they are in."""
-    if len(fields) == 1:
-        [(name, value)] = fields.items()
-        part = getattr(agent, group := GROUPS[name])
-        if getattr(part, name) is value:  # most turns change nothing
-            return agent
-        return replace(agent, **{group: replace(part, **fields)})
-    parts: dict[str, dict[str, Any]] = {}
-    for name, value in fields.items():
-        if getattr(getattr(agent, GROUPS[name]), name) is not value:
-            parts.setdefault(GROUPS[name], {})[name] = value
-    if not parts:
-        return agent
-    return replace(agent, **{group: replace(getattr(agent, group), **part) for group, part in parts.items()})

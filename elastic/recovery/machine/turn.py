@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from msgspec.structs import replace
-
 from elastic.contract.records.job_records import Phase
+from elastic.contract.structs import replace
 from elastic.recovery.facts.membership import NodeLimits
 from elastic.recovery.facts.transitions import Stage, Trigger, after
 
 from .effects import Effect, Kill
-from .model import Agent, Policy, Worker, changed
+from .model import Agent, Worker
 
 STALL_S = 1.0
 """Without a step for this long (or three step times), an expired lease counts as a loss: see `steps_advance`."""
@@ -22,92 +21,104 @@ ASK_AGAIN_S = 1.0
 
 
 class Turn:
-    """One turn: the agent's new state, and the effects so far."""
+    """One turn: the agent's new state, in its parts, and the effects so far."""
 
     def __init__(self, agent: Agent, now_s: float, jitter: float, wall_s: float) -> None:
-        self.agent = agent
+        self.policy = agent.policy
+        self.etcd = agent.etcd
+        self.formed = agent.formed
+        self.peers = agent.peers
+        self.local = agent.local
+        self.progress = agent.progress
+        self.lead = agent.lead
+        self.drain = agent.drain
+        self.incidents = agent.incidents
         self.now_s = now_s
         self.jitter = jitter
         self.wall_s = wall_s
         self.effects: list[Effect] = []
 
     @property
-    def policy(self) -> Policy:
-        return self.agent.policy
-
-    def change(self, **fields: object) -> None:
-        self.agent = changed(self.agent, **fields)
+    def agent(self) -> Agent:
+        return Agent(
+            self.policy, self.etcd, self.formed, self.peers, self.local, self.progress, self.lead, self.drain,
+            self.incidents,
+        )  # fmt: skip
 
     def do(self, effect: Effect) -> None:
         self.effects.append(effect)
 
     def put(self, worker: Worker) -> None:
-        self.change(workers={**self.agent.local.workers, worker.slot: worker})
+        self.local = replace(self.local, workers={**self.local.workers, worker.slot: worker})
 
     def find(self, slot: int, worker_id: int) -> Worker | None:
         """The worker with this id in `slot`; None if it has been replaced since."""
-        worker = self.agent.local.workers.get(slot)
+        worker = self.local.workers.get(slot)
         return worker if worker and worker.worker_id == worker_id else None
 
-    def move(self, worker: Worker, trigger: Trigger, deadline_s: float = math.inf, **fields: object) -> None:
-        """Move `worker` to the stage that the table of transitions gives. Raises UnknownTransition."""
-        moved = replace(worker, stage=after(worker.stage, trigger), since_s=self.now_s, deadline_s=deadline_s, **fields)
-        self.put(moved)
+    def moved(self, worker: Worker, trigger: Trigger, deadline_s: float = math.inf) -> Worker:
+        """In the stage that the table of transitions gives. Raises UnknownTransition."""
+        return replace(worker, stage=after(worker.stage, trigger), since_s=self.now_s, deadline_s=deadline_s)
+
+    def move(self, worker: Worker, trigger: Trigger, deadline_s: float = math.inf) -> None:
+        self.put(self.moved(worker, trigger, deadline_s))
 
     def kill(self, worker: Worker, why: str, graceful: bool = False) -> None:
         self.do(Kill(worker.slot, worker.worker_id, why, graceful))
-        self.move(worker, Trigger.KILL, told_to_end=graceful)
+        self.move(replace(worker, told_to_end=graceful), Trigger.KILL)
 
     def reaches(self, generation: int, step: int) -> None:
         """Record that a worker of this node has committed `step`, or received a state of it."""
-        if generation and (generation, step) > self.agent.progress.reached:
-            self.change(reached=(generation, step))
+        if generation and (generation, step) > self.progress.reached:
+            self.progress = replace(self.progress, reached=(generation, step))
 
     def ask(self, effect: Effect, key: str) -> None:
         """Request an effect that only the view can confirm; a call after ASK_AGAIN_S repeats the request."""
-        asked = self.agent.etcd.asked.get(key)
+        asked = self.etcd.asked.get(key)
         if asked is None or self.now_s - asked >= ASK_AGAIN_S:
-            recent = {k: at for k, at in self.agent.etcd.asked.items() if self.now_s - at < ASK_AGAIN_S}
-            self.change(asked={**recent, key: self.now_s})
+            recent = {k: at for k, at in self.etcd.asked.items() if self.now_s - at < ASK_AGAIN_S}
+            self.etcd = replace(self.etcd, asked={**recent, key: self.now_s})
             self.do(effect)
 
-    def standby(self, worker_id: int) -> Worker | None:
-        return next((w for w in self.agent.local.standbys if w.worker_id == worker_id), None)
+    def new_worker_id(self) -> int:
+        self.local = replace(self.local, spawned=self.local.spawned + 1)
+        return self.local.spawned
 
-    def move_standby(self, standby: Worker, trigger: Trigger, deadline_s: float = math.inf, **fields: object) -> None:
-        """As `move`, for a standby, which has no slot yet."""
-        moved = replace(standby, stage=after(standby.stage, trigger), deadline_s=deadline_s, **fields)
-        self.change(standbys=tuple(moved if w is standby else w for w in self.agent.local.standbys))
+    def standby(self, worker_id: int) -> Worker | None:
+        return next((w for w in self.local.standbys if w.worker_id == worker_id), None)
+
+    def put_standby(self, before: Worker, now: Worker) -> None:
+        """Put `now` in the place of the standby `before`: a standby has no slot yet."""
+        self.local = replace(self.local, standbys=tuple(now if w is before else w for w in self.local.standbys))
 
     def is_broken(self) -> bool:
-        generation = self.agent.formed.generation
-        return generation is not None and self.agent.formed.broken >= generation.number
+        generation = self.formed.generation
+        return generation is not None and self.formed.broken >= generation.number
 
     def is_over(self) -> bool:
-        phase = self.agent.etcd.view.state.phase
-        return self.agent.drain.leaving is not None or phase.over or phase is Phase.STOPPING
+        phase = self.etcd.view.state.phase
+        return self.drain.leaving is not None or phase.over or phase is Phase.STOPPING
 
     def is_taken(self) -> bool:
         """Whether a later job has this one's name: this agent has missed the end of its own, as it did not reach etcd
         then or was starting. An earlier one comes from a backup of etcd."""
-        spec, submitted_wall_s = self.agent.etcd.spec, self.policy.submitted_wall_s
+        spec, submitted_wall_s = self.etcd.spec, self.policy.submitted_wall_s
         return spec is not None and 0.0 < submitted_wall_s < spec.submitted_wall_s
 
     def my_ranks(self) -> Mapping[int, int]:
         """slot -> rank of our workers in the newest generation; empty if it goes on without this node."""
-        generation = self.agent.formed.generation
+        generation = self.formed.generation
         if generation is None:
             return {}
-        if (
-            self.agent.formed.ranks[0] is not generation
-        ):  # asked in every turn, and a generation may have thousands of places
+        if self.formed.ranks[0] != generation.number:  # asked in every turn, and there may be thousands of places
             mine = generation.node_of(self.policy.node, self.policy.incarnation) is not None
-            self.change(ranks=(generation, generation.ranks(self.policy.node) if mine else {}))
-        return self.agent.formed.ranks[1]
+            ranks = generation.ranks(self.policy.node) if mine else {}
+            self.formed = replace(self.formed, ranks=(generation.number, ranks))
+        return self.formed.ranks[1]
 
     def limits(self) -> NodeLimits:
         """How many nodes the job may have by its current spec (`elasticctl scale` changes it)."""
-        spec = self.agent.etcd.view.spec
+        spec = self.etcd.view.spec
         if spec is None:
             return self.policy.limits
         return NodeLimits(spec.spec.min_nodes, spec.spec.max_nodes, spec.spec.join_wait_s)
@@ -117,13 +128,13 @@ class Turn:
             return False
         if self.saved_here():
             return True  # all ranks have reached the end; a silent one has nothing left to do
-        return self.now_s - self.agent.progress.stepped_at_s < max(STALL_S, 3 * self.agent.progress.step_s)
+        return self.now_s - self.progress.stepped_at_s < max(STALL_S, 3 * self.progress.step_s)
 
     def done_here(self) -> bool:
         """Whether all our workers have reached the end, and with them all other ranks."""
-        generation, ranks = self.agent.formed.generation, self.my_ranks()
+        generation, ranks = self.formed.generation, self.my_ranks()
         number = generation.number if generation else 0
-        mine = [w for slot, w in self.agent.local.workers.items() if slot in ranks]
+        mine = [w for slot, w in self.local.workers.items() if slot in ranks]
         for worker in mine:
             if worker.stage is not Stage.DONE or worker.generation != number:
                 return False
@@ -132,4 +143,4 @@ class Turn:
     def saved_here(self) -> bool:
         """Whether they have, and what they have handed over is on disk. Until then a node that is lost costs the last
         checkpoint, and the others, which hold that state, form again and save it."""
-        return not self.agent.local.saving and self.done_here()
+        return not self.local.saving and self.done_here()

@@ -49,7 +49,7 @@ def _bucket(agent: Agent, workers: Collection[Worker], broken: bool) -> Bucket:
         return Bucket.WAITING
     if generation is None:
         members = {*agent.etcd.view.members, agent.policy.node}  # this node's own key may not be there yet
-        few = agent.etcd.view.whole and len(members) < agent.policy.limits.min_nodes
+        few = agent.etcd.view.has_all_members and len(members) < agent.policy.limits.min_nodes
         return Bucket.WAITING if few else Bucket.SETUP
     if broken:
         return Bucket.ABORT if any(w.stage in _LEAVING for w in workers) else Bucket.FORM

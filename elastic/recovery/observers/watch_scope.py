@@ -25,7 +25,7 @@ def watches_members(agent: Agent, now_s: float, narrow_for_s: float | None) -> b
     """Whether the agent is to watch the members. narrow_for_s: for how long it has watched only the head; None: it
     does not, or no longer."""
     policy, formed = agent.policy, agent.formed.generation
-    if narrow_for_s is None and not agent.etcd.view.whole:
+    if narrow_for_s is None and not agent.etcd.view.has_all_members:
         return True  # the members are still being read
     if agent.drain.draining is not None:
         return True  # when it may leave depends on how many others stay
@@ -33,7 +33,7 @@ def watches_members(agent: Agent, now_s: float, narrow_for_s: float | None) -> b
         return _first(agent, narrow_for_s)
     if len(formed.nodes) <= policy.crowd or not policy.managed:
         return True
-    if agent.formed.ranks[0] is not formed or not agent.formed.ranks[1] or _deputy(agent):
+    if agent.formed.ranks[0] != formed.number or not agent.formed.ranks[1] or _deputy(agent):
         return True
     quiet_s = now_s - max(agent.progress.stepped_at_s, agent.formed.formed_at_s)
     limit_s = policy.timeouts.lease_ttl_s + GRACE_S

@@ -6,17 +6,16 @@ arrives: the report of the earliest step names the cause, whichever comes first.
 
 from __future__ import annotations
 
-from msgspec.structs import replace
-
 from elastic.contract.records.job_records import BrokenRecord, Loss, Phase, WorkerError
 from elastic.contract.records.phases import PhaseTrigger, after
+from elastic.contract.structs import replace
 from elastic.contract.worker.messages import BadNumbers
 from elastic.recovery.facts.evidence import BAD_NUMBERS, bad_numbers, merged
 from elastic.recovery.machine.effects import PutBroken, PutState
 from elastic.recovery.machine.model import Worker
 from elastic.recovery.machine.turn import Turn
 
-from .announce import add_evidence, broken_record, report_failure
+from .announce import add_evidence, failure, report_failure
 
 
 def take_bad_numbers(turn: Turn, worker: Worker, message: BadNumbers) -> None:
@@ -27,46 +26,48 @@ def take_bad_numbers(turn: Turn, worker: Worker, message: BadNumbers) -> None:
     ranks = ", ".join(map(str, message.ranks)) or "?"
     detail = f"{message.kind} on rank {ranks} at step {message.step}: {message.detail}"
     error = WorkerError(node=turn.policy.node, slot=worker.slot, rank=-1, message=detail, step=message.step)
-    said = {
-        "ranks": message.ranks,
-        "step": message.step,
-        "step_in": message.generation,
-        "fingerprint": message.kind,
-        "error": error,
-    }
-    if mode == "stop" and turn.agent.etcd.view.state.phase is not Phase.RUNNING:
+    record = replace(
+        failure(turn, message.kind, detail),
+        generation=message.generation,
+        ranks=message.ranks,
+        step=message.step,
+        step_in=message.generation,
+        fingerprint=message.kind,
+        error=error,
+    )
+    state, revision = turn.etcd.view.state, turn.etcd.view.state_revision
+    if mode == "stop" and state.phase is not Phase.RUNNING:
         # The job waits, is being stopped or has ended: that decision came first. But it may be a consequence.
-        _add_cause(turn, broken_record(turn, message.generation, message.kind, detail, (), **said))  # type: ignore[arg-type]
+        _add_cause(turn, record)
         return
     if mode == "stop":
         # The phase first, so that no leader forms another generation; then the failure report, for the incident.
-        state, revision = turn.agent.etcd.view.state, turn.agent.etcd.view.state_revision
         turn.do(PutState(after(state, PhaseTrigger.FAILED, detail, turn.wall_s), revision))
-    formed = turn.agent.formed.generation
+    formed = turn.formed.generation
     if formed is not None and formed.number > message.generation and formed.restore == "snapshot":
         # The job goes back already, and its new generation does not have these numbers: they belong to the old one.
-        add_evidence(turn, broken_record(turn, message.generation, message.kind, detail, (), rollback=True, **said))  # type: ignore[arg-type]
-        return
-    report_failure(turn, message.kind, detail, (), rollback=mode == "rollback", **said)
+        add_evidence(turn, replace(record, rollback=True))
+    elif formed is not None:
+        report_failure(turn, replace(record, generation=formed.number, rollback=mode == "rollback"))
 
 
 def _add_cause(turn: Turn, found: BrokenRecord) -> None:
     """Report `found` though the job has failed, if it names the cause of the bad numbers that have failed it."""
-    known = turn.agent.formed.broken_record
-    if turn.agent.etcd.view.state.phase is not Phase.FAILED or known is None or known.generation != found.generation:
+    known = turn.formed.broken_record
+    if turn.etcd.view.state.phase is not Phase.FAILED or known is None or known.generation != found.generation:
         return
     more = merged(known, found)
     if known.kind in BAD_NUMBERS and more.node == found.node and more.step == found.step:
-        turn.change(broken_record=more)
+        turn.formed = replace(turn.formed, broken_record=more)
         turn.do(PutBroken(found))
 
 
 def correct_reason(turn: Turn) -> None:
     """Give the job's end the reason that came first, if a consequence of it was reported earlier."""
-    state, known = turn.agent.etcd.view.state, turn.agent.formed.broken_record
+    state, known = turn.etcd.view.state, turn.formed.broken_record
     if state.phase is not Phase.FAILED or known is None or (first := bad_numbers(known)) is None:
         return
     ends: tuple[BrokenRecord | Loss, ...] = (known, *known.also)
     later = {end.detail for end in ends if end.kind == first.kind and end is not first}
     if state.reason in later and state.reason != first.detail:
-        turn.ask(PutState(replace(state, reason=first.detail), turn.agent.etcd.view.state_revision), "reason")
+        turn.ask(PutState(replace(state, reason=first.detail), turn.etcd.view.state_revision), "reason")

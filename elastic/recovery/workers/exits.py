@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from msgspec.structs import replace
-
-from elastic.contract.records.job_records import Phase
+from elastic.contract.records.job_records import BrokenRecord, GenerationRecord, Phase
 from elastic.contract.records.phases import PhaseTrigger, after, allows
+from elastic.contract.structs import replace
 from elastic.contract.texts import one_line
 from elastic.recovery.facts.evidence import merged
 from elastic.recovery.facts.restart_budget import SHORTAGE, backoff_s
 from elastic.recovery.facts.transitions import HOLDS, IN_GROUP, Stage, Trigger
 from elastic.recovery.machine.effects import PutBroken, PutState
 from elastic.recovery.machine.events import WorkerExited, WorkerFailed
-from elastic.recovery.machine.model import Agent, Uncounted, Worker, has_process
+from elastic.recovery.machine.model import Agent, PendingFailure, Worker, has_process
 from elastic.recovery.machine.turn import Turn
 
-from .announce import add_evidence, broken_record, report_failure
+from .announce import add_evidence, failure, report_failure, uncharged, worker_failure
 from .workers import promote
 
 SHORTAGE_S = 0.25
@@ -27,7 +26,8 @@ def exited(turn: Turn, event: WorkerExited) -> None:
         if standby.stage is Stage.GONE:
             return  # reported before
         pause = backoff_s(standby.crashes + 1, turn.policy.spec.restarts, turn.jitter)
-        turn.move_standby(standby, Trigger.EXITED, turn.now_s + pause, crashes=standby.crashes + 1)
+        counted = replace(standby, crashes=standby.crashes + 1)
+        turn.put_standby(standby, turn.moved(counted, Trigger.EXITED, turn.now_s + pause))
         return  # does not count against the restart budget
     worker = turn.find(event.slot, event.worker_id)
     if worker is None or not has_process(worker, turn.policy.managed):
@@ -35,7 +35,7 @@ def exited(turn: Turn, event: WorkerExited) -> None:
     worker = replace(worker, step=max(worker.step, event.step))
     turn.reaches(worker.synced, event.step)
     expected = worker.stage in (Stage.KILLED, Stage.ABORTING) or turn.is_over()
-    if turn.agent.etcd.view.state.phase is Phase.STOPPING and _struck_down(turn, worker, event):
+    if turn.etcd.view.state.phase is Phase.STOPPING and _struck_down(turn, worker, event):
         _report_at_the_end(turn, worker, event)
     if event.shortage:
         _never_started(turn, worker, event)
@@ -46,7 +46,7 @@ def exited(turn: Turn, event: WorkerExited) -> None:
     _refuse_success(turn, event)
     crashes = worker.crashes + (0 if expected else 1)
     pause = backoff_s(crashes, turn.policy.spec.restarts, turn.jitter)
-    turn.move(worker, Trigger.EXITED, turn.now_s + pause, crashes=crashes, lacks="")
+    turn.move(replace(worker, crashes=crashes, lacks=""), Trigger.EXITED, turn.now_s + pause)
     promote(turn, worker.slot)
     if not expected:
         _report_exit(turn, worker, event)
@@ -56,10 +56,8 @@ def exited(turn: Turn, event: WorkerExited) -> None:
         and (turn.policy.shrink or _lost_on_its_way(turn, worker))
     ):
         killed = worker.stage is Stage.KILLED
-        report_failure(
-            turn, "respawn", _late(event) if killed else _detail(event), (worker.slot,), step=worker.step,
-            step_in=worker.synced, charged=False,
-        )  # fmt: skip
+        detail = _late(event) if killed else _detail(event)
+        report_failure(turn, uncharged(worker_failure(turn, worker, "respawn", detail)))
         if not killed and worker.generation:
             _report_fallen(turn, worker, event)
     elif worker.generation:
@@ -72,19 +70,17 @@ def _never_started(turn: Turn, worker: Worker, event: WorkerExited) -> None:
     crashes = worker.crashes + 1
     pause_s = max(SHORTAGE_S, backoff_s(crashes, turn.policy.spec.restarts, turn.jitter))
     trigger = Trigger.EXITED if turn.policy.managed else Trigger.EXITED_PLAIN
-    turn.move(worker, trigger, turn.now_s + pause_s, crashes=crashes, lacks=event.cause)
+    turn.move(replace(worker, crashes=crashes, lacks=event.cause), trigger, turn.now_s + pause_s)
     if turn.policy.managed and promote(turn, worker.slot):
         return
     if worker.slot in turn.my_ranks():
-        report_failure(
-            turn, SHORTAGE, event.cause, (worker.slot,), step=worker.step, step_in=worker.synced, charged=False
-        )
+        report_failure(turn, uncharged(worker_failure(turn, worker, SHORTAGE, event.cause)))
 
 
 def _refuse_success(turn: Turn, event: WorkerExited) -> None:
     """The job was complete, and its script went on with what elastic refuses, such as a second training: what it was to
     do is not done, and must not count as that."""
-    view, error = turn.agent.etcd.view, event.error
+    view, error = turn.etcd.view, event.error
     if error is not None and error.misuse and allows(view.state.phase, PhaseTrigger.REFUSED):
         reason = one_line(error.message)
         turn.do(PutState(after(view.state, PhaseTrigger.REFUSED, reason, turn.wall_s), view.state_revision))
@@ -94,7 +90,7 @@ def _lost_on_its_way(turn: Turn, worker: Worker) -> bool:
     """Whether the worker had state to bring into the generation of a planned change, and had not joined it yet. Its
     replacement may be all that is left there, with the state on a node that was left out: that generation is broken, so
     that the next one asks such nodes."""
-    generation = turn.agent.formed.generation
+    generation = turn.formed.generation
     return (
         generation is not None
         and generation.at_step is not None
@@ -122,7 +118,7 @@ def failed(turn: Turn, event: WorkerFailed) -> None:
     worker = replace(worker, step=max(worker.step, event.step))
     turn.reaches(worker.synced, event.step)
     # The process ends by itself, or is killed if that takes too long: its exit is expected from here on.
-    turn.move(worker, Trigger.FAILED, crashes=worker.crashes + 1)
+    turn.move(replace(worker, crashes=worker.crashes + 1), Trigger.FAILED)
     if turn.policy.managed:
         promote(turn, worker.slot)
     _report_exit(turn, worker, event)
@@ -132,7 +128,7 @@ def _plain_exited(turn: Turn, worker: Worker, event: WorkerExited, expected: boo
     if event.code == 0 and not expected:
         turn.move(worker, Trigger.COMPLETED_PLAIN)
         return
-    turn.move(worker, Trigger.EXITED_PLAIN, crashes=worker.crashes + (0 if expected else 1), lacks="")
+    turn.move(replace(worker, crashes=worker.crashes + (0 if expected else 1), lacks=""), Trigger.EXITED_PLAIN)
     if not expected:
         _report_exit(turn, worker, event)
 
@@ -146,25 +142,22 @@ def _struck_down(turn: Turn, worker: Worker, event: WorkerExited) -> bool:
 
 def _report_at_the_end(turn: Turn, worker: Worker, event: WorkerExited) -> None:
     """The job was stopped just after the failure: nothing follows from it, but it goes on record."""
-    generation = turn.agent.formed.generation
+    generation = turn.formed.generation
     if generation is None or worker.generation != generation.number or worker.slot not in turn.my_ranks():
         return
-    record = broken_record(
-        turn, generation.number, "exit", _detail(event), (worker.slot,), step=worker.step, step_in=worker.synced,
-        charged=False,
-    )  # fmt: skip
-    if turn.is_broken() and (known := turn.agent.formed.broken_record) is not None:
+    record = uncharged(worker_failure(turn, worker, "exit", _detail(event)))
+    if turn.is_broken() and (known := turn.formed.broken_record) is not None:
         record = merged(known, record)
-    turn.change(broken=generation.number, broken_record=record)
+    turn.formed = replace(turn.formed, broken=generation.number, broken_record=record)
     turn.do(PutBroken(record))
 
 
 def _report_fallen(turn: Turn, worker: Worker, event: WorkerExited) -> None:
     """The worker died while it aborted its group: killed together with the one that broke the generation, or because it
     did not abort in time. It does not count against the restart budget: one failure per generation does."""
-    incident, killed = turn.agent.incidents.incident, worker.stage is Stage.KILLED
+    incident, killed = turn.incidents.incident, worker.stage is Stage.KILLED
     # On a node that was to leave: of the generation that runs on to the boundary, while the next one has just broken.
-    left = None if killed else turn.agent.formed.last_committed
+    left = None if killed else turn.formed.last_committed
     known = (*(incident.generations if incident else ()), *((left,) if left else ()))
     formed = next((w for w in known if w.number == worker.generation), None)
     if formed is None or formed.node_of(turn.policy.node, turn.policy.incarnation) is None:
@@ -175,11 +168,13 @@ def _report_fallen(turn: Turn, worker: Worker, event: WorkerExited) -> None:
     # One that a signal had stopped has failed by itself, as the one that was found first: all are named.
     late = "hang" if event.stopped else "respawn"
     kind, detail = (late, _late(event)) if killed else ("exit", _detail(event))
-    record = broken_record(
-        turn, formed.number, kind, detail, (worker.slot,), step=worker.step, step_in=worker.synced, charged=False,
-        ranks=(formed.ranks(turn.policy.node)[worker.slot],),
-    )  # fmt: skip
-    add_evidence(turn, record)
+    add_evidence(turn, _in_generation(turn, formed, uncharged(worker_failure(turn, worker, kind, detail))))
+
+
+def _in_generation(turn: Turn, formed: GenerationRecord, record: BrokenRecord) -> BrokenRecord:
+    """`record`, of one worker, as a report of the generation `formed`, which need not be the newest."""
+    ranks = formed.ranks(turn.policy.node)
+    return replace(record, generation=formed.number, ranks=tuple(ranks[slot] for slot in record.slots))
 
 
 def _late(event: WorkerExited) -> str:
@@ -194,47 +189,29 @@ def _report_exit(turn: Turn, worker: Worker, event: WorkerExited | WorkerFailed)
     detail = _detail(event)
     if event.code == 0 and turn.policy.managed and not event.error:
         detail = "exited with code 0 before the job was done"
-    fingerprint = event.fingerprint or event.cause
+    record = worker_failure(turn, worker, "exit", detail)
+    record = replace(record, fingerprint=event.fingerprint or event.cause, error=event.error)
     if worker.slot in turn.my_ranks():
-        report_failure(
-            turn, "exit", detail, (worker.slot,), step=worker.step, step_in=worker.synced, fingerprint=fingerprint,
-            error=event.error, last_lines=event.last_lines if isinstance(event, WorkerExited) else (),
-        )  # fmt: skip
+        lines = event.last_lines if isinstance(event, WorkerExited) else ()
+        report_failure(turn, replace(record, last_lines=lines))
         return
     _report_left_out(turn, worker, detail)
-    workers = turn.agent.local.workers
+    workers = turn.local.workers
     if any(w.crashes >= workers[worker.slot].crashes for s, w in workers.items() if s != worker.slot):
         return  # all workers of a node meet the same failure before the first step: it counts once
-    record = broken_record(
-        turn,
-        turn.agent.formed.generation.number if turn.agent.formed.generation else 0,
-        "exit",
-        detail,
-        (worker.slot,),
-        step=worker.step,
-        step_in=worker.synced,
-        fingerprint=fingerprint,
-        error=event.error,
-    )
-    turn.change(uncounted=(*turn.agent.etcd.uncounted, Uncounted(record, turn.wall_s)))
+    turn.etcd = replace(turn.etcd, uncounted=(*turn.etcd.uncounted, PendingFailure(record, turn.wall_s)))
 
 
 def _report_left_out(turn: Turn, worker: Worker, detail: str) -> None:
     """The worker died in the previous generation, which runs on to the step boundary of a planned change that leaves
     its slot without a rank: the agents that go on name it in the incident of that change. It is counted on its own."""
-    last_committed, node = turn.agent.formed.last_committed, turn.policy.node
+    last_committed, node = turn.formed.last_committed, turn.policy.node
     if last_committed is None or last_committed.number != worker.generation or worker.stage not in IN_GROUP:
         return
-    if last_committed.node_of(node, turn.policy.incarnation) is None or worker.slot not in (
-        ranks := last_committed.ranks(node)
-    ):
+    if last_committed.node_of(node, turn.policy.incarnation) is None or worker.slot not in last_committed.ranks(node):
         return
-    record = broken_record(
-        turn, last_committed.number, "exit", detail, (worker.slot,), step=worker.step, step_in=worker.synced,
-        charged=False, ranks=(ranks[worker.slot],),
-    )  # fmt: skip
-    add_evidence(turn, record)
-    others = (w for slot, w in turn.agent.local.workers.items() if slot != worker.slot)
+    add_evidence(turn, _in_generation(turn, last_committed, uncharged(worker_failure(turn, worker, "exit", detail))))
+    others = (w for slot, w in turn.local.workers.items() if slot != worker.slot)
     if not turn.my_ranks() and any(w.generation == last_committed.number and w.stage in HOLDS for w in others):
         why = "a worker of this node, which leaves, has died: another may be the only one that has the last step"
-        report_failure(turn, "boundary", why, (), charged=False)
+        report_failure(turn, uncharged(failure(turn, "boundary", why)))

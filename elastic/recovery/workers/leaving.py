@@ -3,99 +3,94 @@
 from __future__ import annotations
 
 from elastic.contract.records.job_records import Phase
+from elastic.contract.structs import replace
 from elastic.contract.worker import messages
 from elastic.recovery.facts.transitions import IN_GROUP, Stage, Trigger
 from elastic.recovery.machine.effects import Kill, Leave, SaveNow, Send
 from elastic.recovery.machine.model import Worker, has_process
 from elastic.recovery.machine.turn import Turn
 
-from .announce import report_failure, settle_member
+from .announce import failure, report_failure, settle_member, uncharged
 
 TOO_LATE = "did not end in time"
 """Why a worker that was told to end by itself is killed."""
 
-TAKEN = "another job has taken the name"
+NAME_REUSED = "a new job uses this name"
 
 
 def check_drain(turn: Turn) -> None:
-    agent = turn.agent
-    if agent.drain.draining is None or agent.drain.leaving is not None:
+    draining = turn.drain.draining
+    if draining is None or turn.drain.leaving is not None:
         return
     if not turn.my_ranks():
-        free = all(w.stage not in IN_GROUP | {Stage.ABORTING} for w in agent.local.workers.values())
+        free = all(w.stage not in IN_GROUP | {Stage.ABORTING} for w in turn.local.workers.values())
         if free and not _is_needed(turn):
-            turn.change(leaving=f"drained: {agent.drain.draining}")
+            turn.drain = replace(turn.drain, leaving=f"drained: {draining}")
         return
-    due = turn.now_s >= agent.drain.drain_deadline_s
+    due = turn.now_s >= turn.drain.drain_deadline_s
     stay = [
         m
-        for m in agent.etcd.view.members.values()
+        for m in turn.etcd.view.members.values()
         if m.record.node != turn.policy.node and m.record.ready and m.record.draining is None
     ]
     if len(stay) < turn.limits().min_nodes and not due:
         due = _may_fall_below_min(turn, bool(stay))
     if due:
         settle_member(turn)  # so that the next generation is formed without this node
-        step_in, at_step = max([agent.progress.reached, *((w.synced, w.step) for w in agent.local.workers.values())])
-        report_failure(
-            turn, "drain", agent.drain.draining, tuple(turn.my_ranks()), step=at_step, step_in=step_in, charged=False
-        )
-        turn.change(leaving=f"drained: {agent.drain.draining}")
+        step_in, at_step = max([turn.progress.reached, *((w.synced, w.step) for w in turn.local.workers.values())])
+        record = uncharged(failure(turn, "drain", draining, tuple(turn.my_ranks())))
+        report_failure(turn, replace(record, step=at_step, step_in=step_in))
+        turn.drain = replace(turn.drain, leaving=f"drained: {draining}")
 
 
 def _is_needed(turn: Turn) -> bool:
     """Whether the generation that goes on without this node has not stepped yet. If it breaks before it does, by a
     failure at the same moment, this node may be the only one that has committed the last step."""
-    agent, generation = turn.agent, turn.agent.formed.generation
-    if generation is None or not turn.policy.managed or not agent.progress.reached[1]:
+    generation = turn.formed.generation
+    if generation is None or not turn.policy.managed or not turn.progress.reached[1]:
         return False
-    if all(w.synced == 0 for w in agent.local.workers.values()):
+    if all(w.synced == 0 for w in turn.local.workers.values()):
         return False
-    progress = agent.etcd.view.progress
+    progress = turn.etcd.view.progress
     stepped = progress is not None and progress.stepped_in >= generation.number
-    due_s = min(agent.drain.drain_deadline_s, agent.formed.formed_at_s + turn.policy.timeouts.form_s)
-    return agent.etcd.view.whole and not stepped and turn.now_s < due_s
+    due_s = min(turn.drain.drain_deadline_s, turn.formed.formed_at_s + turn.policy.timeouts.form_s)
+    return turn.etcd.view.has_all_members and not stepped and turn.now_s < due_s
 
 
 def _may_fall_below_min(turn: Turn, others: bool) -> bool:
     """Whether this node may leave though that stops the job: once its state is saved. All ranks stop at that step."""
-    agent = turn.agent
     if not turn.policy.spec.checkpoint.dir:
         return others  # the other nodes keep the state, and wait
-    stopped = all(w.stage is Stage.READY for w in agent.local.workers.values() if w.slot in turn.my_ranks())
-    if stopped and all(_is_saved(turn, worker) for worker in agent.local.workers.values()) and _stopped_at(turn) > 0:
+    stopped = all(w.stage is Stage.READY for w in turn.local.workers.values() if w.slot in turn.my_ranks())
+    workers = turn.local.workers.values()
+    if stopped and all(_is_saved(turn, worker) for worker in workers) and any(worker.step for worker in workers):
         return True
-    turn.ask(SaveNow(f"drain: {agent.drain.draining}", stop=True), "save")
+    turn.ask(SaveNow(f"drain: {turn.drain.draining}", stop=True), "save")
     return False
-
-
-def _stopped_at(turn: Turn) -> int:
-    return max((w.step for w in turn.agent.local.workers.values()), default=0)
 
 
 def _is_saved(turn: Turn, worker: Worker) -> bool:
     """Whether the newest checkpoint has what this worker holds. After the job has gone back, one of the course that it
     left may have a larger step: the generation in which a step was committed comes first."""
-    agent = turn.agent
-    generation, step = max(agent.drain.drain_saved, (agent.etcd.view.saved_generation, agent.etcd.view.saved_step))
-    if not generation or agent.progress.settled < worker.synced:
+    generation, step = max(turn.drain.drain_saved, (turn.etcd.view.saved_generation, turn.etcd.view.saved_step))
+    if not generation or turn.progress.settled < worker.synced:
         return step >= worker.step  # in which generation one of the two was committed is not known
     return (generation, step) >= (worker.synced, worker.step)
 
 
 def check_end(turn: Turn) -> None:
-    if turn.agent.drain.leaving is None and turn.is_taken():
-        turn.change(leaving=TAKEN)
-    phase, reason = turn.agent.etcd.view.state.phase, turn.agent.etcd.view.state.reason
-    if turn.agent.drain.leaving is None and (phase.over or phase is Phase.STOPPING):
-        turn.change(leaving=f"{phase.value}: {reason}" if reason else phase.value)
+    if turn.drain.leaving is None and turn.is_taken():
+        turn.drain = replace(turn.drain, leaving=NAME_REUSED)
+    phase, reason = turn.etcd.view.state.phase, turn.etcd.view.state.reason
+    if turn.drain.leaving is None and (phase.over or phase is Phase.STOPPING):
+        turn.drain = replace(turn.drain, leaving=f"{phase.value}: {reason}" if reason else phase.value)
 
 
 def leave(turn: Turn) -> None:
     """End every worker, then the agent."""
-    succeeded = turn.agent.etcd.view.state.phase is Phase.SUCCEEDED
+    succeeded = turn.etcd.view.state.phase is Phase.SUCCEEDED
     busy = False
-    for worker in tuple(turn.agent.local.workers.values()):
+    for worker in tuple(turn.local.workers.values()):
         if not has_process(worker, turn.policy.managed):
             continue
         busy = True
@@ -106,12 +101,13 @@ def leave(turn: Turn) -> None:
             if turn.now_s >= worker.deadline_s:
                 turn.kill(worker, TOO_LATE)
         elif worker.stage is not Stage.KILLED:
-            turn.kill(worker, turn.agent.drain.leaving or "", graceful=True)
-    for standby in turn.agent.local.standbys:
+            turn.kill(worker, turn.drain.leaving or "", graceful=True)
+    for standby in turn.local.standbys:
         if standby.stage in (Stage.STARTING, Stage.READY):
             turn.do(Kill(-1, standby.worker_id, "the job is over here"))
-            turn.move_standby(standby, Trigger.KILL)
+            turn.put_standby(standby, turn.moved(standby, Trigger.KILL))
         busy = busy or standby.stage is not Stage.GONE
-    if not busy and turn.agent.drain.leaving is not None and not turn.agent.drain.left:
-        turn.change(left=True, reason=f"left: {turn.agent.drain.leaving}")
-        turn.do(Leave(turn.agent.drain.leaving))
+    if not busy and (why := turn.drain.leaving) is not None and not turn.drain.left:
+        turn.drain = replace(turn.drain, left=True)
+        turn.lead = replace(turn.lead, reason=f"left: {why}")
+        turn.do(Leave(why))

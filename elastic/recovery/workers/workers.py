@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from msgspec.structs import replace
-
 from elastic.contract.records.job_records import GenerationRecord
+from elastic.contract.structs import replace
 from elastic.contract.worker import messages
 from elastic.recovery.facts.transitions import IN_GROUP, Stage, Trigger, after
 from elastic.recovery.machine.effects import ForkPlain, ForkWorker, Kill, Send
@@ -17,13 +16,13 @@ from elastic.recovery.machine.turn import Turn
 
 def promote(turn: Turn, slot: int) -> bool:
     """A ready standby takes the place of `slot`'s process; False when there is none."""
-    standby = next((w for w in turn.agent.local.standbys if w.stage is Stage.READY), None)
+    standby = next((w for w in turn.local.standbys if w.stage is Stage.READY), None)
     if standby is None or turn.is_over():
         return False
     # Its place among the standbys is empty, and a new standby is due there now.
     empty = Worker(slot=-1, worker_id=0, stage=Stage.GONE, deadline_s=turn.now_s, crashes=standby.crashes)
-    turn.change(standbys=tuple(empty if w is standby else w for w in turn.agent.local.standbys))
-    replaced = turn.agent.local.workers[slot]
+    turn.put_standby(standby, empty)
+    replaced = turn.local.workers[slot]
     taken = replace(standby, slot=slot, stage=after(replaced.stage, Trigger.PROMOTE), since_s=turn.now_s)
     turn.put(replace(taken, crashes=replaced.crashes))
     turn.do(Send(slot, standby.worker_id, messages.Assign(slot=slot)))
@@ -33,28 +32,27 @@ def promote(turn: Turn, slot: int) -> bool:
 def settle_standbys(turn: Turn) -> None:
     if not turn.policy.managed or not turn.policy.spec.standby:
         return
-    if not turn.agent.local.standbys:
+    if not turn.local.standbys:
         # Only once the workers have started: they come first.
-        if any(w.stage in (Stage.STARTING, Stage.GONE) for w in turn.agent.local.workers.values()):
+        if any(w.stage in (Stage.STARTING, Stage.GONE) for w in turn.local.workers.values()):
             return
         fresh = tuple(
             Worker(slot=-1, worker_id=0, stage=Stage.GONE, deadline_s=turn.now_s)
             for _ in range(turn.policy.spec.standby)
         )
-        turn.change(standbys=fresh)
+        turn.local = replace(turn.local, standbys=fresh)
     _overtake(turn)
-    for standby in turn.agent.local.standbys:
+    for standby in turn.local.standbys:
         if standby.stage is Stage.GONE and turn.now_s >= standby.deadline_s:
-            worker_id = turn.agent.local.spawned + 1
-            turn.change(spawned=worker_id)
-            turn.move_standby(standby, Trigger.FORK, worker_id=worker_id, since_s=turn.now_s)
+            worker_id = turn.new_worker_id()
+            turn.put_standby(standby, turn.moved(replace(standby, worker_id=worker_id), Trigger.FORK))
             turn.do(ForkWorker(-1, worker_id, standby=True))
 
 
 def _overtake(turn: Turn) -> None:
     """A standby that is ready before a dead worker's replacement takes its place. The replacement is killed and not
     kept as a standby: its set-up may already hold the device of that slot."""
-    for worker in tuple(turn.agent.local.workers.values()):
+    for worker in tuple(turn.local.workers.values()):
         if (
             worker.stage in (Stage.STARTING, Stage.GONE)
             and promote(turn, worker.slot)
@@ -64,20 +62,14 @@ def _overtake(turn: Turn) -> None:
 
 
 def settle_worker(turn: Turn, worker: Worker) -> None:
-    agent, generation = turn.agent, turn.agent.formed.generation
+    generation = turn.formed.generation
     if worker.stage is Stage.GONE:
         if turn.now_s >= worker.deadline_s:
-            turn.change(spawned=agent.local.spawned + 1)
+            worker_id = turn.new_worker_id()
             turn.move(
-                worker,
-                Trigger.FORK,
-                worker_id=agent.local.spawned + 1,
-                generation=0,
-                synced=0,
-                step=0,
-                told_to_end=False,
+                replace(worker, worker_id=worker_id, generation=0, synced=0, step=0, told_to_end=False), Trigger.FORK
             )
-            turn.do(ForkWorker(worker.slot, agent.local.spawned + 1))
+            turn.do(ForkWorker(worker.slot, worker_id))
         return
     if worker.lacks and worker.stage is Stage.READY and turn.now_s >= worker.deadline_s:
         turn.put(worker := replace(worker, lacks="", deadline_s=math.inf))  # a plain one: it can be given a rank again
@@ -88,7 +80,7 @@ def settle_worker(turn: Turn, worker: Worker) -> None:
         return
     if worker.stage in IN_GROUP:
         _settle_in_group(turn, worker, generation)
-        worker = turn.agent.local.workers[worker.slot]
+        worker = turn.local.workers[worker.slot]
     ranks = turn.my_ranks()
     due = worker.stage is Stage.READY and worker.generation < generation.number
     if due and worker.slot in ranks and not turn.is_broken():
@@ -107,9 +99,9 @@ def _settle_in_group(turn: Turn, worker: Worker, generation: GenerationRecord) -
     )
     if planned and worker.stage is Stage.RUNNING:
         assert generation.at_step is not None
-        ahead_s = (generation.at_step - turn.agent.progress.step + 1) * turn.agent.progress.step_s
+        ahead_s = (generation.at_step - turn.progress.step + 1) * turn.progress.step_s
         # An order that comes too late leaves the step under way to be completed: see `worker.session`.
-        patience_s = 2 * max(turn.policy.timeouts.abort_s, turn.agent.progress.step_s)
+        patience_s = 2 * max(turn.policy.timeouts.abort_s, turn.progress.step_s)
         deadline_s = turn.now_s + max(0.0, ahead_s) + patience_s
         turn.move(worker, Trigger.STOP_AT_STEP, deadline_s)
         order = messages.StopAtStep(generation=worker.generation, at_step=generation.at_step, why=generation.why)
@@ -129,20 +121,19 @@ def _abort(turn: Turn, worker: Worker, why: str) -> None:
         return
     turn.do(Send(worker.slot, worker.worker_id, messages.AbortGroup(generation=worker.generation, why=why)))
     # An aborted collective raises only when the step gets to it: a long step takes as long.
-    patience_s = max(turn.policy.timeouts.abort_s, 3 * turn.agent.progress.step_s)
+    patience_s = max(turn.policy.timeouts.abort_s, 3 * turn.progress.step_s)
     turn.move(worker, Trigger.ABORT, turn.now_s + patience_s)
 
 
 def _form(turn: Turn, worker: Worker, generation: GenerationRecord, ranks: Mapping[int, int]) -> None:
     if not turn.policy.managed:
-        turn.change(spawned=turn.agent.local.spawned + 1)
-        worker_id = turn.agent.local.spawned
-        turn.move(worker, Trigger.FORK_PLAIN, generation=generation.number, worker_id=worker_id, started=False)
+        worker_id = turn.new_worker_id()
+        turn.move(replace(worker, generation=generation.number, worker_id=worker_id, started=False), Trigger.FORK_PLAIN)
         turn.do(ForkPlain(worker.slot, worker_id, generation))
         return
     at = generation.at(turn.policy.node)
     assert at is not None  # it has `ranks` in this generation
-    turn.move(worker, Trigger.FORM, generation=generation.number)
+    turn.move(replace(worker, generation=generation.number), Trigger.FORM)
     form = messages.Form(
         generation=generation.number,
         rank=ranks[worker.slot],
@@ -156,8 +147,8 @@ def _form(turn: Turn, worker: Worker, generation: GenerationRecord, ranks: Mappi
         store_secret=generation.store_secret,
         restore=generation.restore,
         timeout_s=turn.policy.timeouts.group_s,
-        saved_step=turn.agent.etcd.view.saved_step,
-        saved_generation=turn.agent.etcd.view.saved_generation,
-        reached=turn.agent.progress.reached,
+        saved_step=turn.etcd.view.saved_step,
+        saved_generation=turn.etcd.view.saved_generation,
+        reached=turn.progress.reached,
     )
     turn.do(Send(worker.slot, worker.worker_id, form))
