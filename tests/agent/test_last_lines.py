@@ -8,7 +8,7 @@ from support.jobs import generation, place
 
 from elastic.agent.workers.worker_error import LAST_LINES, LINE_CHARS, last_lines
 from elastic.contract.records.job_records import BrokenRecord
-from elastic.recovery.facts.incident import Incident, drawn
+from elastic.recovery.facts.incident import Incident, open_record
 
 
 def test_last_lines_end_before_the_traceback_and_are_bounded(tmp_path: Path) -> None:
@@ -44,4 +44,4 @@ def test_incident_has_the_last_lines_of_the_first_report_that_has_any() -> None:
         generation=1, node="b", kind="exit", detail="killed by SIGSEGV", slots=(0,), ranks=(1,), last_lines=("bye",)
     )
     incident = Incident(key=2, generations=(formed,), began_s=0.0).with_report(comm).with_report(death)
-    assert drawn(incident, counted=True).last_lines == ("bye",)
+    assert open_record(incident, counted=True).last_lines == ("bye",)
