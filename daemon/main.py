@@ -18,6 +18,7 @@ import msgspec
 import elastic
 from elastic.contract.agent_files import EtcdAccess
 from elastic.contract.timeouts import RELATIONS
+from elasticd.base.answers import SCHEMA, Json
 from elasticd.base.errors import AlreadyRuns, CannotStart, DaemonError, InvalidConfig, Unsaved
 from elasticd.base.masking import masked_setting
 from elasticd.base.safe_text import block
@@ -26,7 +27,6 @@ from elasticd.base.settings import Settings
 from elasticd.machine.first_process import become_init
 from elasticd.processes.shutdown import stop_all, unsaved
 from elasticd.views.instant import Identity
-from elasticd.views.views import SCHEMA, Json
 
 from .agents import node_name
 from .base import config, ownership

@@ -24,6 +24,7 @@ from elasticd.api.doctor import Doctor
 from elasticd.api.http.httpd import Server
 from elasticd.api.metrics.observations import Requests
 from elasticd.api.request import Service
+from elasticd.base.answers import Json
 from elasticd.base.errors import CannotStart, Refused
 from elasticd.base.log import Log
 from elasticd.base.sd_notify import Notify
@@ -38,7 +39,6 @@ from elasticd.node.loop import DaemonLoop
 from elasticd.node.writer import ClusterWriter
 from elasticd.processes.launch import Launcher
 from elasticd.views.instant import Identity
-from elasticd.views.views import Json
 
 from .api import remote_answers
 from .api import server as api

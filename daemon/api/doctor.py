@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import msgspec
 
 import elastic
 from elastic.contract.keys import ClusterKeys
 from elastic.etcd.client import Etcd, EtcdError
+from elasticd.base.answers import SCHEMA, Diagnosis, Finding, Json
 from elasticd.base.config import port_range
 from elasticd.base.log import Log
 from elasticd.base.settings import Settings
@@ -18,13 +18,8 @@ from elasticd.cluster.cluster import Cluster
 from elasticd.cluster.published_state import Snapshot
 from elasticd.diagnosis import why
 from elasticd.machine import addresses, doctor, expiring, reach
-from elasticd.machine.doctor import ERROR, WARNING, Finding
+from elasticd.machine.doctor import ERROR, WARNING
 from elasticd.node.asks import CLOCKS, Asker, User, ask_each
-from elasticd.views.views import SCHEMA, Json
-
-if TYPE_CHECKING:
-    pass
-
 
 MEMBER_S = 3.0
 
@@ -112,14 +107,14 @@ class Doctor:
         return {
             "schema": SCHEMA,
             "node": self._settings.node,
-            "findings": [msgspec.to_builtins(f) for f in (*self.here(), *self._latency())],
+            "findings": [*self.here(), *self._latency()],
             "versions": versions(),
             "unreached": unreached,
             "mbit_s": mbit_s,
             "wall_s": time.time(),
         }
 
-    def whole(self, snapshot: Snapshot, by: User) -> Json:
+    def whole(self, snapshot: Snapshot, by: User) -> Diagnosis:
         """Everything: this node, etcd, all other nodes."""
         me = self._settings.node
         found = [*self.here(), *self._latency(), *self._members(), *without_daemon(snapshot.cluster)]
@@ -130,7 +125,7 @@ class Doctor:
             query = {"connect": listening}
             answers = ask_each(self._asker, others, "/v1/doctor/local", query, by)
             ended_s = time.time()
-        facts: dict[str, Mapping[str, str]] = {me: versions()}
+        facts = {me: versions()}
         clocks, unreached, rates = {}, dict[str, str](), dict[str, float]()
         for node, answer in answers.items():
             if "error" in answer:
@@ -144,8 +139,7 @@ class Doctor:
                 rates[node] = answer["mbit_s"]
         found += reach.judge(me, listening, unreached, rates)
         found += [*doctor.compare(facts), *doctor.judge_clocks(clocks)]
-        return {"schema": SCHEMA, "node": me, "worst": doctor.worst(found), "versions": facts,
-                "findings": [msgspec.to_builtins(finding) for finding in found]}  # fmt: skip
+        return Diagnosis(node=me, worst=doctor.worst(found), versions=facts, findings=found)
 
     # ── etcd ────────────────────────────────────────────────────────────────────────────────────────────────
 

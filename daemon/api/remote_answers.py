@@ -7,10 +7,12 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
 from elasticd.access.authority import Peer
+from elasticd.base.answers import Answer, Json
 from elasticd.base.errors import Refused
 from elasticd.node.asks import MAX_BYTES, User
-from elasticd.views.views import Json
 
 from .request import Service
 from .routes import routes
@@ -39,15 +41,15 @@ class Captured:
         uid = self.service.authority.daemon_uid if self._by.admin else self._by.uid
         return Peer(uid, -1, self._by.name)
 
-    def send_json(self, status: int, content: Json) -> None:
-        self.status, self.content = status, content
+    def send_json(self, status: int, content: Answer | Json) -> None:
+        self.status, self.content = status, msgspec.to_builtins(content)
 
     def begin_stream(self) -> None:
         self.status, self.content = 200, {"lines": self._lines}
 
-    def stream(self, content: Json) -> None:
+    def stream(self, content: Answer | Json) -> None:
         """The newest lines are kept if all together are too large."""
-        self._lines.append(content)
+        self._lines.append(content := msgspec.to_builtins(content))
         self._nbytes += len(json.dumps(content))
         while self._nbytes > MAX_BYTES // 2 and len(self._lines) > 1:
             self._nbytes -= len(json.dumps(self._lines.pop(0)))

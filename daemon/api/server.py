@@ -18,6 +18,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from elasticd.access.accounts import account
 from elasticd.access.authority import UNKNOWN, Peer
 from elasticd.api.http.httpd import (
@@ -29,12 +31,12 @@ from elasticd.api.http.httpd import (
     host_of,
     listen_on,
 )
+from elasticd.base.answers import Answer, Json
 from elasticd.base.errors import CannotStart, Refused
 from elasticd.base.log import Log
 from elasticd.cluster.published_state import PublishedState
 from elasticd.views import views
 from elasticd.views.instant import now
-from elasticd.views.views import Json
 
 from .request import Service
 from .routes import routes
@@ -91,7 +93,7 @@ class Handler:
             self._peer = peer_of(self._connection.sock)
         return self._peer
 
-    def send_json(self, status: int, content: Json) -> None:
+    def send_json(self, status: int, content: Answer | Json) -> None:
         self._connection.answer_json(status, content)
 
     def begin_stream(self) -> None:
@@ -99,8 +101,8 @@ class Handler:
         self.streams = True
         self._connection.begin_stream("application/x-ndjson")
 
-    def stream(self, content: Json) -> None:
-        self._connection.stream(json.dumps(content).encode() + b"\n")
+    def stream(self, content: Answer | Json) -> None:
+        self._connection.stream(json.dumps(msgspec.to_builtins(content)).encode() + b"\n")
 
     def end_stream(self) -> None:
         self._connection.end_stream()

@@ -7,43 +7,46 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
-Json = dict[str, Any]
+from msgspec import structs
+
+from .answers import Incident, Job, JobDetail, WorkerError
 
 TRACEBACK = "Traceback (most recent call last):"
 
 
-def incident(row: Json) -> Json:
-    """An incident, as `views.incident` makes it."""
-    shown = {**row, "last_lines": _lines(row.get("last_lines")), "error": error(row.get("error"))}
-    if verdict := row.get("verdict"):
-        evidence = [{**e, "line": MASK} if e["from_log"] else e for e in verdict["evidence"]]
-        shown["verdict"] = {**verdict, "evidence": evidence}
-    return shown
+def incident(row: Incident) -> Incident:
+    """An incident for users who may not read the job's logs."""
+    evidence = [structs.replace(each, line=MASK) if each.from_log else each for each in row.verdict.evidence]
+    return structs.replace(
+        row, last_lines=_lines(row.last_lines), error=error(row.error),
+        verdict=structs.replace(row.verdict, evidence=evidence),
+    )  # fmt: skip
 
 
-def error(found: Json | None) -> Json | None:
+def error(shown: WorkerError | None) -> WorkerError | None:
     """A worker's error. Without an error file its traceback is the end of the log, which may hold more than that."""
-    if not found:
-        return found
-    text, mark = found["traceback"], TRACEBACK
-    at = text.rfind(mark)
-    kept = text[at:] if at >= 0 else MASK if text else ""
-    return {**found, "last_lines": _lines(found.get("last_lines")), "traceback": kept}
+    if shown is None:
+        return None
+    at = shown.traceback.rfind(TRACEBACK)
+    kept = shown.traceback[at:] if at >= 0 else MASK if shown.traceback else ""
+    return structs.replace(shown, last_lines=_lines(shown.last_lines), traceback=kept)
 
 
-def job(row: Json) -> Json:
-    """A job, as `views.job_row` and `views.job_detail` make it."""
-    shown = {**row, "error": error(row["error"])}
-    if row["last_incident"]:
-        shown["last_incident"] = incident(row["last_incident"])
-    if "recent_incidents" in row:
-        shown["recent_incidents"] = [incident(each) for each in row["recent_incidents"]]
-    return shown
+J = TypeVar("J", bound=Job)
 
 
-def _lines(lines: Any) -> list[str]:
+def job(row: J) -> J:
+    """A job for users who may not read its logs."""
+    last = incident(row.last_incident) if row.last_incident else None
+    masked = structs.replace(row, error=error(row.error), last_incident=last)
+    if isinstance(masked, JobDetail):
+        masked.recent_incidents = [incident(each) for each in masked.recent_incidents]
+    return masked
+
+
+def _lines(lines: list[str]) -> list[str]:
     return [MASK] if lines else []
 
 

@@ -13,7 +13,6 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 import click
@@ -39,6 +38,7 @@ from .output import (
     as_json,
     as_of,
     length,
+    read,
 )  # fmt: skip
 from .output import print_json as _print
 from .output import say as _say
@@ -137,19 +137,29 @@ def main(ctx: click.Context, socket: str | None) -> None:
 @click.pass_obj
 def status(client: Client, job: str | None, watch: bool, every: bool, as_json: bool) -> None:
     """Show the cluster, or one JOB with its ranks."""
+    from elasticd.base.answers import JobDetail, Status
+
     path = f"/v1/jobs/{name(job)}" if job else f"/v1/status{'?all=1' if every else ''}"
-    data = client.get(path)
-    if as_json:
-        _print(data)
-    else:
+
+    def show() -> JobDetail | Status:
         from .show import render
 
-        show = render.job if job else render.status
-        if watch:
-            render.watch(lambda: show(client.get(path)))
-            return
-        show(data)
-    sys.exit(max(HEALTH[data["health"]], OK if data["etcd"]["connected"] else DEGRADED))
+        if job:
+            render.job(detail := read(client.get(path), JobDetail))
+            return detail
+        render.status(cluster := read(client.get(path), Status))
+        return cluster
+
+    if watch and not as_json:
+        from .show import render
+
+        return render.watch(show)
+    if as_json:
+        _print(data := client.get(path))
+        seen: JobDetail | Status = read(data, JobDetail) if job else read(data, Status)
+    else:
+        seen = show()
+    sys.exit(max(HEALTH[seen.health], OK if seen.etcd.connected else DEGRADED))
 
 
 @main.command()
@@ -160,9 +170,11 @@ def jobs(client: Client, as_json: bool) -> None:
     data = client.get("/v1/jobs")
     if as_json:
         return _print(data)
+    from elasticd.base.answers import Status
+
     from .show import render
 
-    render.jobs(data["jobs"])
+    render.jobs(read(data, Status).jobs)
     return as_of(data)
 
 
@@ -177,9 +189,11 @@ def nodes(ctx: click.Context, as_json: bool) -> None:
     data = client.get("/v1/nodes")
     if as_json:
         return _print(data)
+    from elasticd.base.answers import Status
+
     from .show import render
 
-    render.nodes(data["nodes"])
+    render.nodes(read(data, Status).nodes)
     return as_of(data)
 
 
@@ -203,14 +217,16 @@ def incidents(client: Client, job: str | None, last: int, full: bool, as_json: b
     data = client.get("/v1/incidents", {"job": job or "", "last": last})
     if as_json:
         return _print(data)
+    from elasticd.base.answers import Incident
+
     from .show import render
 
-    found = data["incidents"]
-    if full and found:
-        for row in found:
+    rows = [read(row, Incident) for row in data["incidents"]]
+    if full and rows:
+        for row in rows:
             render.incident(row)
     else:
-        render.incidents(found)
+        render.incidents(rows)
     return as_of(data)
 
 
@@ -223,6 +239,8 @@ def incidents(client: Client, job: str | None, last: int, full: bool, as_json: b
 @click.pass_obj
 def submit(client: Client, file: str, settings: tuple[str, ...], replace: bool, user: str, as_json: bool) -> None:
     """Submit the job that FILE (job.toml) describes."""
+    from pathlib import Path
+
     from .jobs import job_file
 
     try:

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from elasticd.base import safe_text
+
+from .client import Failed
+
+if TYPE_CHECKING:
+    from elasticd.base.answers import Answer
+
+    A = TypeVar("A", bound=Answer)
 
 Json = dict[str, Any]
 
@@ -26,6 +33,18 @@ AS_USER = click.option("--as", "user", default="", metavar="USER", help="Submit 
 
 def print_json(data: Json) -> None:
     click.echo(json.dumps(data, indent=2))
+
+
+def read(data: Any, kind: type[A]) -> A:
+    """An answer in its class. Raises Failed if it is one of another version."""
+    import msgspec
+
+    from elasticd.base import answers
+
+    try:
+        return answers.read(data, kind)
+    except msgspec.ValidationError as error:
+        raise Failed(0, f"elasticd's answer is not understood ({error}): install the same elasticd version") from None
 
 
 def say(data: Json, as_json: bool, text: str, err: bool = False) -> None:

@@ -1,6 +1,6 @@
-"""The goodput ledger of a job for the API and the screen. Pure; docs/api.md defines the fields.
+"""The goodput ledger of a job for the API and the screen. Pure.
 
-elasticctl imports this for `text`: msgspec and the records are imported by `row` only, which runs in the daemon.
+elasticctl imports this for `text`: the records are imported by `row` only, which runs in the daemon.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from elasticd.base import answers
+
 if TYPE_CHECKING:
     from elastic.contract.records.job_records import ProgressRecord
     from elastic.contract.records.rank_records import RanksRecord, RankTimes
-
-Json = dict[str, Any]
 
 STANDSTILL = "standstill"
 """The time since the newest commit of a job that makes no step now, in place of goodput. No bucket of the ledger: if
@@ -34,7 +34,7 @@ WORDS = {
 }
 
 
-def row(progress: ProgressRecord | None) -> Json | None:
+def row(progress: ProgressRecord | None) -> answers.Goodput | None:
     """None: no agent has kept a ledger yet, or the script is plain: of what it does nothing is known."""
     from elastic.contract.records.ledger import Bucket, shares
 
@@ -44,13 +44,13 @@ def row(progress: ProgressRecord | None) -> Json | None:
     stood_ms = ledger.open_ms if stands_still(progress) else 0
     stepped_ms = ledger.ranks_ms.get(Bucket.STEPPING, 0) + ledger.open_ms - stood_ms
     badput = {name: share for name, share in shares(ledger).items() if name != Bucket.STEPPING}
-    return {
-        "goodput": stepped_ms / ledger.total_ms,
-        "badput": badput | _standing(stood_ms / ledger.total_ms),
-        "rank_seconds": {bucket.value: ledger.ranks_ms.get(bucket.value, 0) / 1000 for bucket in Bucket},
-        "open_rank_seconds": ledger.open_ms / 1000,
-        "wall_s": ledger.wall_ms / 1000,
-    }
+    return answers.Goodput(
+        goodput=stepped_ms / ledger.total_ms,
+        badput=badput | _standing(stood_ms / ledger.total_ms),
+        rank_seconds={bucket.value: ledger.ranks_ms.get(bucket.value, 0) / 1000 for bucket in Bucket},
+        open_rank_seconds=ledger.open_ms / 1000,
+        wall_s=ledger.wall_ms / 1000,
+    )
 
 
 def tells_nothing(progress: ProgressRecord | None) -> bool:
@@ -69,14 +69,20 @@ def _standing(share: float) -> dict[str, float]:
 
 def of_ranks(
     records: Mapping[str, RanksRecord], local: RanksRecord | None, *, still: bool
-) -> dict[tuple[str, int], Json]:
+) -> dict[tuple[str, int], answers.SlotTime]:
     """(node, slot) -> where its time went, as its own agent has counted it. `local`: of this node, newer. `still`: the
     job stands still."""
     known = _newest(records, local)
-    return {(node, each.slot): _of_rank(each, still) for node, record in known.items() for each in record.ranks}
+    return {
+        (node, each.slot): answers.SlotTime(**_times(each, still))
+        for node, record in known.items()
+        for each in record.ranks
+    }
 
 
-def summed(records: Mapping[str, RanksRecord], local: RanksRecord | None, *, each: bool, still: bool) -> Json | None:
+def summed(
+    records: Mapping[str, RanksRecord], local: RanksRecord | None, *, each: bool, still: bool
+) -> answers.RankTime | None:
     """The accounts of all ranks of all nodes that the job has had, added up: in whole milliseconds, so what the buckets
     sum to is the time of all accounts, exactly. None: there is no account yet. `each`: with a row for each rank.
     `still`: the job stands still."""
@@ -89,26 +95,31 @@ def summed(records: Mapping[str, RanksRecord], local: RanksRecord | None, *, eac
     total_ms = sum(spent_ms.values()) + open_ms
     if total_ms <= 0:
         return None
-    accounts = [{"rank": t.rank, "node": node, "slot": t.slot} | _of_rank(t, still) for node, t in rows] if each else []
+    accounts = [
+        answers.Account(rank=times.rank, node=node, slot=times.slot, **_times(times, still))
+        for node, times in rows
+        if each
+    ]
     stood_ms = open_ms if still else 0
     badput = {b.value: ms / total_ms for b, ms in spent_ms.items() if ms and b is not Bucket.STEPPING}
-    return {
-        "ranks": len(rows),
-        "rank_wall_s": total_ms / 1000,
-        "wall_s": total_ms / 1000 / len(rows),
-        "goodput": (spent_ms[Bucket.STEPPING] + open_ms - stood_ms) / total_ms,
-        "badput": badput | _standing(stood_ms / total_ms),
-        "rank_seconds": {bucket.value: ms / 1000 for bucket, ms in spent_ms.items()},
-        "open_rank_seconds": open_ms / 1000,
-        "accounts": sorted(accounts, key=lambda row: (row["rank"] < 0, row["rank"], row["node"], row["slot"])),
-    }
+    return answers.RankTime(
+        ranks=len(rows),
+        rank_wall_s=total_ms / 1000,
+        wall_s=total_ms / 1000 / len(rows),
+        goodput=(spent_ms[Bucket.STEPPING] + open_ms - stood_ms) / total_ms,
+        badput=badput | _standing(stood_ms / total_ms),
+        rank_seconds={bucket.value: ms / 1000 for bucket, ms in spent_ms.items()},
+        open_rank_seconds=open_ms / 1000,
+        accounts=sorted(accounts, key=lambda row: (row.rank < 0, row.rank, row.node, row.slot)),
+    )
 
 
 def _newest(records: Mapping[str, RanksRecord], local: RanksRecord | None) -> Mapping[str, RanksRecord]:
     return {**records, local.node: local} if local is not None else records
 
 
-def _of_rank(times: RankTimes, still: bool) -> Json:
+def _times(times: RankTimes, still: bool) -> dict[str, Any]:
+    """Fields of `answers.SlotTime`."""
     from elastic.contract.records.ledger import Bucket
 
     total_ms = times.until_ms - times.since_ms
@@ -122,22 +133,22 @@ def _of_rank(times: RankTimes, still: bool) -> Json:
     }
 
 
-def text(known: Mapping[str, Any] | None) -> str:
+def text(known: answers.Goodput | answers.RankTime | None) -> str:
     """'98.7 % of 2 h; badput: forming groups 0.9 %, checkpoint stall 0.4 %'; the largest first. '' if not known."""
     if known is None:
         return ""
-    bad = sorted(known["badput"].items(), key=lambda item: -item[1])
+    bad = sorted(known.badput.items(), key=lambda item: -item[1])
     causes = ", ".join(f"{WORDS.get(name, name)} {percent(share)}" for name, share in bad)
-    return f"{percent(known['goodput'])} of {length(known['wall_s'])}" + (f"; badput: {causes}" if causes else "")
+    return f"{percent(known.goodput)} of {length(known.wall_s)}" + (f"; badput: {causes}" if causes else "")
 
 
-def summed_text(known: Mapping[str, Any] | None) -> str:
+def summed_text(known: answers.RankTime | None) -> str:
     """'97.1 % of 4 ranks over 2.0 h; badput: …', of what `summed` makes. '' if not known."""
     if known is None:
         return ""
     of, _, causes = text(known).partition(";")
     share, _, lasted = of.partition(" of ")
-    ranks = f"{known['ranks']} rank{'' if known['ranks'] == 1 else 's'}"
+    ranks = f"{known.ranks} rank{'' if known.ranks == 1 else 's'}"
     return f"{share} of {ranks} over {lasted}" + (f";{causes}" if causes else "")
 
 

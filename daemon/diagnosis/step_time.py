@@ -1,18 +1,18 @@
-"""Where the time of a step goes, for the API and the screen. Pure; docs/api.md defines the fields."""
+"""Where the time of a step goes, for the API and the screen. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from elasticd.base import answers
 
 from .goodput import percent
 
-if TYPE_CHECKING:  # elasticctl imports this for `text`, and must not wait for msgspec
+if TYPE_CHECKING:  # elasticctl imports this for `text`, and must not wait for the records
     from elastic.contract.records.job_records import ProgressRecord, RankRow
     from elastic.contract.records.rank_records import RanksRecord
     from elastic.contract.step_parts import SlowRank, StepParts
-
-Json = dict[str, Any]
 
 PARTS = ("data", "compute", "collectives", "optimizer", "snapshot")
 
@@ -29,7 +29,9 @@ def slow_ranks(records: Mapping[str, RanksRecord], generation: int) -> list[Slow
     return [SlowRank(rank=r, node=known[r][0], ratio=ratio) for r, ratio in slow(windows)]
 
 
-def row(progress: ProgressRecord | None, records: Mapping[str, RanksRecord] = {}, generation: int = 0) -> Json | None:
+def row(
+    progress: ProgressRecord | None, records: Mapping[str, RanksRecord] = {}, generation: int = 0
+) -> answers.StepTime | None:
     """Means over the ranks whose parts are known; None: none are. `records`: by node."""
     rows: Iterable[RankRow] = progress.ranks if progress else ()
     known = [each.parts for each in rows if each.parts is not None and each.parts.step_s > 0]
@@ -38,12 +40,12 @@ def row(progress: ProgressRecord | None, records: Mapping[str, RanksRecord] = {}
     of_job = slow_ranks(records, generation)
     named = {each.rank for each in of_job}
     slow = [*of_job, *(each for each in progress.slow_ranks if each.rank not in named)]
-    return {
-        "ranks": len(known),
-        "step_s": _mean(known, "step"),
-        "parts_s": {part: _mean(known, part) for part in PARTS},
-        "slow_ranks": [{"rank": s.rank, "node": s.node, "ratio": s.ratio} for s in slow],
-    }
+    return answers.StepTime(
+        ranks=len(known),
+        step_s=_mean(known, "step") or 0.0,
+        parts_s={part: _mean(known, part) for part in PARTS},
+        slow_ranks=[answers.SlowRank(rank=s.rank, node=s.node, ratio=s.ratio) for s in slow],
+    )
 
 
 def _mean(known: list[StepParts], part: str) -> float | None:
@@ -53,20 +55,20 @@ def _mean(known: list[StepParts], part: str) -> float | None:
     return round(statistics.fmean(values), 6) if values else None
 
 
-def text(known: Mapping[str, Any] | None) -> str:
+def text(known: answers.StepTime | None) -> str:
     """'120 ms: compute 60.1 %, collectives 30.2 %, data 2.0 %; rank 3 on b takes 1.8 times as long as …'."""
     if known is None:
         return ""
-    measured = {name: value for name, value in known["parts_s"].items() if value is not None}
+    measured = {name: value for name, value in known.parts_s.items() if value is not None}
     largest = sorted(measured.items(), key=lambda item: -item[1])
-    whole_s = max(known["step_s"], sum(measured.values()))  # the parts and the step are means of their own
+    whole_s = max(known.step_s, sum(measured.values()))  # the parts and the step are means of their own
     shares = ", ".join(f"{name} {percent(value / whole_s)}" for name, value in largest if value > 0)
-    said = [f"{known['step_s'] * 1000:.4g} ms" + (f": {shares}" if shares else "")]
+    said = [f"{known.step_s * 1000:.4g} ms" + (f": {shares}" if shares else "")]
     if len(measured) < len(PARTS):
         said.append("the rest is not measured yet")
-    return "; ".join(said + [slow_text(slow) for slow in known["slow_ranks"]])
+    return "; ".join(said + [slow_text(slow) for slow in known.slow_ranks])
 
 
-def slow_text(slow: Mapping[str, Any]) -> str:
+def slow_text(slow: answers.SlowRank) -> str:
     """'rank 3 on b takes 1.8 times as long as the others'."""
-    return f"rank {slow['rank']} on {slow['node']} takes {slow['ratio']:g} times as long as the others"
+    return f"rank {slow.rank} on {slow.node} takes {slow.ratio:g} times as long as the others"

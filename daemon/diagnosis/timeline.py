@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import msgspec
 
@@ -17,6 +16,7 @@ from elastic.contract.keys import KEPT_EVENTS, ClusterKeys
 from elastic.contract.records.job_records import IncidentRecord, Phase, ProtocolVersionMismatch, decode, encode
 from elastic.contract.records.node_records import EventRecord
 from elastic.etcd.client import MemberHealth, Put
+from elasticd.base import answers
 from elasticd.cluster import reconcile
 from elasticd.cluster.cluster import Cluster, Job, Node
 
@@ -87,10 +87,8 @@ def read(events: Mapping[str, bytes]) -> Iterator[EventRecord]:
             continue
 
 
-def as_json(event: EventRecord) -> dict[str, Any]:
-    row: dict[str, Any] = msgspec.to_builtins(event)
-    del row["protocol"]
-    return row
+def answer(event: EventRecord) -> answers.Event:
+    return msgspec.convert(msgspec.to_builtins(event), answers.Event)
 
 
 # ── differences ─────────────────────────────────────────────────────────────────────────────────────────────

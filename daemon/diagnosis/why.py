@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from elastic.contract.records.job_records import Phase
 from elastic.contract.records.node_records import AgentRow
+from elasticd.base import answers
 from elasticd.cluster.cluster import Cluster, Job, Node
 from elasticd.cluster.published_state import Snapshot
 from elasticd.cluster.reconcile import SET_ASIDE_S, agent_rows
 
 from . import step_time
 
-Json = dict[str, Any]
-
 SLOW_NAMED = 2
 """So many slow ranks are named in a job's line."""
 
 
-def of_job(snapshot: Snapshot, job: Job, row: Mapping[str, Any], starting: bool, wall_s: float) -> str:
+def of_job(snapshot: Snapshot, job: Job, row: answers.Job, starting: bool, wall_s: float) -> str:
     """`row`: the rest of its summary, as `views.job_row` makes it; `starting`: as `ProgressRecord.starting`."""
     said = _over(snapshot.cluster, job, wall_s) if job.over else _alive(snapshot, job, row, starting, wall_s)
     contact = snapshot.contact
@@ -29,17 +28,18 @@ def of_job(snapshot: Snapshot, job: Job, row: Mapping[str, Any], starting: bool,
     return f"{said}; etcd unreachable: {contact.error or 'no answer'} (training goes on, a recovery waits for etcd)"
 
 
-def of_node(snapshot: Snapshot, name: str, row: Mapping[str, Any], me: str, wall_s: float) -> str:
+def of_node(snapshot: Snapshot, row: answers.Node, me: str, wall_s: float) -> str:
     """`row`: the rest of its row, as `views.nodes` makes it; `me`: the node of this daemon."""
+    name = row.node
     node = snapshot.cluster.nodes.get(name)
     if node is None:
         waits = "; its drain waits for elasticd" if name in snapshot.cluster.drains else ""
         cordon = snapshot.cluster.cordons.get(name)
         waits += f"; cordoned: {cordon.reason}" if cordon else ""
-        if not row["jobs"]:
-            return f"{row['state']} {row['reason']}{waits}"
-        return f"elasticd is down on this node; its agents of {', '.join(row['jobs'])} keep running{waits}"
-    parts = [*_blocked(snapshot.cluster, node, row, wall_s), *_disputes(snapshot.cluster, name)]
+        if not row.jobs:
+            return f"{row.state} {row.reason}{waits}"
+        return f"elasticd is down on this node; its agents of {', '.join(row.jobs)} keep running{waits}"
+    parts = [*_blocked(snapshot.cluster, node, wall_s), *_disputes(snapshot.cluster, name)]
     past = {job.name for job in snapshot.cluster.jobs.values() if job.over or _has_stepped_with(job, name)}
     starting = [agent for agent in _agents_of(snapshot, name, node) if agent.job not in past]
     parts += [_starting(name, wall_s, agent.job, agent.doing, agent.since_wall_s) for agent in starting]
@@ -48,7 +48,7 @@ def of_node(snapshot: Snapshot, name: str, row: Mapping[str, Any], me: str, wall
     if name == me:
         none = {job: why for job, why in snapshot.trouble.items() if why and job not in snapshot.agents}
         parts += [f"no agent of {job} runs: {why}" for job, why in none.items()]
-    used = f"{row['slots_used']} of {row['slots']} slots used" if row["slots_used"] else "idle"
+    used = f"{row.slots_used} of {row.slots} slots used" if row.slots_used else "idle"
     older = [f"the agent of {job} still runs {version}" for job, version in node.record.older.items()]
     return "; ".join([*(parts or [f"ready: {used}"]), *older])
 
@@ -69,7 +69,7 @@ def _over(cluster: Cluster, job: Job, wall_s: float) -> str:
     return f"{ended}: {reason}" if reason else ended
 
 
-def _alive(snapshot: Snapshot, job: Job, row: Mapping[str, Any], waits_for_start: bool, wall_s: float) -> str:
+def _alive(snapshot: Snapshot, job: Job, row: answers.Job, waits_for_start: bool, wall_s: float) -> str:
     cluster = snapshot.cluster
     if job.state.phase is Phase.STOPPING:  # also while its user writes what cannot be used
         reason = f" ({job.state.reason})" if job.state.reason else ""
@@ -83,24 +83,25 @@ def _alive(snapshot: Snapshot, job: Job, row: Mapping[str, Any], waits_for_start
     starting = list(_starts(snapshot, job, wall_s))
     if lacks := lacking(snapshot, job):
         parts.append(f"waiting for: {lacks}")
-    elif still := row["no_progress"]:
+    elif still := row.no_progress:
         parts.append(_still(still))
-    elif (last := row["last_incident"]) and last["open"]:
-        verdict = last["verdict"]
-        held = f"; waits for {verdict['held_by']}" if verdict["held_by"] else ""
-        parts.append(f"recovering for {_age(last['age_s'])} from {verdict['class']}: {verdict['what']}{held}")
-    elif row["waiting_for"] and not (waits_for_start and starting):
-        parts.append(f"{'' if row['can_never_run'] else 'waiting for: '}{row['waiting_for']}")
+    elif (last := row.last_incident) and last.open:
+        held = f"; waits for {last.verdict.held_by}" if last.verdict.held_by else ""
+        parts.append(f"recovering for {_age(last.age_s)} from {last.verdict.cls}: {last.verdict.what}{held}")
+    elif row.waiting_for and not (waits_for_start and starting):
+        parts.append(f"{'' if row.can_never_run else 'waiting for: '}{row.waiting_for}")
     elif job.state.phase in (Phase.PENDING, Phase.WAITING) and job.state.reason:
         parts.append(f"waiting: {job.state.reason}")
     disputes = [text for name in job.members for text in _disputes(cluster, name, only=job.name)]
     if not parts and (not starting or _has_stepped(job)):
         parts.append(_runs(row) if job.generation else _unplaced(snapshot, job, wall_s))
-        parts += [step_time.slow_text(slow) for slow in (row["step_time"] or {}).get("slow_ranks", ())[:SLOW_NAMED]]
+        parts += [
+            step_time.slow_text(slow) for slow in (row.step_time.slow_ranks[:SLOW_NAMED] if row.step_time else ())
+        ]
     parts += starting + disputes
     parts += [f"{name} is excluded {_excluded(job, name, wall_s)}" for name in job.state.excluded_nodes]
-    if error := (row["checkpoint"] or {}).get("error"):
-        parts.append(f"the newest checkpoint failed: {error}")
+    if row.checkpoint and row.checkpoint.error:
+        parts.append(f"the newest checkpoint failed: {row.checkpoint.error}")
     return "; ".join(dict.fromkeys(parts))
 
 
@@ -110,19 +111,19 @@ def lacking(snapshot: Snapshot, job: Job) -> str:
     return snapshot.plan.waiting.get(job.name, "") if job.state.phase is Phase.WAITING and job.members else ""
 
 
-def _runs(row: Mapping[str, Any]) -> str:
-    if not row["step"] and row["managed"] is False:
+def _runs(row: answers.Job) -> str:
+    if not row.step and row.managed is False:
         return f"running: {_ranks(row)} of a script that has not called elastic.run: its steps are not known"
-    if not row["step"]:
+    if not row.step:
         return f"running: no step yet, {_ranks(row)}"
-    rate = f", {row['steps_per_s']:.3g} steps/s" if row["steps_per_s"] else ""
-    most = row["nodes"].rpartition(":")[2]
-    fewer = f", on {row['members']} of at most {most} nodes" if most.isdigit() and row["members"] < int(most) else ""
-    return f"running: step {row['step']}{rate}{fewer}"
+    rate = f", {row.steps_per_s:.3g} steps/s" if row.steps_per_s else ""
+    most = row.nodes.rpartition(":")[2]
+    fewer = f", on {row.members} of at most {most} nodes" if most.isdigit() and row.members < int(most) else ""
+    return f"running: step {row.step}{rate}{fewer}"
 
 
-def _ranks(row: Mapping[str, Any]) -> str:
-    return f"{row['world_size']} rank{'' if row['world_size'] == 1 else 's'}"
+def _ranks(row: answers.Job) -> str:
+    return f"{row.world_size} rank{'' if row.world_size == 1 else 's'}"
 
 
 def _unplaced(snapshot: Snapshot, job: Job, wall_s: float) -> str:
@@ -171,10 +172,10 @@ def _starting(node: str, wall_s: float, job: str, doing: str, since_wall_s: floa
     return f"{where} {doing} for {_age(wall_s - since_wall_s)}"
 
 
-def _still(still: Mapping[str, Any]) -> str:
-    where = f", probably rank {still['rank']} on {still['node']}" if still["rank"] is not None else ""
-    since = _clock(still["since_wall_s"])
-    return f"no progress since {since} ({_age(still['for_s'])}){where}: {still['because']}"
+def _still(still: answers.NoProgress) -> str:
+    where = f", probably rank {still.rank} on {still.node}" if still.rank is not None else ""
+    since = _clock(still.since_wall_s)
+    return f"no progress since {since} ({_age(still.for_s)}){where}: {still.because}"
 
 
 def _excluded(job: Job, node: str, wall_s: float) -> str:
@@ -193,7 +194,7 @@ def _excluded(job: Job, node: str, wall_s: float) -> str:
 # ── nodes ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _blocked(cluster: Cluster, node: Node, row: Mapping[str, Any], wall_s: float) -> Iterator[str]:
+def _blocked(cluster: Cluster, node: Node, wall_s: float) -> Iterator[str]:
     """Why it takes no work, in part or at all."""
     if draining := node.drain or node.record.draining:
         reason = node.drain.reason if node.drain else node.record.draining

@@ -17,9 +17,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-import msgspec
-
 from elasticd.base import ownership
+from elasticd.base.answers import Finding
 
 from . import host
 
@@ -36,16 +35,6 @@ CLOCK_S = 1.0
 """Difference between two nodes' clocks beyond which times in logs and incidents mislead."""
 ASKS = 5
 """Requests to etcd whose median is taken."""
-
-
-class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    check: str
-    level: str = OK
-    text: str
-    cure: str = ""
-    """What to do; empty if nothing is wrong."""
-    node: str = ""
-    """The node it is about; empty: the cluster."""
 
 
 # ── judgements: pure ────────────────────────────────────────────────────────────────────────────────────────

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elastic.etcd.expiry import clock, expires_wall_s
+from elasticd.base.answers import Finding
 from elasticd.base.settings import Settings
 
-from .doctor import ERROR, WARNING, Finding
+from .doctor import ERROR, WARNING
 
 DAY_S = 86400.0
 WARN_DAYS = 30.0

@@ -16,9 +16,10 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 
+from elasticd.base.answers import Finding
 from elasticd.base.config import host_port
 
-from .doctor import ERROR, WARNING, Finding
+from .doctor import ERROR, WARNING
 
 CONNECT_S = 3.0
 SEND_S = 0.25

@@ -14,6 +14,7 @@ from typing import Any
 from elastic.contract.keys import LAST_WALL_S
 from elastic.contract.origin import Origin
 from elastic.contract.records.job_records import IncidentRecord, Phase
+from elasticd.base import answers
 from elasticd.base.masking import masked_text
 from elasticd.base.settings import NotifySettings
 from elasticd.cluster import reconcile
@@ -184,16 +185,15 @@ def _fatal(job: Job) -> IncidentRecord | None:
 # ── in words ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _verdict(snapshot: Snapshot, job: Job, record: IncidentRecord, wall_s: float, now_s: float) -> dict[str, Any]:
-    told: dict[str, Any] = views.incident(snapshot, job, record, Now(now_s, wall_s))["verdict"]
-    return told
+def _verdict(snapshot: Snapshot, job: Job, record: IncidentRecord, wall_s: float, now_s: float) -> answers.Verdict:
+    return views.incident(snapshot, job, record, Now(now_s, wall_s)).verdict
 
 
 def _is_planned(snapshot: Snapshot, candidate: _Candidate, wall_s: float, now_s: float) -> bool:
     """Whether it is an incident that was asked for, as a drain or a new node."""
     if candidate.record is None or candidate.key[0] != "incident":
         return False
-    return bool(_verdict(snapshot, candidate.job, candidate.record, wall_s, now_s)["class"] == Class.PLANNED)
+    return _verdict(snapshot, candidate.job, candidate.record, wall_s, now_s).cls == Class.PLANNED
 
 
 def _occurrence(snapshot: Snapshot, candidate: _Candidate, wall_s: float, now_s: float) -> Occurrence:
@@ -205,8 +205,8 @@ def _occurrence(snapshot: Snapshot, candidate: _Candidate, wall_s: float, now_s:
     elif event == "job_waiting" or verdict is None:
         why = _why(snapshot, job, wall_s, now_s)
     else:
-        why = f"{verdict['what']}; {verdict['done']}"
-        why += f"; waits for {verdict['held_by']}" if verdict["held_by"] else ""
+        why = f"{verdict.what}; {verdict.done}"
+        why += f"; waits for {verdict.held_by}" if verdict.held_by else ""
     return Occurrence(
         id=f"{name}/{event}/{began_wall_s:.3f}",
         event=event,
@@ -215,10 +215,10 @@ def _occurrence(snapshot: Snapshot, candidate: _Candidate, wall_s: float, now_s:
         wall_s=began_wall_s,
         why=_line(why),
         verdict={
-            "class": str(verdict["class"]),
-            "cause": _line(verdict["cause"]),
-            "person": verdict["person"],
-            "cure": verdict["cure"],
+            "class": verdict.cls,
+            "cause": _line(verdict.cause),
+            "person": verdict.person,
+            "cure": verdict.cure,
         }
         if verdict
         else None,
@@ -227,7 +227,7 @@ def _occurrence(snapshot: Snapshot, candidate: _Candidate, wall_s: float, now_s:
 
 def _why(snapshot: Snapshot, job: Job, wall_s: float, now_s: float) -> str:
     try:
-        return str(views.job_row(snapshot, job, Now(now_s, wall_s))["why"])
+        return views.job_row(snapshot, job, Now(now_s, wall_s)).why
     except (OverflowError, ValueError, OSError):  # a time on record that is no date: the job's agents wrote it
         return job.state.reason or f"it is {job.state.phase}"
 

@@ -9,16 +9,14 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Iterable, Sequence
-from typing import Any
 from urllib.parse import quote
 
+from elasticd.base.answers import Event, History, Incident, Job, JobDetail, Node, Rank, Status, printable
 from elasticd.base.safe_text import shown
 from elasticd.diagnosis import goodput
 
 from . import report, svg
 from .report import clock, text
-
-Json = dict[str, Any]
 
 MOST_JOBS, MOST_NODES, MOST_RANKS = 100, 300, 256
 """Rows of a table; the rest is counted in its last line."""
@@ -119,37 +117,39 @@ def message(said: str) -> str:
     return f"<p>{text(shown(said))}</p>\n"
 
 
-def cluster(status: Json, events: Sequence[Json]) -> str:
+def cluster(status: Status, events: Sequence[Event]) -> str:
     """`status`: the answer of /v1/status; `events`: the newest, oldest first."""
-    status, events = shown(status), shown(events)
-    etcd = status["etcd"]
-    contact = "etcd answers" if etcd["connected"] else f"etcd does not answer: {etcd['error'] or 'no contact yet'}"
+    status, events = printable(status), [printable(event) for event in events]
+    etcd = status.etcd
+    contact = "etcd answers" if etcd.connected else f"etcd does not answer: {etcd.error or 'no contact yet'}"
     head = (
-        f"<h1>Cluster {text(status['cluster'])} <span class={_class(status['health'])}>{text(status['health'])}</span>"
-        f"</h1>\n<p class=dim>seen from node {text(status['node'])}, elasticd {text(status['version'])}; "
+        f"<h1>Cluster {text(status.cluster)} <span class={_class(status.health)}>{text(status.health)}</span>"
+        f"</h1>\n<p class=dim>seen from node {text(status.node)}, elasticd {text(status.version)}; "
         f"{text(contact)}</p>"
     )
-    problems = "".join(f"<p>{text(problem)}</p>" for problem in status["problems"])
+    problems = "".join(f"<p>{text(problem)}</p>" for problem in status.problems)
     body = [
         head,
         f"<div class=problems>{problems}</div>" if problems else "",
         "<h2>Jobs</h2>",
-        _jobs(status["jobs"]),
+        _jobs(status.jobs),
         "<h2>Nodes</h2>",
-        _nodes(status["nodes"]),
+        _nodes(status.nodes),
         "<h2>Newest events</h2>",
         _events(events),
     ]
     return "\n".join(body) + "\n"
 
 
-def job(detail: Json, incidents: Sequence[Json], history: Json | None, events: Sequence[Json], now_s: float) -> str:
+def job(
+    detail: JobDetail, incidents: Sequence[Incident], history: History | None, events: Sequence[Event], now_s: float
+) -> str:
     """Arguments as for `report.page`, and the job's newest events."""
     head, sections = report.parts(detail, incidents, history, now_s)
-    detail = shown(detail)
-    why = f"<p class={_class(detail['health'])}>{text(detail['why'])}</p>" if detail["why"] else ""
-    ranks = ["<h2>Ranks</h2>", _ranks(detail["ranks"])] if detail["ranks"] else []
-    told = ["<h2>Newest events</h2>", _events(shown(events))]
+    detail = printable(detail)
+    why = f"<p class={_class(detail.health)}>{text(detail.why)}</p>" if detail.why else ""
+    ranks = ["<h2>Ranks</h2>", _ranks(detail.ranks)] if detail.ranks else []
+    told = ["<h2>Newest events</h2>", _events([printable(event) for event in events])]
     return "\n".join([head, why, *ranks, sections, *told]) + "\n"
 
 
@@ -180,7 +180,7 @@ def _link(name: str) -> str:
     return f'<a href="/job/{quote(name, safe="")}">{text(name)}</a>'
 
 
-def _jobs(rows: Sequence[Json]) -> str:
+def _jobs(rows: Sequence[Job]) -> str:
     if not rows:
         return "<p class=dim>none: submit one with elasticctl run</p>"
     head = (
@@ -190,53 +190,53 @@ def _jobs(rows: Sequence[Json]) -> str:
     return _table(head, (_job(row) for row in rows[:MOST_JOBS]), 9, len(rows) - MOST_JOBS)
 
 
-def _job(row: Json) -> str:
-    state = row["health"] if row["health"] in PROBLEM else row["phase"]
-    good = goodput.percent(row["goodput"]["goodput"]) if row["goodput"] else "-"
-    step = "-" if row["step"] is None or (row["managed"] is False and not row["step"]) else row["step"]
-    why = f"<tr><td colspan=9 class=why>{text(row['why'])}</td></tr>" if row["why"] else ""
+def _job(row: Job) -> str:
+    state = row.health if row.health in PROBLEM else row.phase
+    good = goodput.percent(row.goodput.goodput) if row.goodput else "-"
+    step = "-" if row.step is None or (row.managed is False and not row.step) else row.step
+    why = f"<tr><td colspan=9 class=why>{text(row.why)}</td></tr>" if row.why else ""
     return (
-        f"<tr{' class=first' if why else ''}><td>{_link(row['job'])}</td>"
-        f"<td class='now {_class(state)}'>{text(row['phase'])}</td><td class=n>{step}</td>"
-        f"<td class=n>{_number(row['steps_per_s'])}</td><td class='n far'>{_number(row['loss'])}</td>"
-        f"<td class=n>{row['world_size']}</td><td class='n far'>{good}</td>"
-        f"<td class='n far'>{row['incidents']}</td><td class=far>{text(row['owner'])}</td></tr>{why}"
+        f"<tr{' class=first' if why else ''}><td>{_link(row.job)}</td>"
+        f"<td class='now {_class(state)}'>{text(row.phase)}</td><td class=n>{step}</td>"
+        f"<td class=n>{_number(row.steps_per_s)}</td><td class='n far'>{_number(row.loss)}</td>"
+        f"<td class=n>{row.world_size}</td><td class='n far'>{good}</td>"
+        f"<td class='n far'>{row.incidents}</td><td class=far>{text(row.owner)}</td></tr>{why}"
     )
 
 
-def _nodes(rows: Sequence[Json]) -> str:
+def _nodes(rows: Sequence[Node]) -> str:
     """Those that need attention first."""
-    ordered = sorted(rows, key=lambda row: (row["state"] == "ready", row["node"]))
+    ordered = sorted(rows, key=lambda row: (row.state == "ready", row.node))
     head = "<th>node<th>state<th class=n>slots<th class=far>address<th>jobs<th class=far>why"
     out = []
     for row in ordered[:MOST_NODES]:
-        slots = f"{row['slots_used']}/{row['slots'] if row['slots'] is not None else '?'}"
-        tells = row["state"] != "ready" and row["why"]
-        why = f"<tr class=near><td colspan=6 class=why>{text(row['why'])}</td></tr>" if tells else ""
+        slots = f"{row.slots_used}/{row.slots if row.slots is not None else '?'}"
+        tells = row.state != "ready" and row.why
+        why = f"<tr class=near><td colspan=6 class=why>{text(row.why)}</td></tr>" if tells else ""
         out.append(
-            f"<tr{' class=narrow' if why else ''}><td>{text(row['node'])}</td>"
-            f"<td class='now {_class(row['state'])}'>{text(row['state'])}</td>"
-            f"<td class=n>{slots}</td><td class=far>{text(row['address'])}</td>"
-            f"<td>{', '.join(map(_link, row['jobs']))}</td><td class=far>{text(row['why'])}</td></tr>{why}"
+            f"<tr{' class=narrow' if why else ''}><td>{text(row.node)}</td>"
+            f"<td class='now {_class(row.state)}'>{text(row.state)}</td>"
+            f"<td class=n>{slots}</td><td class=far>{text(row.address)}</td>"
+            f"<td>{', '.join(map(_link, row.jobs))}</td><td class=far>{text(row.why)}</td></tr>{why}"
         )
     return _table(head, out, 6, len(rows) - MOST_NODES)
 
 
-def _ranks(rows: Sequence[Json]) -> str:
+def _ranks(rows: Sequence[Rank]) -> str:
     head = (
         "<th class=n>rank<th>node<th class=n>slot<th>phase<th class=n>step<th class=n>step time"
         "<th class='n far'>memory<th class='n far'>process"
     )
     out = []
     for row in rows[:MOST_RANKS]:
-        step_s = row.get("step_s")
+        step_s = row.step_s
         out.append(
-            f"<tr><td class=n>{row['rank'] if row['rank'] >= 0 else '-'}</td><td>{text(row['node'])}</td>"
-            f"<td class=n>{row['slot']}</td><td>{text(row['phase'] or '-')}{_as_of(row.get('age_s'))}</td>"
-            f"<td class=n>{row['step'] if row['step'] is not None else '-'}</td>"
+            f"<tr><td class=n>{row.rank if row.rank >= 0 else '-'}</td><td>{text(row.node)}</td>"
+            f"<td class=n>{row.slot}</td><td>{text(row.phase or '-')}{_as_of(row.age_s)}</td>"
+            f"<td class=n>{row.step if row.step is not None else '-'}</td>"
             f"<td class=n>{_number(step_s * 1000 if step_s else None, ' ms')}</td>"
-            f"<td class='n far'>{_number(row.get('rss_mb'), ' MB')}</td>"
-            f"<td class='n far'>{row['pid'] if row['pid'] is not None else '-'}</td></tr>"
+            f"<td class='n far'>{_number(row.rss_mb, ' MB')}</td>"
+            f"<td class='n far'>{row.pid if row.pid is not None else '-'}</td></tr>"
         )
     return _table(head, out, 8, len(rows) - MOST_RANKS)
 
@@ -245,19 +245,19 @@ def _as_of(age_s: float | None) -> str:
     return f" <span class=dim>{age_s:.0f} s ago</span>" if age_s else ""
 
 
-def _events(rows: Sequence[Json]) -> str:
+def _events(rows: Sequence[Event]) -> str:
     """Newest first."""
     if not rows:
         return "<p class=dim>none</p>"
     out = []
     for row in reversed(rows):
-        job_, node = row["job"], row["node"]
+        job_, node = row.job, row.node
         about = " ".join(([_link(job_)] if job_ else []) + ([text(node)] if node else []))
-        day, _, hour = clock(row["when_wall_s"]).rpartition(" ")
-        kind = text(row["kind"]).replace(".", ".<wbr>")
-        user = f" by {row['user']}" if row.get("user") else ""
+        day, _, hour = clock(row.when_wall_s).rpartition(" ")
+        kind = text(row.kind).replace(".", ".<wbr>")
+        user = f" by {row.user}" if row.user else ""
         out.append(
             f"<tr><td class='now dim'><span class=far>{day} </span>{hour}</td><td class=word>{kind}</td>"
-            f"<td>{about}</td><td class=what>{text(row['text'] + user)}</td></tr>"
+            f"<td>{about}</td><td class=what>{text(row.text + user)}</td></tr>"
         )
     return f"<div class=long>{_table('<th>when<th>event<th>about<th>what', out, 4)}</div>"

@@ -12,12 +12,21 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from elasticd.base.safe_text import shown
+from msgspec import structs
+
+from elasticd.base.answers import (
+    Account,
+    Goodput,
+    History,
+    Incident,
+    JobDetail,
+    Point,
+    WorkerError,
+    printable,
+)  # fmt: skip
 from elasticd.diagnosis import goodput, step_time
 
 from . import svg
-
-Json = dict[str, Any]
 
 BUCKETS = ("stepping", *goodput.WORDS)
 LONGEST_TEXT = 4_000
@@ -59,26 +68,26 @@ pre { overflow-x: auto; font-size: .82rem; background: color-mix(in srgb, var(--
                 for n in (*BUCKETS, "planned", "failed"))  # fmt: skip
 
 
-def page(job: Json, incidents: Sequence[Json], history: Json | None, made_wall_s: float) -> str:
+def page(job: JobDetail, incidents: Sequence[Incident], history: History | None, made_wall_s: float) -> str:
     """`job`, `incidents`, `history`: answers of the API; `history` None: this node has none."""
     head, sections = parts(job, incidents, history, made_wall_s)
     return (
         "<!doctype html>\n<html lang=en><head><meta charset=utf-8>\n"
         "<meta http-equiv=Content-Security-Policy content=\"default-src 'none'; style-src 'unsafe-inline'\">\n"
         '<meta name=viewport content="width=device-width, initial-scale=1">\n'
-        f"<title>{text(shown(job['job']))}</title>\n<style>{STYLE}</style></head>\n<body>\n"
+        f"<title>{text(printable(job).job)}</title>\n<style>{STYLE}</style></head>\n<body>\n"
         f"{head}\n<p class=dim>as of {clock(made_wall_s)}</p>\n{sections}\n</body></html>\n"
     )
 
 
-def parts(job: Json, incidents: Sequence[Json], history: Json | None, now_wall_s: float) -> tuple[str, str]:
+def parts(job: JobDetail, incidents: Sequence[Incident], history: History | None, now_wall_s: float) -> tuple[str, str]:
     """The head and the sections below it, as HTML; arguments as for `page`."""
-    job, incidents = shown(job), shown(incidents)
+    job, incidents = printable(job), [printable(row) for row in incidents]
     axis = _axis(job, incidents, history, now_wall_s)
-    points = history["points"] if history else []
-    marks = [(row["wall_s"], _kind(row)) for row in incidents]
-    loss = [(p["wall_s"], p["loss"]) for p in points]
-    rate = [(p["wall_s"], p["steps_per_s"]) for p in points]
+    points = history.points if history else []
+    marks = [(row.wall_s, _kind(row)) for row in incidents]
+    loss = [(p.wall_s, p.loss) for p in points]
+    rate = [(p.wall_s, p.steps_per_s) for p in points]
     missing = "" if points else "<p class=dim>No curves: this node has had no rank of the job.</p>"
     body = [
         "<h2>Time line</h2>",
@@ -90,10 +99,10 @@ def parts(job: Json, incidents: Sequence[Json], history: Json | None, now_wall_s
         body += ["<h2>Loss</h2>", _plot(svg.curve(axis, loss, marks, "Loss over time"))]
     if rate:
         body += ["<h2>Steps per second</h2>", _plot(svg.curve(axis, rate, marks, "Steps per second", from_zero=True))]
-    if job["step_time"]:
-        body += ["<h2>Time of a step</h2>", f"<p>{text(step_time.text(job['step_time']))}</p>"]
-    body += _ledger(job["goodput"]) + _accounts(job)
-    body += _incidents(incidents) + _error(job["error"]) + _spec(job["spec"])
+    if job.step_time:
+        body += ["<h2>Time of a step</h2>", f"<p>{text(step_time.text(job.step_time))}</p>"]
+    body += _ledger(job.goodput) + _accounts(job)
+    body += _incidents(incidents) + _error(job.error) + _spec(job.spec)
     return _head(job), "\n".join(body)
 
 
@@ -107,37 +116,37 @@ def text(value: object, most: int = LONGEST_TEXT) -> str:
     return html.escape(said if len(said) <= most else f"{said[:most]}…")
 
 
-def _axis(job: Json, incidents: Sequence[Json], history: Json | None, now_s: float) -> svg.Axis:
-    points = history["points"] if history else []
-    known = [row["wall_s"] for row in incidents] + [p["wall_s"] for p in points]
-    begin = job["submitted_wall_s"] or min(known, default=now_s - 1)
-    end = job["since_wall_s"] if job["phase"] in OVER and job["since_wall_s"] > begin else now_s
+def _axis(job: JobDetail, incidents: Sequence[Incident], history: History | None, now_s: float) -> svg.Axis:
+    points = history.points if history else []
+    known = [row.wall_s for row in incidents] + [p.wall_s for p in points]
+    begin = job.submitted_wall_s or min(known, default=now_s - 1)
+    end = job.since_wall_s if job.phase in OVER and job.since_wall_s > begin else now_s
     return svg.Axis(begin, max(end, begin + 1))
 
 
-def _kind(row: Json) -> str:
-    return "planned" if row["kind"] == "planned" else "failed"
+def _kind(row: Incident) -> str:
+    return "planned" if row.kind == "planned" else "failed"
 
 
-def _spans(job: Json, incidents: Sequence[Json], points: Sequence[Json], axis: svg.Axis) -> list[svg.Span]:
+def _spans(job: JobDetail, incidents: Sequence[Incident], points: Sequence[Point], axis: svg.Axis) -> list[svg.Span]:
     """Set-up until the first known step, then generations, with the incidents over them."""
-    first = min([p["wall_s"] for p in points[:1]] + [row["wall_s"] for row in incidents[:1]], default=None)
+    first = min([p.wall_s for p in points[:1]] + [row.wall_s for row in incidents[:1]], default=None)
     if first is None:
-        first = axis.low if job["step"] else axis.high
+        first = axis.low if job.step else axis.high
     spans = [svg.Span(axis.low, first, "setup", f"set-up, {length(first - axis.low)}", "set-up")]
     begin, number, world = first, None, None
     for row in incidents:
-        known = row["generation"] - 1 if number is None else number
-        ranks = row["world_size_before"] if world is None else world
-        spans.append(_generation(begin, row["wall_s"], known, ranks))
-        begin = row["wall_s"] + (row["took_s"] or 0.0)
-        number, world = row["generation"], row["world_size_after"]
-    if job["step"]:
-        spans.append(_generation(begin, axis.high, number or job["generation"], world or job["world_size"]))
+        known = row.generation - 1 if number is None else number
+        ranks = row.world_size_before if world is None else world
+        spans.append(_generation(begin, row.wall_s, known, ranks))
+        begin = row.wall_s + (row.took_s or 0.0)
+        number, world = row.generation, row.world_size_after
+    if job.step:
+        spans.append(_generation(begin, axis.high, number or job.generation, world or job.world_size))
     for row in incidents:
-        took = row["took_s"] or 0.0
-        title = f"{clock(row['wall_s'])} {row['kind']}, {length(took)}, {row['lost']} lost: {row['detail']}"
-        spans.append(svg.Span(row["wall_s"], row["wall_s"] + took, _kind(row), title[:LONGEST_TEXT]))
+        took = row.took_s or 0.0
+        title = f"{clock(row.wall_s)} {row.kind}, {length(took)}, {row.lost} lost: {row.detail}"
+        spans.append(svg.Span(row.wall_s, row.wall_s + took, _kind(row), title[:LONGEST_TEXT]))
     return spans
 
 
@@ -146,76 +155,80 @@ def _generation(begin: float, end: float, number: int, ranks: int) -> svg.Span:
     return svg.Span(begin, max(begin, end), "stepping", told, f"gen {number}")
 
 
-def _head(job: Json) -> str:
-    checkpoint = job["checkpoint"]
-    saved = f"step {checkpoint['step']}" if checkpoint and checkpoint["step"] is not None else "none"
-    good = job["goodput"]
+def _head(job: JobDetail) -> str:
+    checkpoint = job.checkpoint
+    saved = f"step {checkpoint.step}" if checkpoint and checkpoint.step is not None else "none"
+    good = job.goodput
     facts: list[tuple[str, object]] = [
-        ("phase", job["phase"]),
-        ("step", job["step"] if job["step"] is not None else "none"),
-        ("loss", svg.number(job["loss"]) if job["loss"] is not None else "not reported"),
-        ("steps per second", svg.number(job["steps_per_s"]) if job["steps_per_s"] is not None else "-"),
-        ("goodput", goodput.percent(good["goodput"]) if good else "not known"),
-        ("ranks", job["world_size"]),
-        ("generation", job["generation"]),
-        ("incidents", job["incidents"]),
-        ("restarts charged", job["restarts"]),
+        ("phase", job.phase),
+        ("step", job.step if job.step is not None else "none"),
+        ("loss", svg.number(job.loss) if job.loss is not None else "not reported"),
+        ("steps per second", svg.number(job.steps_per_s) if job.steps_per_s is not None else "-"),
+        ("goodput", goodput.percent(good.goodput) if good else "not known"),
+        ("ranks", job.world_size),
+        ("generation", job.generation),
+        ("incidents", job.incidents),
+        ("restarts charged", job.restarts),
         ("newest checkpoint", saved),
     ]
     rows = "".join(f"<div><span>{text(name)}</span>{text(value)}</div>" for name, value in facts)
-    why = f"<p>{text(job['reason'])}</p>" if job["reason"] else ""
-    waits = f"<p>waits for {text(job['waiting_for'])}</p>" if job["waiting_for"] else ""
-    by = f"submitted {clock(job['submitted_wall_s'])} by {text(job['submitted_by'])}"
-    return f"<h1>{text(job['job'])}</h1>\n<p class=dim>{by}</p>\n{why}{waits}\n<div class=facts>{rows}</div>"
+    why = f"<p>{text(job.reason)}</p>" if job.reason else ""
+    waits = f"<p>waits for {text(job.waiting_for)}</p>" if job.waiting_for else ""
+    by = f"submitted {clock(job.submitted_wall_s)} by {text(job.submitted_by)}"
+    return f"<h1>{text(job.job)}</h1>\n<p class=dim>{by}</p>\n{why}{waits}\n<div class=facts>{rows}</div>"
 
 
-def _ledger(known: Json | None) -> list[str]:
+def _ledger(known: Goodput | None) -> list[str]:
     if known is None:
         return []
-    share: dict[str, float] = {"stepping": known["goodput"], **known["badput"]}
+    share: dict[str, float] = {"stepping": known.goodput, **known.badput}
     words = {"stepping": "steps that count", **goodput.WORDS}
     shares = [(n, share[n], f"{words[n]}: {goodput.percent(share[n])}") for n in BUCKETS if share.get(n)]
     rows = "".join(
         f'<tr><td><span class="key {n}"></span>{text(words[n])}</td><td class=n>{goodput.percent(value)}</td>'
-        f"<td class=n>{length(value * known['wall_s'])}</td></tr>"
+        f"<td class=n>{length(value * known.wall_s)}</td></tr>"
         for n, value, _ in shares
     )
     return [
-        f"<h2>Where the time went: {goodput.percent(known['goodput'])} goodput</h2>",
+        f"<h2>Where the time went: {goodput.percent(known.goodput)} goodput</h2>",
         _plot(svg.stacked(shares, "Share of the time of all ranks by what it went into")),
-        f"<table><tr><th>of {length(known['wall_s'])}, mean over the ranks<th class=n>share<th class=n>time</tr>"
+        f"<table><tr><th>of {length(known.wall_s)}, mean over the ranks<th class=n>share<th class=n>time</tr>"
         f"{rows}</table>",
     ]
 
 
-def _accounts(job: Json) -> list[str]:
+def _accounts(job: JobDetail) -> list[str]:
     """What the ranks' own accounts add up to, and each of those that made the least steps that count."""
-    summed: Json | None = job.get("rank_time")
+    summed = job.rank_time
     if summed is None:
         return []
-    stands = goodput.STANDSTILL in summed["badput"]
-    rows = summed["accounts"] or [row | row["time"] for row in job["ranks"] if row.get("time")]
-    least = sorted(rows, key=lambda row: 1.0 if row["goodput"] is None else row["goodput"])[:MOST_RANKS]
-    whole = {name: seconds for name, seconds in summed["rank_seconds"].items() if name != "stepping"}
-    whole[goodput.STANDSTILL] = summed["open_rank_seconds"] if stands else 0
-    body = _account("all", "", summed["rank_wall_s"], summed["goodput"], whole)
+    stands = goodput.STANDSTILL in summed.badput
+    rows = summed.accounts or [
+        Account(rank=row.rank, node=row.node, slot=row.slot, **structs.asdict(row.time))
+        for row in job.ranks
+        if row.time
+    ]
+    least = sorted(rows, key=lambda row: 1.0 if row.goodput is None else row.goodput)[:MOST_RANKS]
+    whole = {name: seconds for name, seconds in summed.rank_seconds.items() if name != "stepping"}
+    whole[goodput.STANDSTILL] = summed.open_rank_seconds if stands else 0
+    body = _account("all", "", summed.rank_wall_s, summed.goodput, whole)
     for row in least:
-        lost = {name: seconds for name, seconds in row["seconds"].items() if name != "stepping"}
-        lost[goodput.STANDSTILL] = row["open_seconds"] if stands else 0
-        rank = row["rank"] if row["rank"] >= 0 else "none now"
-        spent_s = row["until_wall_s"] - row["since_wall_s"]
-        body += _account(rank, f"{row['node']}, slot {row['slot']}", spent_s, row["goodput"], lost)
+        lost = {name: seconds for name, seconds in row.seconds.items() if name != "stepping"}
+        lost[goodput.STANDSTILL] = row.open_seconds if stands else 0
+        rank = row.rank if row.rank >= 0 else "none now"
+        spent_s = row.until_wall_s - row.since_wall_s
+        body += _account(rank, f"{row.node}, slot {row.slot}", spent_s, row.goodput, lost)
     few = f"; the {len(least)} with the least goodput" if len(least) < len(rows) else ""
-    told = f"{summed['ranks']} ranks, each by its own agent's account from the first agent of its node on{few}"
+    told = f"{summed.ranks} ranks, each by its own agent's account from the first agent of its node on{few}"
     head = "<tr><th>rank<th>where<th class=n>time<th class=n>goodput<th>badput</tr>"
     return [
-        f"<h2>Rank by rank: {goodput.percent(summed['goodput'])} goodput</h2>",
+        f"<h2>Rank by rank: {goodput.percent(summed.goodput)} goodput</h2>",
         f"<p class=dim>{text(told)}</p>",
         f"<div class=wide><table>{head}{body}</table></div>",
     ]
 
 
-def _account(rank: object, where: str, spent_s: float, good: float | None, lost_s: Json) -> str:
+def _account(rank: object, where: str, spent_s: float, good: float | None, lost_s: dict[str, float]) -> str:
     causes = [(name, seconds) for name, seconds in lost_s.items() if seconds > 0 and spent_s > 0]
     lost = ", ".join(
         f"{goodput.WORDS.get(name, name)} {goodput.percent(min(1.0, seconds / spent_s))}"
@@ -228,34 +241,32 @@ def _account(rank: object, where: str, spent_s: float, good: float | None, lost_
     )
 
 
-def _incidents(rows: Sequence[Json]) -> list[str]:
+def _incidents(rows: Sequence[Incident]) -> list[str]:
     if not rows:
         return ["<h2>Incidents</h2>", "<p class=dim>none</p>"]
     out = []
     for row in rows:
-        verdict = row.get("verdict") or {}
-        what = verdict.get("what") or row["detail"]
-        cure = f"<p class=dim>{text(verdict['cure'])}</p>" if verdict.get("cure") else ""
-        kind = verdict.get("class") or row["kind"]
+        what = row.verdict.what or row.detail
+        cure = f"<p class=dim>{text(row.verdict.cure)}</p>" if row.verdict.cure else ""
         out.append(
-            f"<tr><td class=now>{clock(row['wall_s'])}</td><td class=now>{text(kind)}</td>"
-            f"<td>{text(row['node'])}</td><td class=n>{'open' if row['open'] else length(row['took_s'])}</td>"
-            f"<td class=n>{text('so far' if row['open'] else row['lost'])}</td>"
+            f"<tr><td class=now>{clock(row.wall_s)}</td><td class=now>{text(row.verdict.cls)}</td>"
+            f"<td>{text(row.node)}</td><td class=n>{'open' if row.open else length(row.took_s)}</td>"
+            f"<td class=n>{text('so far' if row.open else row.lost)}</td>"
             f"<td class=what>{text(what)}{cure}</td></tr>"
         )
     head = "<tr><th>when<th>class<th>node<th class=n>took<th class=n>lost<th>what happened</tr>"
     return ["<h2>Incidents</h2>", f"<div class='wide long'><table>{head}{''.join(out)}</table></div>"]
 
 
-def _error(error: Json | None) -> list[str]:
+def _error(error: WorkerError | None) -> list[str]:
     if error is None:
         return []
-    told = error["traceback"].rstrip() or error["message"]
-    where = f"rank {error['rank']} on {error['node']}"
+    told = error.traceback.rstrip() or error.message
+    where = f"rank {error.rank} on {error.node}"
     return [f"<h2>Newest error: {text(where)}</h2>", f"<pre>{text(told, 20_000)}</pre>"]
 
 
-def _spec(spec: Json | None) -> list[str]:
+def _spec(spec: dict[str, Any] | None) -> list[str]:
     if not spec:
         return []
     rows = "".join(

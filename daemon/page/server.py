@@ -19,7 +19,7 @@ from elasticd.api.http.httpd import (
     listen_on,
 )
 from elasticd.api.routes import course, event_routes, routes
-from elasticd.base import masking as log_privacy
+from elasticd.base import masking
 from elasticd.base.errors import Refused
 from elasticd.base.folders import Folder
 from elasticd.base.log import Log
@@ -72,14 +72,14 @@ class PageSource:
             newest = sorted(snapshot.cluster.events)[-live.LAST_EVENTS :]
             events = timeline.read({key: snapshot.cluster.events[key] for key in newest})
             status = views.status(snapshot, self.identity, instant)
-            status["jobs"] = [log_privacy.job(row) for row in status["jobs"]]
-            return live.cluster(status, [timeline.as_json(e) for e in events])
+            status.jobs = [masking.job(row) for row in status.jobs]
+            return live.cluster(status, [timeline.answer(event) for event in events])
         known = snapshot.cluster.jobs.get(job)
         if known is None:
             raise no_job(job, snapshot)
         return live.job(
-            log_privacy.job(views.job_detail(snapshot, known, instant)),
-            [log_privacy.incident(row) for row in views.incidents(snapshot, job, instant)],
+            masking.job(views.job_detail(snapshot, known, instant)),
+            [masking.incident(row) for row in views.incidents(snapshot, job, instant)],
             course.read(self.logs(job), known.spec),
             event_routes.listed(snapshot.cluster, job, "", 0.0, live.LAST_EVENTS),
             instant.wall_s,

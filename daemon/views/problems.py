@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from elasticd.base import answers
 from elasticd.cluster.published_state import Contact, Snapshot
 from elasticd.machine import expiring
 
@@ -11,8 +12,6 @@ if TYPE_CHECKING:
     from .instant import Identity, Now
 
 from .instant import plain_text
-
-Json = dict[str, Any]
 
 SILENT_S = 10.0
 """An agent rewrites its status once a second; if it is older than this, the agent is stopped or its disk is full."""
@@ -30,7 +29,7 @@ _ALARMS = {
 }
 
 
-def problems_of(snapshot: Snapshot, identity: Identity, rows: list[Json], now: Now) -> list[str]:
+def problems_of(snapshot: Snapshot, identity: Identity, rows: list[answers.Node], now: Now) -> list[str]:
     """One line for each. `rows`: the nodes, as `views.nodes` shows them."""
     found = []
     if not snapshot.contact.connected:
@@ -59,7 +58,7 @@ def problems_of(snapshot: Snapshot, identity: Identity, rows: list[Json], now: N
                 f"to fork: {agent.status.why_fresh}"
             )
     verbs = {"unhealthy": "is unhealthy: ", "no daemon": "has no daemon: ", "lost": "is lost "}
-    ill = [f"{r['node']} {verbs[r['state']]}{r['reason']}" for r in rows if r["state"] in verbs]
+    ill = [f"{row.node} {verbs[row.state]}{row.reason}" for row in rows if row.state in verbs]
     found += ill[:SHOWN_NODES]
     if len(ill) > SHOWN_NODES:
         found.append(f"{len(ill) - SHOWN_NODES} more nodes are lost, unhealthy or without elasticd: elasticctl nodes")

@@ -1,17 +1,16 @@
-"""The daemon's snapshot as the JSON of its API. Pure; docs/api.md defines each field."""
+"""The daemon's snapshot as the answers of its API. Pure."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from elastic.contract.records.job_records import IncidentRecord, Phase, ProgressRecord
 from elastic.contract.records.standings import FIRST_STEP_S
 from elasticd.access import authority
-from elasticd.base import masking
+from elasticd.base import answers, masking
 from elasticd.cluster.cluster import Job
 from elasticd.cluster.published_state import Snapshot
 from elasticd.diagnosis import goodput, step_time, verdict, why
@@ -20,20 +19,14 @@ from . import rank_rows
 from .instant import Identity, Now
 from .problems import problems_of
 
-SCHEMA = 1
-"""Version of every answer. Fields may be added under the same version; none is removed or changes its meaning."""
-
 SHOWN_REFUSED = 20
 """At most this many refused records are listed."""
-
-Json = dict[str, Any]
-
 
 OVER_SHOWN = 100
 """Jobs that are over, the newest, in status, page and metrics."""
 
 
-def status(snapshot: Snapshot, identity: Identity, now: Now, every: bool = False) -> Json:
+def status(snapshot: Snapshot, identity: Identity, now: Now, every: bool = False) -> answers.Status:
     """`every`: also the jobs that are over beyond the newest OVER_SHOWN of them."""
     known = _in_order(snapshot)
     over = [] if every else [job for job in known if job.over][:-OVER_SHOWN]
@@ -41,61 +34,57 @@ def status(snapshot: Snapshot, identity: Identity, now: Now, every: bool = False
     jobs = [job_row(snapshot, job, now) for job in known if job.name not in left_out]
     nodes_ = nodes(snapshot, identity.node, now.wall_s)
     problems = problems_of(snapshot, identity, nodes_, now)
-    return {
-        "schema": SCHEMA,
-        "cluster": identity.cluster,
-        "node": identity.node,
-        "version": identity.version,
-        "pid": identity.pid,
-        "uptime_s": round(now.monotonic_s - identity.started_s, 1),
-        "metrics": identity.metrics,
-        "address": identity.address,
-        "interface": identity.interface,
-        "address_why": identity.address_why,
-        "python": identity.python,
-        "wall_s": now.wall_s,
-        "etcd": etcd(snapshot, identity, now),
-        "health": "degraded" if problems else "healthy",
-        "problems": problems,
-        "nodes": nodes_,
-        "jobs": jobs,
-        "jobs_left_out": len(left_out),
-    }
+    return answers.Status(
+        cluster=identity.cluster,
+        node=identity.node,
+        version=identity.version,
+        pid=identity.pid,
+        uptime_s=round(now.monotonic_s - identity.started_s, 1),
+        metrics=identity.metrics,
+        address=identity.address,
+        interface=identity.interface,
+        address_why=identity.address_why,
+        python=identity.python,
+        wall_s=now.wall_s,
+        etcd=etcd(snapshot, identity, now),
+        health="degraded" if problems else "healthy",
+        problems=problems,
+        nodes=nodes_,
+        jobs=jobs,
+        jobs_left_out=len(left_out),
+    )
 
 
-def etcd(snapshot: Snapshot, identity: Identity, now: Now) -> Json:
+def etcd(snapshot: Snapshot, identity: Identity, now: Now) -> answers.EtcdContact:
     contact = snapshot.contact
     age_s = now.monotonic_s - contact.as_of_s
-    return {
-        "connected": contact.connected,
-        "age_s": round(age_s, 1) if math.isfinite(age_s) else None,
-        "error": contact.error,
-        "alarms": list(contact.alarms),
-        "version": contact.version,
-        "endpoints": list(identity.endpoints),
-        "embedded": identity.embedded,
-        "anonymous": contact.anonymous,
-        "certificates": [
-            {"what": each.what, "file": each.file, "expires_wall_s": each.until_wall_s} for each in contact.certificates
+    return answers.EtcdContact(
+        connected=contact.connected,
+        age_s=round(age_s, 1) if math.isfinite(age_s) else None,
+        error=contact.error,
+        alarms=list(contact.alarms),
+        version=contact.version,
+        endpoints=list(identity.endpoints),
+        embedded=identity.embedded,
+        anonymous=contact.anonymous,
+        certificates=[
+            answers.Certificate(what=each.what, file=each.file, expires_wall_s=each.until_wall_s)
+            for each in contact.certificates
         ],
-        "signed": bool(identity.key_id),
-        "key_id": identity.key_id,
-        "refused": dict(sorted(snapshot.cluster.refused.items())[:SHOWN_REFUSED]),
-        "members": [
-            {
-                "endpoint": m.endpoint,
-                "ok": m.ok,
-                "version": m.version,
-                "error": m.error,
-                "database_mb": round(m.database_mb, 1),
-            }
+        signed=bool(identity.key_id),
+        key_id=identity.key_id,
+        refused=dict(sorted(snapshot.cluster.refused.items())[:SHOWN_REFUSED]),
+        members=[
+            answers.EtcdMember(
+                endpoint=m.endpoint, ok=m.ok, version=m.version, error=m.error, database_mb=round(m.database_mb, 1)
+            )
             for m in contact.members
         ],
-        "revision": snapshot.cluster.revision,
-    }
+        revision=snapshot.cluster.revision,
+    )
 
 
-def nodes(snapshot: Snapshot, me: str, wall_s: float) -> list[Json]:
+def nodes(snapshot: Snapshot, me: str, wall_s: float) -> list[answers.Node]:
     """`me`: the node of this daemon."""
     cluster = snapshot.cluster
     used: dict[str, dict[str, int]] = {}
@@ -112,112 +101,103 @@ def nodes(snapshot: Snapshot, me: str, wall_s: float) -> list[Json]:
     for name in sorted({*cluster.nodes, *cluster.known}):
         node = cluster.nodes.get(name)
         jobs = used.get(name, {})
-        row: Json = {"node": name, "jobs": sorted(jobs), "slots_used": sum(jobs.values())}
-        known = cluster.known.get(name)
-        row["away_since_wall_s"] = (known.away_wall_s or None) if node is None and known else None
+        row = answers.Node(node=name, jobs=sorted(jobs), slots_used=sum(jobs.values()))
         if node is None:
+            known = cluster.known.get(name)
             down = "no daemon", "its elasticd does not answer; the agents there go on"
-            state, reason = down if jobs else why.absence(cluster, name, wall_s)
-            facts = {key: getattr(known, key, "") for key in ("address", "hostname", "version")}
-            row |= {"state": state, "reason": reason, "slots": None, "gpus": None, "up_since_wall_s": None,
-                    "older_agents": {}, **facts}  # fmt: skip
+            row.state, row.reason = down if jobs else why.absence(cluster, name, wall_s)
+            row.away_since_wall_s = (known.away_wall_s or None) if known else None
+            row.address, row.hostname, row.version = (
+                (known.address, known.hostname, known.version) if known else ("", "", "")
+            )
         else:
             record = node.record
-            state, _, reason = node.why_not.partition(": ")
-            row |= {
-                "state": state or "ready",
-                "reason": reason,
-                "slots": record.slots,
-                "gpus": record.gpus,
-                "address": record.address,
-                "hostname": record.hostname,
-                "version": record.version,
-                "older_agents": record.older,
-                "up_since_wall_s": record.started_wall_s,
-            }
-        # Each row is made once: a copy of a thousand rows stays in the daemon's memory.
-        row["why"] = why.of_node(snapshot, name, row, me, wall_s)
+            state, _, row.reason = node.why_not.partition(": ")
+            row.state = state or "ready"
+            row.slots, row.gpus, row.older_agents = record.slots, record.gpus, record.older
+            row.address, row.hostname, row.version = record.address, record.hostname, record.version
+            row.up_since_wall_s = record.started_wall_s
+        row.why = why.of_node(snapshot, row, me, wall_s)
         rows.append(row)
     return rows
 
 
-def job_row(snapshot: Snapshot, job: Job, now: Now) -> Json:
+def job_row(snapshot: Snapshot, job: Job, now: Now) -> answers.Job:
     """Summary of one job."""
     spec = job.spec.spec if job.spec else None
     progress = newest_progress(snapshot, job)
     waiting = _waiting(snapshot, job, progress)
-    row: Json = {
-        "job": job.name,
-        "phase": str(job.state.phase),
-        "reason": job.state.reason,
-        "since_wall_s": job.state.since_wall_s,
-        "submitted_wall_s": job.spec.submitted_wall_s if job.spec else None,
-        "submitted_by": job.spec.submitted_by if job.spec else "",
-        "owner": authority.owner_name(job.spec) if job.spec else "",
-        "uid": job.spec.uid if job.spec else None,
-        "nodes": spec.nodes if spec else "",
-        "members": len(job.members),
-        "generation": job.generation.number if job.generation else 0,
-        "world_size": job.generation.world_size if job.generation else 0,
-        "step": progress.step if progress else None,
-        "steps_per_s": round(progress.steps_per_s, 3) if progress and (job.members or job.over) else None,
-        "loss": _number(progress.loss) if progress else None,
-        "progress_age_s": round(max(0.0, now.wall_s - progress.wall_s), 1) if progress else None,
-        "checkpoint": _checkpoint(job, progress, now),
-        "resumed": _resumed(progress),
-        "snapshot": _snapshot(progress),
-        "goodput": goodput.row(progress),
-        **_logged(job, progress),
-        "step_time": step_time.row(progress, job.ranks, job.generation.number if job.generation else 0),
-        "managed": progress.managed if progress else None,
-        "restarts": job.state.restarts,
-        "waiting_for": waiting,
-        "queue_position": queue.index(job.name) + 1 if job.name in (queue := snapshot.plan.queue) else None,
-        "can_never_run": job.name in snapshot.plan.never,
-        "no_progress": _no_progress(job, progress, now),
-        "incidents": len(job.incidents),
-        "last_incident": incident(snapshot, job, job.incidents[-1], now) if job.incidents else None,
-        "error": msgspec.to_builtins(job.state.error) if job.state.error else None,
-    }
+    logged = progress if progress and (progress.logged or progress.logged_not_finite) else job.progress
+    row = answers.Job(
+        job=job.name,
+        phase=str(job.state.phase),
+        reason=job.state.reason,
+        since_wall_s=job.state.since_wall_s,
+        submitted_wall_s=job.spec.submitted_wall_s if job.spec else None,
+        submitted_by=job.spec.submitted_by if job.spec else "",
+        owner=authority.owner_name(job.spec) if job.spec else "",
+        uid=job.spec.uid if job.spec else None,
+        nodes=spec.nodes if spec else "",
+        members=len(job.members),
+        generation=job.generation.number if job.generation else 0,
+        world_size=job.generation.world_size if job.generation else 0,
+        step=progress.step if progress else None,
+        steps_per_s=round(progress.steps_per_s, 3) if progress and (job.members or job.over) else None,
+        loss=_number(progress.loss) if progress else None,
+        progress_age_s=round(max(0.0, now.wall_s - progress.wall_s), 1) if progress else None,
+        checkpoint=_checkpoint(job, progress, now),
+        resumed=_resumed(progress),
+        snapshot=_snapshot(progress),
+        goodput=goodput.row(progress),
+        # An agent that is neither rank 0's nor the leader's publishes none: then those of the leader count.
+        logged=dict(logged.logged) if logged else {},
+        logged_not_finite=dict(logged.logged_not_finite) if logged else {},
+        step_time=step_time.row(progress, job.ranks, job.generation.number if job.generation else 0),
+        managed=progress.managed if progress else None,
+        restarts=job.state.restarts,
+        waiting_for=waiting,
+        queue_position=queue.index(job.name) + 1 if job.name in (queue := snapshot.plan.queue) else None,
+        can_never_run=job.name in snapshot.plan.never,
+        no_progress=_no_progress(job, progress, now),
+        incidents=len(job.incidents),
+        last_incident=incident(snapshot, job, job.incidents[-1], now) if job.incidents else None,
+        error=_as(answers.WorkerError, job.state.error) if job.state.error else None,
+    )
+    row.health = _health(job, row, _starts(job, row, progress, now))
     starting = progress is not None and progress.starting and waiting == progress.waiting_for
-    return row | {
-        "health": _health(job, row, _starts(job, row, progress, now)),
-        "why": why.of_job(snapshot, job, row, starting, now.wall_s),
-    }
+    row.why = why.of_job(snapshot, job, row, starting, now.wall_s)
+    return row
 
 
-def job_detail(snapshot: Snapshot, job: Job, now: Now, *, secrets: bool = False) -> Json:
-    """All details of one job; its secrets only if requested."""
-    spec: Json | None = msgspec.to_builtins(job.spec.spec) if job.spec else None
-    places = job.generation.nodes if job.generation else ()
+def job_detail(snapshot: Snapshot, job: Job, now: Now, *, secrets: bool = False) -> answers.JobDetail:
+    """All details of one job; its secrets only if requested. Without `etcd`."""
+    spec: dict[str, Any] | None = msgspec.to_builtins(job.spec.spec) if job.spec else None
     still = goodput.stands_still(newest_progress(snapshot, job))
-    ranks = [] if job.over else rank_rows.of_job(snapshot, job, still=still, wall_s=now.wall_s)
-    # Of a job that runs each rank's own account is in its row.
-    summed = rank_time(snapshot, job, each=job.over)
-    return job_row(snapshot, job, now) | {
-        "schema": SCHEMA,
-        "spec": spec if secrets or spec is None else masking.masked(spec),
-        "failures_in_window": len(job.state.failures),
-        "excluded_nodes": list(job.state.excluded_nodes),
-        "places": [{"node": p.node, "host": p.host, "slots": list(p.slots)} for p in places],
-        "why_generation": job.generation.why if job.generation else "",
-        "member_nodes": {
-            name: {
-                "ready": list(m.record.ready),
-                "slots": m.record.slots,
-                "draining": m.record.draining,
-                "address": f"{m.record.host}:{m.record.port}",
-            }
+    return answers.JobDetail(
+        **msgspec.structs.asdict(job_row(snapshot, job, now)),
+        spec=spec if secrets or spec is None else masking.masked(spec),
+        failures_in_window=len(job.state.failures),
+        excluded_nodes=list(job.state.excluded_nodes),
+        places=[
+            answers.Place(node=p.node, host=p.host, slots=list(p.slots))
+            for p in (job.generation.nodes if job.generation else ())
+        ],
+        why_generation=job.generation.why if job.generation else "",
+        member_nodes={
+            name: answers.Member(
+                ready=list(m.record.ready), slots=m.record.slots, draining=m.record.draining,
+                address=f"{m.record.host}:{m.record.port}",
+            )
             for name, m in job.members.items()
         },
-        "ranks": ranks,
-        "rank_time": summed,
-        "agent": _agent(snapshot, job.name),
-        "recent_incidents": [incident(snapshot, job, i, now) for i in job.incidents[-10:]],
-    }
+        ranks=[] if job.over else rank_rows.of_job(snapshot, job, still=still, wall_s=now.wall_s),
+        rank_time=rank_time(snapshot, job, each=job.over),  # of a job that runs each rank's account is in its row
+        agent=_agent(snapshot, job.name),
+        recent_incidents=[incident(snapshot, job, i, now) for i in job.incidents[-10:]],
+    )  # fmt: skip
 
 
-def rank_time(snapshot: Snapshot, job: Job, *, each: bool) -> Json | None:
+def rank_time(snapshot: Snapshot, job: Job, *, each: bool) -> answers.RankTime | None:
     """Where the time of all ranks went, by their own agents' accounts; see `goodput.summed`."""
     if goodput.tells_nothing(progress := newest_progress(snapshot, job)):
         return None
@@ -225,16 +205,24 @@ def rank_time(snapshot: Snapshot, job: Job, *, each: bool) -> Json | None:
     return goodput.summed(job.ranks, rank_rows.own_account(snapshot, job), each=each, still=still)
 
 
-def incident(snapshot: Snapshot, job: Job, record: IncidentRecord, now: Now) -> Json:
-    row: Json = msgspec.to_builtins(record)
-    del row["protocol"]
+def incident(snapshot: Snapshot, job: Job, record: IncidentRecord, now: Now) -> answers.Incident:
+    row = _as(answers.Incident, record)
     if record.open and job.over and not job.members:  # no agent is left that could close it
-        row["open"], row["ended_wall_s"] = False, job.state.since_wall_s
-    age_s = round(max(0.0, now.wall_s - record.wall_s), 1)
-    took_s = age_s if row["open"] else max(record.timeline_s.values(), default=None)
-    waits = _waiting(snapshot, job, newest_progress(snapshot, job)) if row["open"] else ""
-    told = verdict.as_json(verdict.judge(record, _seen(snapshot, job, age_s, waits)))
-    return row | {"job": job.name, "age_s": age_s, "took_s": took_s, "lost": steps_lost(record), "verdict": told}
+        row.open, row.ended_wall_s = False, job.state.since_wall_s
+    row.job, row.lost = job.name, steps_lost(record)
+    row.age_s = round(max(0.0, now.wall_s - record.wall_s), 1)
+    row.took_s = row.age_s if row.open else max(record.timeline_s.values(), default=None)
+    waits = _waiting(snapshot, job, newest_progress(snapshot, job)) if row.open else ""
+    row.verdict = _as(answers.Verdict, verdict.as_json(verdict.judge(record, _seen(snapshot, job, row.age_s, waits))))
+    return row
+
+
+A = TypeVar("A", bound=answers.Answer)
+
+
+def _as(kind: type[A], record: object) -> A:
+    """A record, or what it is as JSON, as the answer that has its fields."""
+    return msgspec.convert(msgspec.to_builtins(record), kind)
 
 
 def _seen(snapshot: Snapshot, job: Job, age_s: float, waits_for: str) -> verdict.VerdictContext:
@@ -266,11 +254,11 @@ def steps_lost(record: IncidentRecord) -> str:
     return f"{number} step{'' if number == '1' else 's'}"
 
 
-def incidents(snapshot: Snapshot, job: str, now: Now) -> list[Json]:
+def incidents(snapshot: Snapshot, job: str, now: Now) -> list[answers.Incident]:
     """Incidents of one job, or of all jobs (''), oldest first."""
     asked = (j for j in snapshot.cluster.jobs.values() if job in ("", j.name))
     found = [incident(snapshot, j, i, now) for j in asked for i in j.incidents]
-    return sorted(found, key=lambda row: float(row["wall_s"]))
+    return sorted(found, key=lambda row: row.wall_s)
 
 
 def newest_progress(snapshot: Snapshot, job: Job) -> ProgressRecord | None:
@@ -281,11 +269,11 @@ def newest_progress(snapshot: Snapshot, job: Job) -> ProgressRecord | None:
     return max(known, key=lambda p: (p.generation, p.step, p.wall_s), default=None)
 
 
-def healthz(snapshot: Snapshot, now: Now) -> tuple[bool, Json]:
+def healthz(snapshot: Snapshot, now: Now) -> tuple[bool, dict[str, Any]]:
     """Whether the daemon itself is alive: its loop turns. An unreachable etcd is no reason to restart it."""
     age_s = now.monotonic_s - snapshot.turned_s
     alive = age_s < 10.0
-    return alive, {"schema": SCHEMA, "alive": alive, "last_turn_s": round(age_s, 2),
+    return alive, {"schema": answers.SCHEMA, "alive": alive, "last_turn_s": round(age_s, 2),
                    "etcd_connected": snapshot.contact.connected, "registered": snapshot.registered}  # fmt: skip
 
 
@@ -296,65 +284,47 @@ def _in_order(snapshot: Snapshot) -> list[Job]:
     return sorted(snapshot.cluster.jobs.values(), key=lambda j: (j.over, j.submitted))
 
 
-def _agent(snapshot: Snapshot, job: str) -> Json | None:
+def _agent(snapshot: Snapshot, job: str) -> answers.Agent | None:
     agent = snapshot.agents.get(job)
     if agent is None:
-        return {"pid": None, "trouble": snapshot.trouble[job]} if job in snapshot.trouble else None
-    said = agent.status
-    return {
-        "pid": agent.pid,
-        "version": said.version if said else "",
-        "phase": said.phase if said else "starting",
-        "reason": said.reason if said else "",
-        "leader": said.leader if said else False,
-        "etcd_ok": said.etcd_ok if said else None,
-        "standbys": said.standbys if said else 0,
-        "preloaded": list(said.preloaded) if said else [],
-        "draining": agent.draining,
-        "trouble": snapshot.trouble.get(job, ""),
-    }
+        return answers.Agent(trouble=snapshot.trouble[job]) if job in snapshot.trouble else None
+    row = answers.Agent(pid=agent.pid, phase="starting", draining=agent.draining, trouble=snapshot.trouble.get(job, ""))
+    if status_ := agent.status:
+        row.version, row.phase, row.reason = status_.version, status_.phase, status_.reason
+        row.leader, row.etcd_ok = status_.leader, status_.etcd_ok
+        row.standbys, row.preloaded = status_.standbys, list(status_.preloaded)
+    return row
 
 
-def _resumed(progress: ProgressRecord | None) -> Json | None:
+def _resumed(progress: ProgressRecord | None) -> answers.Resumed | None:
     if progress is None or progress.resumed_step is None:
         return None
     complete = progress.step == progress.resumed_step and not progress.stepped_in
-    return {"step": progress.resumed_step, "source": progress.resumed_from, "complete": complete}
+    return answers.Resumed(step=progress.resumed_step, source=progress.resumed_from, complete=complete)
 
 
-def _checkpoint(job: Job, progress: ProgressRecord | None, now: Now) -> Json | None:
+def _checkpoint(job: Job, progress: ProgressRecord | None, now: Now) -> answers.Checkpoint | None:
     """What fails, the leader's agent knows; that of this node, whose progress may be newer, does not."""
-    error = (progress and progress.checkpoint_error) or (job.progress and job.progress.checkpoint_error)
+    error = next((p.checkpoint_error for p in (progress, job.progress) if p and p.checkpoint_error), None)
     if progress is None or not (progress.checkpoint_step or error or progress.checkpoint_interval):
         return None
     at_s = progress.checkpoint_wall_s
-    return {
-        "step": progress.checkpoint_step,
-        "age_s": round(max(0.0, now.wall_s - at_s), 1) if at_s is not None else None,
-        "error": error,
-        "failed": int(bool(error)),
-        "interval": progress.checkpoint_interval,
-        "skipped": progress.checkpoint_skipped,
-    }
+    return answers.Checkpoint(
+        step=progress.checkpoint_step,
+        age_s=round(max(0.0, now.wall_s - at_s), 1) if at_s is not None else None,
+        error=error,
+        failed=int(bool(error)),
+        interval=progress.checkpoint_interval,
+        skipped=progress.checkpoint_skipped,
+    )
 
 
-def _snapshot(progress: ProgressRecord | None) -> Json | None:
+def _snapshot(progress: ProgressRecord | None) -> answers.InMemorySnapshot | None:
     if progress is None or not (progress.snapshot_mb or progress.snapshot_interval):
         return None
-    return {
-        "step": progress.snapshot_step,
-        "memory_mb": progress.snapshot_mb,
-        "interval": progress.snapshot_interval,
-    }
-
-
-def _logged(job: Job, progress: ProgressRecord | None) -> Json:
-    """An agent that is neither rank 0's nor the leader's publishes none: then those of the leader count."""
-    found = progress if progress and (progress.logged or progress.logged_not_finite) else job.progress
-    return {
-        "logged": dict(found.logged) if found else {},
-        "logged_not_finite": dict(found.logged_not_finite) if found else {},
-    }
+    return answers.InMemorySnapshot(
+        step=progress.snapshot_step, memory_mb=progress.snapshot_mb, interval=progress.snapshot_interval
+    )
 
 
 def _waiting(snapshot: Snapshot, job: Job, progress: ProgressRecord | None) -> str:
@@ -374,39 +344,37 @@ def _waiting(snapshot: Snapshot, job: Job, progress: ProgressRecord | None) -> s
     return snapshot.trouble.get(job.name, "") if job.name not in snapshot.agents else ""
 
 
-def _no_progress(job: Job, progress: ProgressRecord | None, now: Now) -> Json | None:
+def _no_progress(job: Job, progress: ProgressRecord | None, now: Now) -> answers.NoProgress | None:
     still = progress.still if progress and not job.over and job.members else None
     if still is None:
         return None
-    return {
-        "since_wall_s": still.since_wall_s,
-        "for_s": round(max(0.0, now.wall_s - still.since_wall_s), 1),
-        "rank": still.rank,
-        "node": still.node,
-        "because": still.because,
-        "declared": still.declared,
-    }
+    return answers.NoProgress(
+        since_wall_s=still.since_wall_s,
+        for_s=round(max(0.0, now.wall_s - still.since_wall_s), 1),
+        rank=still.rank,
+        node=still.node,
+        because=still.because,
+        declared=still.declared,
+    )
 
 
-def _starts(job: Job, row: Mapping[str, Any], progress: ProgressRecord | None, now: Now) -> bool:
+def _starts(job: Job, row: answers.Job, progress: ProgressRecord | None, now: Now) -> bool:
     """Whether nothing is waited for but what every start waits for: agents, `setup`, the first group."""
-    if progress is None or progress.stepped_in or row["waiting_for"] != progress.waiting_for:
+    if progress is None or progress.stepped_in or row.waiting_for != progress.waiting_for:
         return False
-    failed = job.state.error or (row["last_incident"] or {}).get("open")
+    failed = job.state.error or (row.last_incident and row.last_incident.open)
     return not failed and now.wall_s - job.state.since_wall_s < FIRST_STEP_S
 
 
-def _health(job: Job, row: Mapping[str, Any], starts: bool) -> str:
+def _health(job: Job, row: answers.Job, starts: bool) -> str:
     phase = job.state.phase
     if phase is Phase.FAILED:
         return "failed"
     if job.over:
         return "healthy"
-    checkpoint = row["checkpoint"]
-    still = row["no_progress"]
-    waits = bool(row["waiting_for"]) and not starts and not (phase is Phase.PENDING and row["queue_position"])
-    troubled = phase is Phase.WAITING or waits or bool(checkpoint and checkpoint["error"])
-    troubled = troubled or bool(still and not still["declared"])
+    waits = bool(row.waiting_for) and not starts and not (phase is Phase.PENDING and row.queue_position)
+    troubled = phase is Phase.WAITING or waits or bool(row.checkpoint and row.checkpoint.error)
+    troubled = troubled or bool(row.no_progress and not row.no_progress.declared)
     return "degraded" if troubled else "healthy"
 
 

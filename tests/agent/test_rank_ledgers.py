@@ -93,8 +93,8 @@ def test_every_millisecond_of_every_rank_is_in_exactly_one_bucket(
             assert set(row.ranks_ms) <= set(Bucket)
             assert all(row.ranks_ms[name] >= spent for name, spent in before.get(row.slot, {}).items())
             shown = goodput.of_ranks({"a": told}, None, still=False)["a", row.slot]
-            assert sum(shown["seconds"].values()) + shown["open_seconds"] == pytest.approx(
-                shown["until_wall_s"] - shown["since_wall_s"]
+            assert sum(shown.seconds.values()) + shown.open_seconds == pytest.approx(
+                shown.until_wall_s - shown.since_wall_s
             )
         before = {row.slot: row.ranks_ms for row in told.ranks}
         if replaced:
@@ -127,15 +127,15 @@ def test_the_accounts_of_all_ranks_of_all_nodes_sum_to_the_time_of_all_ranks(
     lasted_ms = sum(row.until_ms - row.since_ms for one in told.values() for row in one.ranks)
     summed = goodput.summed(told, told.get("a"), each=each, still=False)
     assert summed is not None
-    in_buckets_ms = sum(round(spent_s * 1000) for spent_s in summed["rank_seconds"].values())
-    assert in_buckets_ms + round(summed["open_rank_seconds"] * 1000) == lasted_ms
-    assert summed["ranks"] == 2 * len(nodes)
-    assert summed["ranks"] * summed["wall_s"] == pytest.approx(lasted_ms / 1000) == summed["rank_wall_s"]
-    assert summed["goodput"] + sum(summed["badput"].values()) == pytest.approx(1)
-    assert len(summed["accounts"]) == (summed["ranks"] if each else 0)
-    for row in summed["accounts"]:
-        lasted_s = row["until_wall_s"] - row["since_wall_s"]
-        assert sum(row["seconds"].values()) + row["open_seconds"] == pytest.approx(lasted_s)
+    in_buckets_ms = sum(round(spent_s * 1000) for spent_s in summed.rank_seconds.values())
+    assert in_buckets_ms + round(summed.open_rank_seconds * 1000) == lasted_ms
+    assert summed.ranks == 2 * len(nodes)
+    assert summed.ranks * summed.wall_s == pytest.approx(lasted_ms / 1000) == summed.rank_wall_s
+    assert summed.goodput + sum(summed.badput.values()) == pytest.approx(1)
+    assert len(summed.accounts) == (summed.ranks if each else 0)
+    for row in summed.accounts:
+        lasted_s = row.until_wall_s - row.since_wall_s
+        assert sum(row.seconds.values()) + row.open_seconds == pytest.approx(lasted_s)
 
 
 def test_two_ranks_of_one_node_are_in_different_buckets() -> None:

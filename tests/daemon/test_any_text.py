@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
+from support import plain_render, plain_views
 from support.pictures import job, progress, row, snapshot
 
 from elastic.contract.records.job_records import JobState, Phase, WorkerError
@@ -23,7 +24,6 @@ from elasticd.ctl import main as ctl
 from elasticd.ctl.client import Failed
 from elasticd.ctl.show import render
 from elasticd.ctl.show.screen import Console
-from elasticd.views import views
 from elasticd.views.instant import Identity, Now
 
 NOW = Now(monotonic_s=100.0, wall_s=1000.0)
@@ -64,8 +64,8 @@ def answers() -> dict[str, Any]:
     seen = snapshot(
         one, contact=Contact(False, 40.0, "refused"), plan=Assignment(waiting={"train": "w"}), stays_out="x"
     )
-    status = views.status(seen, IDENTITY, NOW)
-    detail = views.job_detail(seen, one, NOW) | {"etcd": status["etcd"]}
+    status = plain_views.status(seen, IDENTITY, NOW)
+    detail = plain_views.job_detail(seen, one, NOW) | {"etcd": status["etcd"]}
     incident = detail["recent_incidents"][0] | {"stacks": {"rank 0": "s\ns"}, "error": detail["error"]}
     return {
         "status": status,
@@ -94,7 +94,7 @@ def _as_row() -> dict[str, Any]:
 
 
 ANSWERS = answers()
-SHOW = {name: getattr(render, name) for name in ANSWERS} | {"config": lambda data: render.config(data, True)}
+SHOW = {name: getattr(plain_render, name) for name in ANSWERS}
 
 
 def screen(view: str, data: Any, width: int) -> str:
@@ -260,5 +260,5 @@ def test_any_text_at_any_command(command: list[str], text: str, refuses: bool, a
 def test_in_a_pipe_no_end_of_a_line_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.StringIO()
     monkeypatch.setattr(render, "console", lambda: Console(out, 80))
-    render.job(ANSWERS["job"] | {"why": "word " * 60 + "end"})
+    plain_render.job(ANSWERS["job"] | {"why": "word " * 60 + "end"})
     assert "word end\n" in out.getvalue()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pathlib
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +19,7 @@ from elastic.contract.records.job_records import IncidentRecord, JobState, Phase
 from elastic.contract.records.ledger import Bucket, Ledger
 from elasticd.api.routes import course as answers
 from elasticd.api.routes import routes
+from elasticd.base import answers as shared
 from elasticd.base.errors import Refused
 from elasticd.base.folders import Folder
 from elasticd.cluster.published_state import PublishedState
@@ -29,27 +29,28 @@ from elasticd.ctl.show import course
 from elasticd.page import report as report_page
 from elasticd.page import svg
 from elasticd.views import views
+from elasticd.views.instant import Identity, Now
 
-NOW = views.Now(monotonic_s=100.0, wall_s=1000.0)
+NOW = Now(monotonic_s=100.0, wall_s=1000.0)
 LEDGER = Ledger(until_ms=0, wall_ms=100_000, ranks_ms={bucket.value: 1000 for bucket in Bucket})
 
 
-def history(*losses: float | None, every_s: float = 2.0) -> dict[str, Any]:
+def history(*losses: float | None, every_s: float = 2.0) -> shared.History:
     points = [
-        {"wall_s": 910.0 + 2 * i, "step": i + 1, "loss": loss, "steps_per_s": 1.5, "world_size": 3}
+        shared.Point(wall_s=910.0 + 2 * i, step=i + 1, loss=loss, steps_per_s=1.5, world_size=3)
         for i, loss in enumerate(losses)
     ]
-    return {"schema": 1, "job": "train", "node": "a", "every_s": every_s, "points": points}
+    return shared.History(job="train", node="a", every_s=every_s, points=points)
 
 
-def detail(**facts: object) -> dict[str, Any]:
+def detail(**facts: object) -> shared.JobDetail:
     known = job(**{"progress": progress(ledger=LEDGER)} | facts)
-    return json.loads(json.dumps(views.job_detail(snapshot(known), known, NOW)))  # type: ignore[no-any-return]
+    return views.job_detail(snapshot(known), known, NOW)
 
 
-def incidents(*found: IncidentRecord, **facts: object) -> list[dict[str, Any]]:
+def incidents(*found: IncidentRecord, **facts: object) -> list[shared.Incident]:
     known = job(**facts | ({"incidents": found} if found else {}))
-    return json.loads(json.dumps(views.incidents(snapshot(known), "", NOW)))  # type: ignore[no-any-return]
+    return views.incidents(snapshot(known), "", NOW)
 
 
 def test_the_page_shows_the_job_its_incidents_and_its_ledger() -> None:
@@ -76,8 +77,8 @@ def test_no_text_of_a_user_or_a_record_becomes_markup() -> None:
     state = JobState(phase=Phase.WAITING, reason=EVIL, error=error)
     record = IncidentRecord(generation=2, kind=EVIL, node=EVIL, ranks=(1,), detail=EVIL, wall_s=990.0)
     hostile = detail(state=state, name=EVIL)
-    hostile["spec"] = {"script": EVIL, EVIL: [EVIL], "env": {EVIL: EVIL}}
-    hostile["submitted_by"] = hostile["waiting_for"] = EVIL
+    hostile.spec = {"script": EVIL, EVIL: [EVIL], "env": {EVIL: EVIL}}
+    hostile.submitted_by = hostile.waiting_for = EVIL
     seen = Seen(report_page.page(hostile, incidents(record), None, 1000.0))
     assert not set(seen.tags) & {"script", "img"}
     assert "onerror" not in {name for name, _ in seen.attributes}
@@ -95,7 +96,7 @@ def test_no_text_of_a_user_or_a_record_becomes_markup() -> None:
 )
 @pytest.mark.parametrize("course_", [None, history(), history(None, None), history(2.0), history(2.0, 2.0)])
 def test_a_job_of_which_little_is_known_has_a_page_too(
-    facts: dict[str, object], course_: dict[str, Any] | None
+    facts: dict[str, object], course_: shared.History | None
 ) -> None:
     page = report_page.page(detail(**facts), incidents(**facts), course_, 1000.0)
     assert "nan" not in page
@@ -154,17 +155,17 @@ def test_the_summary_names_first_last_and_lowest() -> None:
 class Answers:
     """A daemon's answers."""
 
-    def __init__(self, points: dict[str, Any] | None) -> None:
+    def __init__(self, points: shared.History | None) -> None:
         self._points = points
 
-    def get(self, path: str, query: object = None, timeout_s: float | None = None) -> dict[str, Any]:
+    def get(self, path: str, query: object = None, timeout_s: float | None = None) -> Any:
         if path.endswith("/history"):
             if self._points is None:
                 raise Failed(404, "job 'train' has made no step on node 'a': ask on b")
-            return self._points
+            return msgspec.to_builtins(self._points)
         if path.startswith("/v1/incidents"):
-            return {"incidents": incidents()}
-        return {"wall_s": 1000.0} if path == "/v1/status" else detail()
+            return {"incidents": msgspec.to_builtins(incidents())}
+        return {"wall_s": 1000.0} if path == "/v1/status" else msgspec.to_builtins(detail())
 
 
 def called(monkeypatch: pytest.MonkeyPatch, answers_: Answers, *words: str) -> tuple[int, str]:
@@ -200,7 +201,7 @@ def test_a_report_to_a_device_leaves_it_a_device(monkeypatch: pytest.MonkeyPatch
     assert pathlib.Path("/dev/null").is_char_device()
 
 
-def written(folder: pathlib.Path, content: bytes) -> dict[str, Any] | None:
+def written(folder: pathlib.Path, content: bytes) -> shared.History | None:
     (folder / "train" / "agent").mkdir(parents=True)
     (folder / "train" / "agent" / "history.json").write_bytes(content)
     return answers.read(Folder(folder, ("train", "logs")))
@@ -210,8 +211,9 @@ def test_the_answer_has_the_points_of_the_file_as_json(tmp_path: pathlib.Path) -
     point = Point(wall_s=5.0, step=3, loss=0.5, steps_per_s=2.0, world_size=4)
     kept = History(submitted_wall_s=1.0, every_s=4.0, points=(point,))
     found = written(tmp_path, msgspec.json.encode(kept))
-    assert found == {"every_s": 4.0, "points": [{"wall_s": 5.0, "step": 3, "loss": 0.5, "steps_per_s": 2.0,
-                                                 "world_size": 4}]}  # fmt: skip
+    assert found == shared.History(
+        every_s=4.0, points=[shared.Point(wall_s=5.0, step=3, loss=0.5, steps_per_s=2.0, world_size=4)]
+    )
 
 
 ENDLESS = b'{"submitted_wall_s":1,"every_s":2,"points":[[5,1,1e999,1,1]]}'
@@ -238,12 +240,12 @@ class Asked:
     def __init__(self, folder: pathlib.Path) -> None:
         published = PublishedState()
         published.publish(snapshot(job()))
-        identity = views.Identity("main", "a", "0.1", 7, 0.0, (), False, "")
+        identity = Identity("main", "a", "0.1", 7, 0.0, (), False, "")
         logs = lambda name: Folder(folder, (name, "logs"))  # noqa: E731
         self.service = SimpleNamespace(published=published, identity=identity, logs=logs)
-        self.sent: list[tuple[int, dict[str, Any]]] = []
+        self.sent: list[tuple[int, object]] = []
 
-    def send_json(self, status: int, content: dict[str, Any]) -> None:
+    def send_json(self, status: int, content: object) -> None:
         self.sent.append((status, content))
 
 
@@ -259,7 +261,7 @@ def test_a_request_for_the_course_is_answered_or_told_where_it_is(tmp_path: path
     assert spec is not None
     written(tmp_path, msgspec.json.encode(History(submitted_wall_s=spec.submitted_wall_s, every_s=4.0)))
     answer(asked, {}, **names)
-    assert asked.sent == [(200, {"schema": 1, "job": "train", "node": "a", "every_s": 4.0, "points": []})]
+    assert asked.sent == [(200, shared.History(job="train", node="a", every_s=4.0))]
 
 
 def test_the_course_of_an_earlier_job_of_the_name_is_not_shown_for_this_one(tmp_path: pathlib.Path) -> None:

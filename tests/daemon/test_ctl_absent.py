@@ -9,6 +9,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 from click.testing import CliRunner, Result
+from support import plain_views
 from support.door import Door
 from support.pictures import job, snapshot
 
@@ -18,7 +19,6 @@ from elasticd.cluster.cluster import Node
 from elasticd.cluster.published_state import Contact
 from elasticd.ctl import main as ctl
 from elasticd.machine.doctor import ERROR, WARNING
-from elasticd.views import views
 
 AWAY = Contact(False, 40.0, "refused")
 
@@ -94,7 +94,7 @@ def test_members_that_a_jobs_user_invents_name_no_nodes() -> None:
     invented = replace(invented, members={**invented.members, "ghost": invented.members["b"]})
     seen = replace(snapshot(job()), cluster=replace(snapshot(job()).cluster, jobs={"train": invented}))
     assert [found.node for found in without_daemon(seen.cluster)] == ["b"]
-    assert [row["node"] for row in views.nodes(seen, "a", 0.0)] == ["a", "b"]
+    assert [row["node"] for row in plain_views.nodes(seen, "a", 0.0)] == ["a", "b"]
     assert known_nodes(seen.cluster) == {"a", "b"}
 
 

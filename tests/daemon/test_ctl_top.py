@@ -6,28 +6,29 @@ import io
 
 import msgspec
 import pytest
+from support import plain_views
 from support.pictures import job, progress, row, snapshot
 
 from elastic.contract.records.rank_records import RanksRecord, RankTimes
+from elasticd.base.answers import Json
 from elasticd.ctl.jobs import top as ctl_top
 from elasticd.ctl.show.screen import Console
-from elasticd.views import views
 from elasticd.views.instant import Now
 
 
-def detail(steps: list[int | None]) -> views.Json:
-    data = views.job_detail(snapshot(job()), job(), Now(100.0, 1000.0))
+def detail(steps: list[int | None]) -> Json:
+    data = plain_views.job_detail(snapshot(job()), job(), Now(100.0, 1000.0))
     one = {"node": "a", "slot": 0, "pid": 7, "phase": "computing", "rss_mb": 100.0, "step_s": 0.0123, "incarnation": 0}
     return data | {"ranks": [one | {"rank": i, "step": step} for i, step in enumerate(steps)]}
 
 
-def shown(data: views.Json, width: int, height: int | None = None) -> str:
+def shown(data: Json, width: int, height: int | None = None) -> str:
     out = io.StringIO()
     Console(out, width).print(*ctl_top.screen(data, width, height))
     return out.getvalue()
 
 
-def whole(*jobs: views.Json) -> views.Json:
+def whole(*jobs: Json) -> Json:
     return {"schema": 1, "cluster": "main", "wall_s": 1.0, "etcd": True, "nodes": [], "jobs": list(jobs)}
 
 
@@ -80,7 +81,7 @@ def test_ranks_of_other_nodes_are_shown_as_their_agents_published_them() -> None
     both = (RankTimes(slot=slot, rank=rank, since_ms=0, until_ms=1, row=far) for slot, rank in ((0, 2), (9, 9)))
     record = RanksRecord(node="b", generation=2, wall_s=992.0, ranks=tuple(both))
     known = job(progress=progress(ranks=[msgspec.to_builtins(row(0, "a", 0))]), ranks={"b": record})
-    seen = ctl_top.of_job(views.job_detail(snapshot(known), known, Now(100.0, 1000.0)))
+    seen = ctl_top.of_job(plain_views.job_detail(snapshot(known), known, Now(100.0, 1000.0)))
     ranks = {each["rank"]: each for each in seen["ranks"]}
     assert set(ranks) == {0, 1, 2}
     assert [ranks[2][key] for key in ("step", "phase", "step_s", "rss_mb", "age_s", "behind")] == [
@@ -89,5 +90,5 @@ def test_ranks_of_other_nodes_are_shown_as_their_agents_published_them() -> None
     assert (ranks[0]["age_s"], ranks[0]["behind"]) == (None, 0)
     assert "46 ms  812 MB  8 s ago" in shown(whole(seen), 100)
     stale = job(ranks={"b": msgspec.structs.replace(record, generation=1)}, progress=None)
-    of_before = views.job_detail(snapshot(stale), stale, Now(100.0, 1000.0))["ranks"]
+    of_before = plain_views.job_detail(snapshot(stale), stale, Now(100.0, 1000.0))["ranks"]
     assert [each["step"] for each in of_before] == [None] * 3, "its slots have other ranks now"

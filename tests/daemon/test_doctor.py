@@ -8,6 +8,7 @@ import resource
 
 import pytest
 
+from elasticd.base.answers import Diagnosis, read
 from elasticd.ctl.nodes.doctor import lines
 from elasticd.machine import doctor
 from elasticd.machine.doctor import ERROR, OK, WARNING, Finding
@@ -107,7 +108,7 @@ def test_every_warning_and_error_has_a_cure_on_the_screen() -> None:
         {"check": "clock", "level": "warning", "text": "late", "cure": "chrony", "node": "b"},
         {"check": "etcd", "level": "error", "text": "down\x1b[2J", "cure": "start it", "node": ""},
     ]
-    data = {"findings": rows, "versions": {"a": {}, "b": {}}}
+    data = read({"findings": rows, "versions": {"a": {}, "b": {}}}, Diagnosis)
     said = [text for text, _ in lines(data, every=False)]
     assert said == [
         "error   etcd      down\\x1b[2J", "                  → start it",

@@ -13,6 +13,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 from click.testing import CliRunner
+from support import plain_views
 from support.door import Door
 from support.pictures import job, snapshot
 
@@ -26,7 +27,7 @@ from elasticd.cluster import reconcile
 from elasticd.cluster.cluster import Cluster, Node
 from elasticd.cluster.published_state import Snapshot
 from elasticd.ctl import main as ctl
-from elasticd.views import views
+from elasticd.views.instant import Identity, Now
 
 from .test_node_record import Daemon
 
@@ -60,8 +61,8 @@ def test_a_drained_node_is_empty_when_its_daemon_says_so(facts: dict[str, object
 
 
 def test_an_agent_process_that_is_no_member_is_shown_on_its_node() -> None:
-    identity = views.Identity("main", "a", "0.1", 7, 40.0, (), False, "")
-    (row,) = views.status(seen(draining="reboot", jobs=("train",)), identity, views.Now(100.0, 1000.0))["nodes"]
+    identity = Identity("main", "a", "0.1", 7, 40.0, (), False, "")
+    (row,) = plain_views.status(seen(draining="reboot", jobs=("train",)), identity, Now(100.0, 1000.0))["nodes"]
     assert (row["jobs"], row["slots_used"]) == (["train"], 0)
     assert row["why"].endswith("reboot; train still here")
 

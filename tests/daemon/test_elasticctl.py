@@ -37,7 +37,7 @@ def test_status_imports_little(node: Node) -> None:
     assert done.returncode == 0, done.stderr
     assert re.search(r"cluster main +node desk +healthy", done.stdout)
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
-    heavy = {"rich", "msgspec", "grpc", "http", "tomllib", "statistics", "subprocess", "logging"}
+    heavy = {"rich", "shutil", "dataclasses", "grpc", "http", "tomllib", "statistics", "subprocess", "logging"}
     assert "elasticd.ctl.show.render" in imported
     assert heavy & imported == set(), "imported without need"
     assert len(imported) < 170, f"{len(imported)} modules; 137 are enough on Python 3.11"

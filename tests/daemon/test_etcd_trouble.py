@@ -8,6 +8,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 import structlog
+from support import plain_views
 
 from elastic.contract.records.node_records import NodeRecord
 from elastic.etcd.client import Etcd, MemberHealth, View
@@ -18,7 +19,7 @@ from elasticd.cluster.published_state import Contact, Snapshot
 from elasticd.etcd.members import AGAIN_S, LOOK_S, Members
 from elasticd.node import loop as loops
 from elasticd.node.chores import Chores
-from elasticd.views import views
+from elasticd.views.instant import Identity, Now
 
 
 def member(number: int, error: str = "", database_mb: float = 1.0) -> MemberHealth:
@@ -63,8 +64,8 @@ def test_a_member_that_is_down_at_the_start_is_shown_at_once_and_one_in_doubt_is
 
 def problems(*members: MemberHealth, connected: bool = True) -> list[str]:
     snapshot = Snapshot(contact=Contact(connected=connected, members=members), registered=True)
-    identity = views.Identity("c", "n", "1", 1, 0.0, (), False, "")
-    status = views.status(snapshot, identity, views.Now(0.0, 0.0))
+    identity = Identity("c", "n", "1", 1, 0.0, (), False, "")
+    status = plain_views.status(snapshot, identity, Now(0.0, 0.0))
     assert status["health"] == ("degraded" if status["problems"] else "healthy")
     assert [row["ok"] for row in status["etcd"]["members"]] == [m.ok for m in members]
     return cast(list[str], status["problems"])

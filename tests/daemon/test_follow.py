@@ -6,6 +6,7 @@ import io
 
 import msgspec
 import pytest
+from support import plain_views
 from support.pictures import job, progress, snapshot
 
 from elastic.contract.origin import Origin
@@ -14,7 +15,6 @@ from elasticd.api.routes.log_routes import PROGRESS_S, ProgressReports, _inciden
 from elasticd.ctl.client import Client, Failed
 from elasticd.ctl.jobs import follow as follow_job
 from elasticd.ctl.jobs.follow import ProgressLine, Tracebacks
-from elasticd.views import views
 from elasticd.views.instant import Now
 
 
@@ -61,13 +61,13 @@ def test_a_job_that_is_stopped_during_a_recovery_is_not_said_to_be_given_up(phas
     last = msgspec.structs.replace(job().incidents[0], world_size_after=0, origin=Origin.NOTHING)
     seen = job(state=JobState(phase=phase), incidents=(last,))
     assert _incident_messages(snapshot(seen), "train") == (f"exit on a: killed by SIGKILL; the job was {ended}",)
-    (row,) = views.incidents(snapshot(seen), "train", Now(100.0, 1000.0))
+    (row,) = plain_views.incidents(snapshot(seen), "train", Now(100.0, 1000.0))
     assert row["verdict"]["done"] == f"the job was {ended}"
 
 
 def test_follow_result_line_states_the_last_step() -> None:
     done = job(state=JobState(phase=Phase.SUCCEEDED))
-    data = views.job_detail(snapshot(done), done, Now(100.0, 1000.0))
+    data = plain_views.job_detail(snapshot(done), done, Now(100.0, 1000.0))
     assert follow_job.result_text(data) == "── train has succeeded at step 40, loss 0.25"
     assert follow_job.result_text(data | {"step": 0, "loss": None}) == "── train has succeeded"  # as a plain script's
     stopped = data | {"phase": "stopped", "reason": "enough", "loss": None, "step": None}
@@ -84,7 +84,7 @@ def test_a_resume_is_said_and_a_result_without_a_step_is_told_apart(stepped_in: 
         stepped_in=stepped_in,  # type: ignore[type-var]
     )
     done = job(state=JobState(phase=Phase.SUCCEEDED), progress=progress)
-    data = views.job_detail(snapshot(done), done, Now(100.0, 1000.0))
+    data = plain_views.job_detail(snapshot(done), done, Now(100.0, 1000.0))
     told = f"── train has succeeded at step 40, loss 0.25 ({says}resumed from step 40: {source})"
     assert follow_job.result_text(data) == told
     assert ("without a step" in data["why"]) == (not stepped_in)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import pytest
 from support.pictures import job, progress, snapshot
 
@@ -28,20 +29,20 @@ def test_every_cause_of_badput_has_words() -> None:
 
 
 def test_status_gives_goodput_and_badput_by_cause_the_largest_first() -> None:
-    seen = views.job_row(snapshot(job()), job(progress=progress(ledger=LEDGER)), NOW)["goodput"]
+    seen = views.job_row(snapshot(job()), job(progress=progress(ledger=LEDGER)), NOW).goodput
     assert goodput.text(seen) == "98.7 % of 2.0 h; badput: forming groups 0.9 %, checkpoint stall 0.4 %"
-    assert sum(seen["badput"].values()) + seen["goodput"] == pytest.approx(1)
-    assert sum(seen["rank_seconds"].values()) + seen["open_rank_seconds"] == 1000.0
-    json.dumps(seen, allow_nan=False)
+    assert sum(seen.badput.values()) + seen.goodput == pytest.approx(1)
+    assert sum(seen.rank_seconds.values()) + seen.open_rank_seconds == 1000.0
+    json.dumps(msgspec.to_builtins(seen), allow_nan=False)
 
 
 def test_of_a_script_that_commits_no_steps_no_goodput_is_known() -> None:
     """Its time counts as stepping in the ledger once it has run for a while: it may be waiting for a rank for ever."""
     plain = job(progress=progress(ledger=LEDGER, managed=False, step=0))
     row = views.job_detail(snapshot(plain), plain, NOW)
-    assert (row["goodput"], row["rank_time"]) == (None, None)
+    assert (row.goodput, row.rank_time) == (None, None)
     known = job(progress=progress(ledger=LEDGER, managed=True, step=0))
-    assert views.job_row(snapshot(known), known, NOW)["goodput"] is not None
+    assert views.job_row(snapshot(known), known, NOW).goodput is not None
 
 
 def ranks(node: str, *spent_ms: dict[str, int]) -> RanksRecord:
@@ -55,21 +56,21 @@ def ranks(node: str, *spent_ms: dict[str, int]) -> RanksRecord:
 def test_what_all_ranks_did_is_summed_and_each_is_shown_when_the_job_is_over() -> None:
     told = {"a": ranks("a", {"stepping": 890, "form": 105}, {"stepping": 995}), "b": ranks("b", {"waiting": 995})}
     known = job(ranks=told)
-    summed = views.job_detail(snapshot(known), known, NOW)["rank_time"]
+    summed = views.job_detail(snapshot(known), known, NOW).rank_time
     assert goodput.summed_text(summed) == (
         "63.3 % of 3 ranks over 1 s; badput: waiting for nodes 33.2 %, forming groups 3.5 %"
     )
-    assert (summed["rank_wall_s"], summed["accounts"]) == (3.0, [])
+    assert (summed.rank_wall_s, summed.accounts) == (3.0, [])
     over = job(ranks=told, state=JobState(phase=Phase.SUCCEEDED))
     data = views.job_detail(snapshot(over), over, NOW)
-    assert [(r["node"], r["slot"]) for r in data["rank_time"]["accounts"]] == [("a", 0), ("b", 0), ("a", 1)]
-    assert data["rank_time"]["rank_seconds"] == summed["rank_seconds"]
+    assert [(r.node, r.slot) for r in data.rank_time.accounts] == [("a", 0), ("b", 0), ("a", 1)]
+    assert data.rank_time.rank_seconds == summed.rank_seconds
     page = report.page(data, [], None, 1000.0)
     assert "Rank by rank: 63.3 % goodput" in page
     assert "waiting for nodes 99.5 %" in page
     found = {f.name: f.samples for f in job_metrics.job_families([data], {"train": over}, {}, snapshot(over))}
     spent = {each.labels["bucket"]: each.value for each in found["elasticd_job_rank_seconds"]}
-    assert spent == summed["rank_seconds"]
+    assert spent == summed.rank_seconds
 
 
 def test_the_time_of_a_job_that_stands_still_is_no_goodput_unless_the_script_has_declared_it() -> None:
@@ -80,18 +81,18 @@ def test_the_time_of_a_job_that_stands_still_is_no_goodput_unless_the_script_has
         still = Stillness(since_wall_s=100.0, node="a", rank=0, because="its process is stopped", declared=declared)
         known = job(ranks=own, progress=progress(ledger=ledger, still=still))
         data = views.job_detail(snapshot(known), known, NOW)
-        shown = [data["goodput"], data["rank_time"], data["ranks"][0]["time"]]
-        assert [each["goodput"] for each in shown] == [wanted] * 3, declared
-        assert [each["goodput"] + sum(each["badput"].values()) for each in shown[:2]] == pytest.approx([1.0] * 2)
+        shown = [data.goodput, data.rank_time, data.ranks[0].time]
+        assert [each.goodput for each in shown] == [wanted] * 3, declared
+        assert [each.goodput + sum(each.badput.values()) for each in shown[:2]] == pytest.approx([1.0] * 2)
         words = "10.0 % of 16.7 min; badput: standing still 90.0 %"
-        assert goodput.text(data["goodput"]) == ("100.0 % of 16.7 min" if declared else words)
+        assert goodput.text(data.goodput) == ("100.0 % of 16.7 min" if declared else words)
         page = report.page(data, [], None, 1000.0)
         assert page.count("standing still 90.0 %") == (0 if declared else 2)  # all ranks, and rank 0
 
 
 def test_a_job_without_a_ledger_has_no_goodput() -> None:
     for known in (progress(), progress(ledger=Ledger(until_ms=5)), None):
-        seen = views.job_row(snapshot(job()), job(progress=known), NOW)["goodput"]
+        seen = views.job_row(snapshot(job()), job(progress=known), NOW).goodput
         assert seen is None
         assert goodput.text(seen) == ""
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 from click.testing import CliRunner, Result
+from support import plain_views
 from support.door import Door
 from support.fake_etcd import FakeClient
 from support.pictures import job, snapshot
@@ -19,6 +20,7 @@ from elastic.contract.records.job_records import decode, encode
 from elastic.contract.records.node_records import CordonRecord, DrainRecord, KnownNode, NodeRecord
 from elasticd.api.doctor import absent
 from elasticd.api.metrics import metrics
+from elasticd.base.answers import Json, Status, read
 from elasticd.cluster.assignment import plan
 from elasticd.cluster.cluster import Cluster, Node
 from elasticd.cluster.inventory import LEFT_KEPT_S, LOST_AFTER_S, due
@@ -27,7 +29,6 @@ from elasticd.ctl import main as ctl
 from elasticd.diagnosis.timeline import happened
 from elasticd.machine.doctor import ERROR, WARNING
 from elasticd.page import live
-from elasticd.views import views
 from elasticd.views.instant import Identity, Now
 
 from .test_node_record import Daemon
@@ -53,8 +54,8 @@ def seen(*known: KnownNode, **facts: object) -> Snapshot:
     return replace(here, cluster=replace(here.cluster, known=there, **facts))  # type: ignore[arg-type]
 
 
-def status(published: Snapshot) -> views.Json:
-    return views.status(published, IDENTITY, NOW)
+def status(published: Snapshot) -> Json:
+    return plain_views.status(published, IDENTITY, NOW)
 
 
 def test_a_lost_node_is_on_every_screen_and_the_cluster_is_degraded() -> None:
@@ -72,7 +73,7 @@ def test_a_lost_node_is_on_every_screen_and_the_cluster_is_degraded() -> None:
     text = metrics.exposition(lambda: published, IDENTITY)().decode()
     assert 'elasticd_node_state{node="b",state="lost"} 1.0' in text
     assert 'elasticd_node_slots{node="b"}' not in text, "it holds no workers now"
-    assert "class='now lost'>lost" in live.cluster(data, [])
+    assert "class='now lost'>lost" in live.cluster(read(data, Status), [])
 
 
 def test_a_node_that_was_stopped_in_order_is_off_and_degrades_nothing() -> None:

@@ -8,10 +8,12 @@ from support.pictures import job, progress, row, snapshot
 from elastic.contract.records.job_records import ProgressRecord, RankRow
 from elastic.contract.step_parts import StepParts
 from elasticd.api.metrics import job_metrics
+from elasticd.base.answers import StepTime
 from elasticd.diagnosis import step_time
 from elasticd.views import views
+from elasticd.views.instant import Now
 
-NOW = views.Now(monotonic_s=100.0, wall_s=1000.0)
+NOW = Now(monotonic_s=100.0, wall_s=1000.0)
 CPU = StepParts(step_s=0.12, data_s=0.003, compute_s=0.06, collectives_s=0.036, optimizer_s=0.012, snapshot_s=0.0)
 GPU = StepParts(step_s=0.1, data_s=0.01, compute_s=None, collectives_s=None, optimizer_s=None, snapshot_s=0.0)
 
@@ -22,7 +24,7 @@ def ranks(*of: StepParts | None) -> list[object]:
 
 
 def said(known: ProgressRecord) -> str:
-    return step_time.text(views.job_row(snapshot(job()), job(progress=known), NOW)["step_time"])
+    return step_time.text(views.job_row(snapshot(job()), job(progress=known), NOW).step_time)
 
 
 def test_shares_are_given_the_largest_first_and_what_takes_no_time_is_left_out() -> None:
@@ -40,9 +42,9 @@ def test_a_slow_rank_is_named() -> None:
         "; rank 3 on b takes 1.8 times as long as the others"
     )
     row = views.job_row(snapshot(job()), job(progress=progress(ranks=ranks(CPU), slow_ranks=slow)), NOW)
-    found = {f.name: f.samples for f in job_metrics.job_families([row], {row["job"]: job()}, {}, snapshot(job()))}
+    found = {f.name: f.samples for f in job_metrics.job_families([row], {row.job: job()}, {}, snapshot(job()))}
     (sample,) = found["elasticd_job_slow_rank_ratio"]
-    assert (sample.labels, sample.value) == ({"job": row["job"], "rank": "3", "node": "b"}, 1.8)
+    assert (sample.labels, sample.value) == ({"job": row.job, "rank": "3", "node": "b"}, 1.8)
 
 
 def test_nothing_is_said_before_anything_is_measured() -> None:
@@ -52,5 +54,5 @@ def test_nothing_is_said_before_anything_is_measured() -> None:
 
 def test_shares_of_a_step_do_not_add_up_to_more_than_all_of_it() -> None:
     """The parts and the step are means of their own."""
-    known = {"step_s": 0.1, "parts_s": dict.fromkeys(step_time.PARTS, None) | {"compute": 0.08, "data": 0.045}}
-    assert step_time.text(known | {"slow_ranks": []}).startswith("100 ms: compute 64.0 %, data 36.0 %")
+    parts = dict.fromkeys(step_time.PARTS, None) | {"compute": 0.08, "data": 0.045}
+    assert step_time.text(StepTime(step_s=0.1, parts_s=parts)).startswith("100 ms: compute 64.0 %, data 36.0 %")

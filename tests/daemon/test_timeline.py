@@ -15,6 +15,7 @@ from elastic.contract.records.job_records import JobState, Phase, encode
 from elastic.contract.records.node_records import DrainRecord, EventRecord, NodeRecord
 from elastic.etcd.client import MemberHealth, Put
 from elasticd.api.routes import event_routes
+from elasticd.base import answers
 from elasticd.cluster.cluster import Cluster, Job, Node
 from elasticd.ctl.jobs import events as ctl_events
 from elasticd.diagnosis import timeline
@@ -208,7 +209,7 @@ def test_events_are_chosen_by_job_node_and_time() -> None:
     seen = cluster(events=events)
 
     def found(job: str = "", node: str = "", since: float = 0.0, last: int = 0) -> list[float]:
-        return [row["when_wall_s"] for row in event_routes.listed(seen, job, node, since, last)]
+        return [row.when_wall_s for row in event_routes.listed(seen, job, node, since, last)]
 
     assert found() == [10.0, 20.0, 30.0]
     assert found(job="train") == [20.0]
@@ -218,12 +219,12 @@ def test_events_are_chosen_by_job_node_and_time() -> None:
 
 
 def test_event_in_words_names_the_user_and_holds_no_control_characters() -> None:
-    row = timeline.as_json(
+    row = timeline.answer(
         EventRecord(when_wall_s=30.0, kind="job.stopped", job="j", user="ada", uid=7, pid=3, text="bye\x1b[2J")
     )
-    said = ctl_events.in_words(row)
+    said = ctl_events.in_words(answers.printable(row))
     assert said.endswith("job.stopped           j               bye\\x1b[2J (by ada, pid 3)")
-    assert "(by" not in ctl_events.in_words(row | {"user": "", "uid": None, "pid": None})
+    assert "(by" not in ctl_events.in_words(msgspec.structs.replace(row, user="", uid=None, pid=None))
 
 
 def test_an_incident_that_cannot_be_told_keeps_no_other_job_untold() -> None:

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import msgspec
 import pytest
+from support import plain_render, plain_views
 from support.pictures import job, progress, row, snapshot
 
 from elastic.contract.agent_files import AgentStatus
@@ -17,6 +18,7 @@ from elastic.contract.job.spec import JobSpec
 from elastic.contract.records.job_records import JobState, Phase, SpecRecord, WorkerError
 from elastic.contract.records.node_records import WorkerRow
 from elasticd.api.metrics import metrics
+from elasticd.base.answers import Json
 from elasticd.base.masking import MASK
 from elasticd.cluster import reconcile
 from elasticd.cluster.assignment import Assignment
@@ -32,8 +34,8 @@ IDENTITY = Identity("main", "a", "0.1", 7, 40.0, ("127.0.0.1:2379",), False, "")
 ERROR = WorkerError(node="a", slot=0, rank=0, message="ValueError: x")
 
 
-def status(*jobs: Job, **facts: object) -> views.Json:
-    return views.status(snapshot(*jobs, **facts), IDENTITY, NOW)
+def status(*jobs: Job, **facts: object) -> Json:
+    return plain_views.status(snapshot(*jobs, **facts), IDENTITY, NOW)
 
 
 def local(**facts: object) -> dict[str, LocalAgent]:
@@ -74,7 +76,7 @@ def test_incident_is_open_until_an_agent_has_closed_it_or_none_of_an_ended_job_i
     ended = JobState(phase=Phase.FAILED, since_wall_s=995.0)
     running, closing = job(incidents=(record,)), job(incidents=(record,), state=ended)
     left = replace(closing, members={})
-    seen = [views.incident(snapshot(known), known, record, NOW) for known in (running, closing, left)]
+    seen = [plain_views.incident(snapshot(known), known, record, NOW) for known in (running, closing, left)]
     assert [(row["open"], row["ended_wall_s"]) for row in seen] == [(True, None), (True, None), (False, 995.0)]
 
 
@@ -94,15 +96,15 @@ def test_what_the_agent_of_an_earlier_job_of_the_name_says_is_not_told_of_the_ne
     record = job().spec
     assert record is not None
     new = replace(job(), spec=msgspec.structs.replace(record, submitted_wall_s=900.0), progress=None)
-    seen = views.job_detail(snapshot(new, agents=agents), new, NOW)
+    seen = plain_views.job_detail(snapshot(new, agents=agents), new, NOW)
     assert (seen["step"], [row["step"] for row in seen["ranks"] if row["step"]]) == (None, [])
     same = replace(new, spec=msgspec.structs.replace(record, submitted_wall_s=600.0))
-    assert views.job_detail(snapshot(same, agents=agents), same, NOW)["step"] == 9000
+    assert plain_views.job_detail(snapshot(same, agents=agents), same, NOW)["step"] == 9000
 
 
 def test_status_rank_rows_come_from_the_best_source() -> None:
     agents = local(ranks=[msgspec.to_builtins(r) for r in (row(0, "a", 0, 41), row(-1, "a", 2, 0))])
-    ranks = views.job_detail(snapshot(job(), agents=agents), job(), NOW)["ranks"]
+    ranks = plain_views.job_detail(snapshot(job(), agents=agents), job(), NOW)["ranks"]
     assert [(r["rank"], r["node"], r["slot"], r["step"]) for r in ranks] == [
         (0, "a", 0, 41),  # our own agent
         (1, "a", 1, None),  # only known to be there
@@ -115,7 +117,7 @@ def test_status_keeps_rank_rows_of_the_leader_if_the_local_agent_is_ahead() -> N
     agents = local(
         progress=msgspec.to_builtins(progress(99, wall_s=999.9)), ranks=[msgspec.to_builtins(row(0, "a", 0, 99))]
     )
-    ranks = views.job_detail(snapshot(job(), agents=agents), job(), NOW)["ranks"]
+    ranks = plain_views.job_detail(snapshot(job(), agents=agents), job(), NOW)["ranks"]
     assert {(r["node"], r["slot"]): r["pid"] for r in ranks}["b", 0] == row(2, "b", 0).pid
 
 
@@ -169,7 +171,7 @@ def test_a_job_is_healthy_while_it_makes_its_first_start(
         "incidents": (),
     }
     starts = job(**begun | changed)
-    seen = views.job_row(snapshot(starts), starts, Now(monotonic_s=100.0, wall_s=wall_s))
+    seen = plain_views.job_row(snapshot(starts), starts, Now(monotonic_s=100.0, wall_s=wall_s))
     assert (seen["health"], seen["waiting_for"]) == (health, "slot 0 of a to start")
 
 
@@ -229,7 +231,7 @@ def screen(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
 
 def test_the_screen(screen: io.StringIO) -> None:
     waits = job(state=JobState(phase=Phase.WAITING, reason="node b is gone"))
-    render.status(status(waits, contact=Contact(False, 40.0, "refused")))
+    plain_render.status(status(waits, contact=Contact(False, 40.0, "refused")))
     text = screen.getvalue()
     assert (
         "etcd (127.0.0.1:2379; records unsigned) not connected, last seen 60 s ago; all below is as of then: refused"
@@ -243,18 +245,18 @@ def test_the_screen(screen: io.StringIO) -> None:
 def test_job_screen_shows_error_reason_and_script(screen: io.StringIO) -> None:
     error = WorkerError(node="a", slot=1, rank=1, message="boom", traceback="Traceback:\n  boom", exit_code=1, step=39)
     failed = job(state=JobState(phase=Phase.FAILED, reason="crash loop", error=error, excluded_nodes=("a",)))
-    detail = views.job_detail(snapshot(failed), failed, NOW, secrets=True) | {"etcd": status()["etcd"]}
-    render.job(detail)
+    detail = plain_views.job_detail(snapshot(failed), failed, NOW, secrets=True) | {"etcd": status()["etcd"]}
+    plain_render.job(detail)
     text = screen.getvalue()
     assert "runs  /t.py -x" in text
     assert "rank 1 on a failed first at step 39 (exit code 1)" in text
     assert "Traceback:\n  boom" in text
-    render.incident(detail["recent_incidents"][0])
+    plain_render.incident(detail["recent_incidents"][0])
     assert "     144 ms  stepping" in screen.getvalue()
 
 
 def told_of(seen: Job, screen: io.StringIO) -> str:
-    render.job(views.job_detail(snapshot(seen), seen, NOW) | {"etcd": status()["etcd"]})
+    plain_render.job(plain_views.job_detail(snapshot(seen), seen, NOW) | {"etcd": status()["etcd"]})
     return screen.getvalue()
 
 
@@ -269,7 +271,7 @@ def test_the_end_of_a_log_is_shown_only_where_it_says_more_than_the_traceback(
         "node": "a", "slot": 0, "rank": 0, "step": 3, "exit_code": 1, "signal": "", "message": "boom",
         "traceback": "Traceback:\n  File x\nValueError: boom\n", "last_lines": list(lines),
     }  # fmt: skip
-    render.print_error(render.console(), error)
+    plain_render.print_error(render.console(), error)
     assert screen.getvalue().count("ValueError: boom") == 1 + shown
     assert ("CUDA says: lost" in screen.getvalue()) == shown
 
@@ -309,7 +311,7 @@ def test_an_open_incident_shows_no_number_that_is_not_known_yet(screen: io.Strin
 
 def test_an_incident_in_short_says_that_the_lost_steps_are_not_known(screen: io.StringIO) -> None:
     unknown = msgspec.structs.replace(job().incidents[0], steps_lost=None, steps_lost_at_most=None)
-    render.jobs(status(job(incidents=(unknown,)))["jobs"])
+    plain_render.jobs(status(job(incidents=(unknown,)))["jobs"])
     assert "node 144 ms, unknown steps lost, 10 s ago" in screen.getvalue()
 
 
@@ -366,10 +368,10 @@ def test_health_of_the_cluster_is_apart_from_its_jobs(capsys: pytest.CaptureFixt
     assert [rows[name]["health"] for name in "bd"] == ["failed", "healthy"]
     assert (rows["d"]["queue_position"], rows["e"]["queue_position"]) == (1, None)
     assert rows["d"]["why"] == "waiting for: its turn, number 1 of 1 in the queue: 0 of at least 3 nodes"
-    render.status(seen)
+    plain_render.status(seen)
     counts = "jobs: 2 failed, 1 queued, 1 pending"
     assert capsys.readouterr().out.splitlines()[0] == f"cluster main  node a  healthy  {counts}"
-    render.status(status(job()))
+    plain_render.status(status(job()))
     assert capsys.readouterr().out.splitlines()[0] == "cluster main  node a  degraded  jobs: 1 running"
 
 
@@ -383,9 +385,9 @@ def test_a_job_that_can_never_run_is_degraded_and_says_so() -> None:
 def test_status_shows_logged_values_that_are_not_finite(capsys: pytest.CaptureFixture[str]) -> None:
     odd = {"norm": "nan", "max": "-inf"}
     seen = job(progress=progress(logged={"lr": 0.5}, logged_not_finite=odd))
-    detail = views.job_detail(snapshot(seen), seen, NOW)
+    detail = plain_views.job_detail(snapshot(seen), seen, NOW)
     assert (detail["logged"], detail["logged_not_finite"]) == ({"lr": 0.5}, odd)
-    render.job(detail | {"etcd": status()["etcd"]})
+    plain_render.job(detail | {"etcd": status()["etcd"]})
     assert "logged  lr 0.5, norm nan, max -inf" in capsys.readouterr().out
     text = metrics.exposition(lambda: snapshot(seen), IDENTITY)().decode()
     assert 'elasticd_job_logged{job="train",name="lr"} 0.5' in text
@@ -424,7 +426,7 @@ def test_pid_and_life_of_a_rank_elsewhere_come_from_its_nodes_record() -> None:
         seen.cluster.nodes["a"].record, workers=(WorkerRow("train", 1, 4711, 3), WorkerRow("other", 0, 1, 1))
     )
     nodes = {"a": Node(record, 1)}
-    ranks = views.job_detail(replace(seen, cluster=replace(seen.cluster, nodes=nodes)), job(), NOW)["ranks"]
+    ranks = plain_views.job_detail(replace(seen, cluster=replace(seen.cluster, nodes=nodes)), job(), NOW)["ranks"]
     assert [(r["rank"], r["pid"], r["incarnation"], r["step"]) for r in ranks] == [
         (0, None, None, None), (1, 4711, 3, None), (2, 12, 1, 40)
     ]  # fmt: skip
@@ -439,17 +441,19 @@ def test_a_nodes_record_names_the_workers_that_have_a_process() -> None:
 def test_job_detail_holds_secrets_only_if_requested() -> None:
     spec = JobSpec(name="train", script="/t.py", env={"HF_TOKEN": "hush", "LR": "1"}, args=("--api-key=hush",))
     known = job(spec=SpecRecord(spec=spec, submitted_wall_s=0.0, submitted_by="root", uid=1000, gid=1, user="alice"))
-    shown = views.job_detail(snapshot(known), known, Now(0.0, 0.0))
+    shown = plain_views.job_detail(snapshot(known), known, Now(0.0, 0.0))
     assert "hush" not in json.dumps(shown)
     assert (shown["spec"]["env"]["LR"], shown["owner"], shown["uid"]) == (MASK, "alice", 1000)
-    assert views.job_detail(snapshot(known), known, Now(0.0, 0.0), secrets=True)["spec"]["env"]["HF_TOKEN"] == "hush"
+    assert (
+        plain_views.job_detail(snapshot(known), known, Now(0.0, 0.0), secrets=True)["spec"]["env"]["HF_TOKEN"] == "hush"
+    )
 
 
 def test_of_many_jobs_that_are_over_status_shows_the_newest_and_says_how_many_more() -> None:
     done = JobState(phase=Phase.SUCCEEDED)
     old = [job(name=f"old{n}", submitted=n, state=done, members={}) for n in range(views.OVER_SHOWN + 20)]
     seen, identity = snapshot(job(), *old), Identity("main", "a", "0.1", 7, 0.0, ("127.0.0.1:1",), False, "")
-    status = views.status(seen, identity, views.Now(100.0, 1000.0))
+    status = plain_views.status(seen, identity, views.Now(100.0, 1000.0))
     assert (len(status["jobs"]), status["jobs_left_out"]) == (views.OVER_SHOWN + 1, 20)
     assert {row["job"] for row in status["jobs"]} == {"train", *(f"old{n}" for n in range(20, len(old)))}
-    assert len(views.status(seen, identity, views.Now(100.0, 1000.0), every=True)["jobs"]) == len(old) + 1
+    assert len(plain_views.status(seen, identity, views.Now(100.0, 1000.0), every=True)["jobs"]) == len(old) + 1

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support import plain_views
 from support.pictures import job, progress, row, snapshot
 
 from elastic.contract.agent_files import AgentStatus
@@ -25,7 +26,6 @@ from elasticd.cluster.assignment import Assignment
 from elasticd.cluster.cluster import Cluster, Job, Node
 from elasticd.cluster.published_state import Contact, LocalAgent, Snapshot
 from elasticd.diagnosis.why import _clock
-from elasticd.views import views
 from elasticd.views.instant import Identity, Now
 
 NOW = Now(monotonic_s=100.0, wall_s=1000.0)
@@ -49,11 +49,11 @@ def node(
 
 
 def of_job(*jobs: Job, **facts: Any) -> str:
-    return str(views.status(seen(*jobs, **facts), IDENTITY, NOW)["jobs"][0]["why"])
+    return str(plain_views.status(seen(*jobs, **facts), IDENTITY, NOW)["jobs"][0]["why"])
 
 
 def of_node(*nodes: Node, job: Job | None = None, name: str = "a", **facts: Any) -> str:
-    rows = views.status(seen(*([job] if job else []), nodes=nodes, **facts), IDENTITY, NOW)["nodes"]
+    rows = plain_views.status(seen(*([job] if job else []), nodes=nodes, **facts), IDENTITY, NOW)["nodes"]
     return str(next(row["why"] for row in rows if row["node"] == name))
 
 
@@ -130,7 +130,7 @@ def test_job_without_room_names_the_nodes_in_place_of_what_broke_its_generation(
     state, lacks = JobState(phase=Phase.WAITING, since_wall_s=940.0), "1 of at least 2 nodes; b is draining: by root"
     noise = msgspec.convert({"since_wall_s": 940.0, "because": "comm on a: Connection reset by peer"}, Stillness)
     stands = progress(still=noise, waiting_for="comm on a: Connection reset by peer")
-    shown = views.status(
+    shown = plain_views.status(
         seen(job(state=state, progress=stands), plan=Assignment({}, {}, {"train": lacks})), IDENTITY, NOW
     )
     assert (shown["jobs"][0]["why"], shown["jobs"][0]["waiting_for"]) == (f"waiting for: {lacks}", lacks)
@@ -231,7 +231,7 @@ def test_node_says_who_cannot_reach_it_and_which_jobs_exclude_it() -> None:
     assert of_node(job=job(), name="b") == down
     apart = seen(job())
     drained = replace(apart, cluster=replace(apart.cluster, drains={"b": DrainRecord(reason="x", since_wall_s=1.0)}))
-    rows = views.status(drained, IDENTITY, NOW)["nodes"]
+    rows = plain_views.status(drained, IDENTITY, NOW)["nodes"]
     assert [row["why"] for row in rows if row["node"] == "b"] == [f"{down}; its drain waits for elasticd"]
     assert of_node(contact=LOST) == (
         "etcd unreachable from here: etcdserver: authentication failed; what runs here goes on"
@@ -256,7 +256,7 @@ def test_every_job_and_node_has_one_line(
     )  # fmt: skip
     plan = Assignment(places={"train": {"a": 1}} if placed else {})
     facts = {"contact": LOST} if away else {}
-    said = views.status(replace(seen(made, **facts), plan=plan), IDENTITY, NOW)
+    said = plain_views.status(replace(seen(made, **facts), plan=plan), IDENTITY, NOW)
     for each in (*said["jobs"], *said["nodes"]):
         assert each["why"].strip(), each
         assert "\n" not in each["why"]

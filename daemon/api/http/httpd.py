@@ -23,6 +23,7 @@ from typing import Any
 from urllib.parse import parse_qs
 
 import h11
+import msgspec
 
 from elasticd.base.config import host_port
 from elasticd.base.errors import CannotStart, Fault, Refused
@@ -143,8 +144,9 @@ class ClientConnection:
             self._send(h11.Data(data=body))
         self._send(h11.EndOfMessage())
 
-    def answer_json(self, status: int, content: Mapping[str, Any]) -> None:
-        self.answer(status, "application/json", json.dumps(content, allow_nan=False).encode() + b"\n")
+    def answer_json(self, status: int, content: object) -> None:
+        raw = json.dumps(msgspec.to_builtins(content), allow_nan=False).encode()
+        self.answer(status, "application/json", raw + b"\n")
 
     def begin_stream(self, kind: str, headers: Mapping[str, str] = NO_HEADERS) -> None:
         """Begin an answer in parts. Without `end_stream` its reader sees a broken stream."""

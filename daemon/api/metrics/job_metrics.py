@@ -9,13 +9,13 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 
 from elastic.contract.records.job_records import Phase
 from elastic.contract.records.ledger import STALL_S, STEP_S, Bucket, Ledger, Spread
+from elasticd.base import answers
 from elasticd.cluster.cluster import Job
 from elasticd.cluster.published_state import Snapshot
 from elasticd.views import views
 
 from .observations import JobHistory
 
-Row = views.Json
 MB = 1e6
 
 GAUGES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
@@ -45,15 +45,15 @@ COUNTERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 
 
 def job_families(
-    rows: Sequence[Row], jobs: Mapping[str, Job], histories: Mapping[str, JobHistory], snapshot: Snapshot
+    rows: Sequence[answers.Job], jobs: Mapping[str, Job], histories: Mapping[str, JobHistory], snapshot: Snapshot
 ) -> Iterator[Any]:
     """`rows`: of the jobs that this node exports. One that is over has its phase and its counters only."""
     phases = GaugeMetricFamily("elasticd_job_phase", "1 for the job's present phase.", labels=["job", "phase"])
     for row in rows:
         for phase in Phase:
-            phases.add_metric([row["job"], str(phase)], int(row["phase"] == phase))
+            phases.add_metric([row.job, str(phase)], int(row.phase == phase))
     yield phases
-    live = [row for row in rows if not jobs[row["job"]].over]
+    live = [row for row in rows if not jobs[row.job].over]
     for name, text, path in GAUGES:
         yield _filled(GaugeMetricFamily(name, text, labels=["job"]), live, path)
     memory = GaugeMetricFamily("elasticd_job_snapshot_bytes", "Memory for snapshots, a node.", labels=["job"])
@@ -61,7 +61,7 @@ def job_families(
     for name, text, path in COUNTERS:
         yield _filled(CounterMetricFamily(name, text, labels=["job"]), rows, path)
     yield from _step_times(live)
-    names = [row["job"] for row in rows]
+    names = [row.job for row in rows]
     yield from _ledgers({name: progress.ledger for name in names
                          if (progress := views.newest_progress(snapshot, jobs[name])) and progress.ledger})  # fmt: skip
     yield from _rank_times({name: summed for name in names
@@ -69,7 +69,7 @@ def job_families(
     yield from _histories({name: histories[name] for name in names if name in histories})
 
 
-def _step_times(rows: Sequence[Row]) -> Iterator[Any]:
+def _step_times(rows: Sequence[answers.Job]) -> Iterator[Any]:
     parts = GaugeMetricFamily(
         "elasticd_job_step_part_seconds", "Mean time of a step lately by part, over the ranks of the leader's node.",
         labels=["job", "part"],
@@ -83,16 +83,17 @@ def _step_times(rows: Sequence[Row]) -> Iterator[Any]:
         labels=["job", "rank", "node"],
     )  # fmt: skip
     for row in rows:
-        for name, value in {**row["logged"], **row["logged_not_finite"]}.items():
-            logged.add_metric([row["job"], name], float(value))
-        if (known := row["step_time"]) is None:
+        values: dict[str, float | str] = {**row.logged, **row.logged_not_finite}
+        for name, newest in values.items():
+            logged.add_metric([row.job, name], float(newest))
+        if (known := row.step_time) is None:
             continue
-        for part, value in known["parts_s"].items():
+        for part, value in known.parts_s.items():
             if value is not None:
-                parts.add_metric([row["job"], part], value)
-        slow.add_metric([row["job"]], len(known["slow_ranks"]))
-        for each in known["slow_ranks"]:
-            ratio.add_metric([row["job"], str(each["rank"]), each["node"]], each["ratio"])
+                parts.add_metric([row.job, part], value)
+        slow.add_metric([row.job], len(known.slow_ranks))
+        for each in known.slow_ranks:
+            ratio.add_metric([row.job, str(each.rank), each.node], each.ratio)
     yield from (parts, slow, ratio, logged)
 
 
@@ -115,13 +116,13 @@ def _ledgers(ledgers: Mapping[str, Ledger]) -> Iterator[Any]:
     yield from (seconds, steps, took, stalls)
 
 
-def _rank_times(summed: Mapping[str, Row]) -> Iterator[Any]:
+def _rank_times(summed: Mapping[str, answers.RankTime]) -> Iterator[Any]:
     seconds = CounterMetricFamily(
         "elasticd_job_rank_seconds", "Time of all ranks by their own agents' accounts, by what it went into.",
         labels=["job", "bucket"],
     )  # fmt: skip
     for name, known in summed.items():
-        for bucket, spent_s in known["rank_seconds"].items():
+        for bucket, spent_s in known.rank_seconds.items():
             seconds.add_metric([name, bucket], spent_s)
     yield seconds
 
@@ -159,11 +160,11 @@ def _histories(histories: Mapping[str, JobHistory]) -> Iterator[Any]:
     yield from (incidents, lost, recovery, write)
 
 
-def _filled(family: Any, rows: Sequence[Row], path: tuple[str, ...], factor: float = 1.0) -> Any:
+def _filled(family: Any, rows: Sequence[answers.Job], path: tuple[str, ...], factor: float = 1.0) -> Any:
     for row in rows:
         value: Any = row
         for name in path:
-            value = value[name] if value is not None else None
+            value = getattr(value, name) if value is not None else None
         if value is not None:
-            family.add_metric([row["job"]], value * factor)
+            family.add_metric([row.job], value * factor)
     return family

@@ -19,6 +19,7 @@ from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
+from elasticd.base import answers
 from elasticd.cluster.published_state import Snapshot
 from elasticd.machine.expiring import Certificate
 from elasticd.views import views
@@ -44,16 +45,16 @@ class FromSnapshot(Collector):
         histories = self._histories.look(snapshot)
         yield _build(status)
         yield from _daemon(snapshot, status, now)
-        yield from _etcd(status["etcd"])
+        yield from _etcd(status.etcd)
         yield _certificates(snapshot.contact.certificates, now)
         yield _histogram("elasticd_etcd_request_duration_seconds", "Requests of this daemon to etcd, retries included.",
                          self._requests.etcd, ("method", "result"))  # fmt: skip
         yield _histogram("elasticd_api_request_duration_seconds", "Requests on the socket, without followed logs.",
                          self._requests.api, ("method", "route", "code"))  # fmt: skip
-        yield from _nodes(status["nodes"] if self._identity.node == first_node(snapshot) else [])
+        yield from _nodes(status.nodes if self._identity.node == first_node(snapshot) else [])
         mine = {name for name, job in snapshot.cluster.jobs.items()
                 if exporter(snapshot, name) == self._identity.node}  # fmt: skip
-        rows = [row for row in status["jobs"] if row["job"] in mine]
+        rows = [row for row in status.jobs if row.job in mine]
         yield from job_families(rows, snapshot.cluster.jobs, histories, snapshot)
 
 
@@ -70,8 +71,8 @@ def exporter(snapshot: Snapshot, job: str) -> str:
     return next((p.node for p in places if p.node in snapshot.cluster.nodes), "") or first_node(snapshot)
 
 
-def _build(status: views.Json) -> GaugeMetricFamily:
-    labels = {"version": status["version"], "cluster": status["cluster"], "node": status["node"],
+def _build(status: answers.Status) -> GaugeMetricFamily:
+    labels = {"version": status.version, "cluster": status.cluster, "node": status.node,
               "python": platform.python_version(), "torch": _torch()}  # fmt: skip
     family = GaugeMetricFamily("elasticd_build_info", "Constant 1, with versions as labels.", labels=list(labels))
     family.add_metric(list(labels.values()), 1)
@@ -86,28 +87,28 @@ def _torch() -> str:
         return ""
 
 
-def _daemon(snapshot: Snapshot, status: views.Json, now: Now) -> Iterator[Any]:
+def _daemon(snapshot: Snapshot, status: answers.Status, now: Now) -> Iterator[Any]:
     yield _gauge("elasticd_registered", "1 while this node is in the cluster.", int(snapshot.registered))
     yield _gauge("elasticd_agents", "Agents that run on this node.", len(snapshot.agents))
-    yield _gauge("elasticd_problems", "Active problems that status lists.", len(status["problems"]))
+    yield _gauge("elasticd_problems", "Active problems that status lists.", len(status.problems))
     yield _gauge("elasticd_loop_age_seconds", "Since the last turn of the loop.", now.monotonic_s - snapshot.turned_s)
 
 
-def _etcd(etcd: views.Json) -> Iterator[Any]:
-    members = etcd["members"]
-    total = len(members) or len(etcd["endpoints"])
-    up = sum(bool(m["ok"]) for m in members) if members else total * int(etcd["connected"])
-    yield _gauge("elasticd_etcd_up", "1 while etcd answers.", int(etcd["connected"]))
-    yield _gauge("elasticd_etcd_contact_age_seconds", "Since etcd last answered.", etcd["age_s"])
+def _etcd(etcd: answers.EtcdContact) -> Iterator[Any]:
+    members = etcd.members
+    total = len(members) or len(etcd.endpoints)
+    up = sum(bool(m.ok) for m in members) if members else total * int(etcd.connected)
+    yield _gauge("elasticd_etcd_up", "1 while etcd answers.", int(etcd.connected))
+    yield _gauge("elasticd_etcd_contact_age_seconds", "Since etcd last answered.", etcd.age_s)
     yield _gauge("elasticd_etcd_members", "Members of etcd that are configured.", total)
     yield _gauge("elasticd_etcd_members_up", "Members of etcd that answer.", up)
     alarms = GaugeMetricFamily("elasticd_etcd_alarm", "1 for an alarm that etcd has raised.", labels=["alarm"])
     for alarm in ("NOSPACE", "CORRUPT"):
-        alarms.add_metric([alarm], int(alarm in etcd["alarms"]))
+        alarms.add_metric([alarm], int(alarm in etcd.alarms))
     yield alarms
     sizes = GaugeMetricFamily("elasticd_etcd_database_bytes", "Size of a member's database.", labels=["endpoint"])
     for member in members:
-        sizes.add_metric([member["endpoint"]], member["database_mb"] * 1e6)
+        sizes.add_metric([member.endpoint], member.database_mb * 1e6)
     yield sizes
 
 
@@ -120,16 +121,16 @@ def _certificates(found: Sequence[Certificate], now: Now) -> GaugeMetricFamily:
     return family
 
 
-def _nodes(rows: list[views.Json]) -> Iterator[Any]:
+def _nodes(rows: list[answers.Node]) -> Iterator[Any]:
     states = GaugeMetricFamily("elasticd_node_state", "1 for the node's present state.", labels=["node", "state"])
     slots = GaugeMetricFamily("elasticd_node_slots", "Workers that the node can hold.", labels=["node"])
     used = GaugeMetricFamily("elasticd_node_slots_used", "Of those, in use by jobs.", labels=["node"])
     for row in rows:
         for state in NODE_STATES:
-            states.add_metric([row["node"], state], int(row["state"] == state))
-        if row["slots"] is not None:
-            slots.add_metric([row["node"]], row["slots"])
-        used.add_metric([row["node"]], row["slots_used"])
+            states.add_metric([row.node, state], int(row.state == state))
+        if row.slots is not None:
+            slots.add_metric([row.node], row.slots)
+        used.add_metric([row.node], row.slots_used)
     yield from (states, slots, used)
 
 

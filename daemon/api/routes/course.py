@@ -6,8 +6,8 @@ import msgspec
 
 from elastic.contract.agent_files import History
 from elastic.contract.records.job_records import GenerationRecord, SpecRecord
+from elasticd.base import answers
 from elasticd.base.folders import Folder, read_file
-from elasticd.views.views import Json
 
 MOST_BYTES = 1024 * 1024
 """An agent's file has 60 kB at most; it may be another user's."""
@@ -16,7 +16,7 @@ NODES_NAMED = 8
 _DECODER = msgspec.json.Decoder(History)
 
 
-def read(logs: Folder, spec: SpecRecord | None = None) -> Json | None:
+def read(logs: Folder, spec: SpecRecord | None = None) -> answers.History | None:
     """`logs`: the job's folder of logs, beside the agent's; `spec`: the job, if etcd has it: the file may be that of an
     earlier one of its name. None: no agent of the job has written a point here."""
     try:
@@ -26,12 +26,8 @@ def read(logs: Folder, spec: SpecRecord | None = None) -> Json | None:
         return None
     if spec is not None and found.submitted_wall_s != spec.submitted_wall_s:
         return None
-    points = [
-        {"wall_s": p.wall_s, "step": p.step, "loss": p.loss, "steps_per_s": p.steps_per_s,
-         "world_size": p.world_size}
-        for p in found.points
-    ]  # fmt: skip
-    return {"every_s": found.every_s, "points": points}
+    points = [msgspec.convert(msgspec.structs.asdict(point), answers.Point) for point in found.points]
+    return answers.History(every_s=found.every_s, points=points)
 
 
 def nowhere(job: str, generation: GenerationRecord | None, node: str) -> str:

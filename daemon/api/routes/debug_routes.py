@@ -13,11 +13,12 @@ from elastic.contract.agent_files import GRADIENTS_BYTES, GradientSamples
 from elastic.contract.records.job_records import ProgressRecord
 from elasticd.api.actions import no_job
 from elasticd.api.http import query_values
+from elasticd.base.answers import SCHEMA, Json
 from elasticd.base.errors import Refused
 from elasticd.base.folders import Folder, read_file
 from elasticd.diagnosis import gradients
 from elasticd.node.asks import ask_each
-from elasticd.views.views import SCHEMA, Json, newest_progress
+from elasticd.views.views import newest_progress
 
 from .job_routes import asking, other_nodes
 

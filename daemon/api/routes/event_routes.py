@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 from elastic.contract.keys import check_name
 from elastic.contract.records.node_records import EventRecord
 from elasticd.api.actions import known_nodes, no_job, no_node
+from elasticd.base import answers
 from elasticd.base.errors import Refused
 from elasticd.cluster.cluster import Cluster
 from elasticd.cluster.published_state import PublishedState, Snapshot
 from elasticd.diagnosis import timeline
-
-Json = dict[str, Any]
 
 FOLLOW_S = 1.0
 """Longest time between two looks at whether the client is still there."""
@@ -23,7 +22,7 @@ class StreamedAnswer(Protocol):
     """An answer of several lines: see `routes.Request`."""
 
     def begin_stream(self) -> None: ...
-    def stream(self, content: Json) -> None: ...
+    def stream(self, content: answers.Answer | answers.Json) -> None: ...
     def end_stream(self) -> None: ...
     def still_there(self) -> bool: ...
 
@@ -52,9 +51,9 @@ def check_names(snapshot: Snapshot, job: str, node: str) -> None:
         raise no_node(node, known, cluster)
 
 
-def listed(cluster: Cluster, job: str, node: str, since_wall_s: float, last: int) -> list[Json]:
+def listed(cluster: Cluster, job: str, node: str, since_wall_s: float, last: int) -> list[answers.Event]:
     """The newest `last` of those chosen; 0: all of them."""
-    return [timeline.as_json(event) for _, event in chosen(cluster, job, node, since_wall_s)][-last:]
+    return [timeline.answer(event) for _, event in chosen(cluster, job, node, since_wall_s)][-last:]
 
 
 def follow(h: StreamedAnswer, published: PublishedState, job: str, node: str, since_wall_s: float, last: int) -> None:
@@ -68,7 +67,7 @@ def follow(h: StreamedAnswer, published: PublishedState, job: str, node: str, si
         cluster = published.wait(_others_than(before), FOLLOW_S).cluster
         for key, event in chosen(cluster, job, node, since_wall_s):
             if key not in before:
-                h.stream(timeline.as_json(event))
+                h.stream(timeline.answer(event))
     h.end_stream()
 
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from elasticd.api.actions import no_job
 from elasticd.api.http import query_values
+from elasticd.base.answers import SCHEMA, Json
 from elasticd.base.errors import Refused
 from elasticd.cluster.published_state import Snapshot
 from elasticd.node.asks import User, ask_each
-from elasticd.views.views import SCHEMA, Json
 
 from . import stacks
 

@@ -15,13 +15,13 @@ from elasticd.access.authority import owns
 from elasticd.agents.logs import PAST_BYTES, Line, Tail
 from elasticd.api.actions import no_job
 from elasticd.api.http import query_values
+from elasticd.base import answers
 from elasticd.base.errors import Refused
 from elasticd.cluster.cluster import Job
 from elasticd.cluster.published_state import Snapshot
 from elasticd.node.asks import ask_each
 from elasticd.views import views
 from elasticd.views.instant import now
-from elasticd.views.views import Json
 
 from .job_routes import asking, other_nodes
 
@@ -239,7 +239,7 @@ class Waits:
         """The message to send now; '' if there is none."""
         known = snapshot.cluster.jobs.get(self._job)
         stands = known is not None and known.state.phase in (Phase.PENDING, Phase.WAITING)
-        why = views.job_row(snapshot, known, now())["waiting_for"] if known and stands else ""
+        why = views.job_row(snapshot, known, now()).waiting_for if known and stands else ""
         if why != self._since[0]:
             self._since = why, now_s
         if not why or why == self._said or now_s - self._since[1] < WAITS_S:
@@ -253,16 +253,16 @@ class ProgressReports:
 
     def __init__(self, job: str) -> None:
         self._job = job
-        self._said: Json = {}
+        self._said: dict[str, Any] = {}
         self._due_s = 0.0
 
-    def look(self, snapshot: Snapshot, now_s: float) -> Json:
+    def look(self, snapshot: Snapshot, now_s: float) -> dict[str, Any]:
         """The progress to send now; {} if there is nothing new."""
         known = snapshot.cluster.jobs.get(self._job)
         if known is None or now_s < self._due_s:
             return {}
         row = views.job_row(snapshot, known, now())
-        said = {key: row[key] for key in ("phase", "step", "steps_per_s", "loss", "world_size", "waiting_for")}
+        said = {key: getattr(row, key) for key in answers.Progress.__struct_fields__}
         if said == self._said:
             return {}
         self._said, self._due_s = said, now_s + PROGRESS_S
@@ -338,7 +338,7 @@ def _elsewhere(h: Request, job: str) -> dict[str, list[int]]:
     return {node: sorted(generation.ranks(node).values()) if generation else [] for node in nodes}
 
 
-def _line(h: Request, job: str, line: Line) -> Json:
+def _line(h: Request, job: str, line: Line) -> dict[str, Any]:
     known = h.service.published.now.cluster.jobs.get(job)
     ranks = known.generation.ranks(h.service.identity.node) if known and known.generation else {}
     rank = ranks.get(line.slot) if line.slot is not None else None

@@ -10,10 +10,11 @@ import msgspec
 
 from elasticd.api.actions import known_nodes, no_node
 from elasticd.api.http import query_values
+from elasticd.base import answers
+from elasticd.base.answers import SCHEMA
 from elasticd.cluster import drain_effects
 from elasticd.cluster.published_state import Snapshot
 from elasticd.views import views
-from elasticd.views.views import SCHEMA, Json
 
 if TYPE_CHECKING:
     from elasticd.api.request import Request
@@ -29,19 +30,19 @@ def get_node(h: Request, query: Query, node: str) -> None:
         snapshot = h.service.published.wait(lambda s: s.cluster.is_empty(node), min(wait_s, LONGEST_WAIT_S))
     found = row(snapshot, h.service.identity.node, node)
     there = {"jobs": snapshot.cluster.jobs_on(node), "empty": snapshot.cluster.is_empty(node)}
-    h.send_json(200, {"schema": SCHEMA} | found | there)
+    h.send_json(200, {"schema": SCHEMA} | msgspec.structs.asdict(found) | there)
 
 
-def row(snapshot: Snapshot, me: str, node: str) -> Json:
+def row(snapshot: Snapshot, me: str, node: str) -> answers.Node:
     """As `views.nodes` shows it; of a node that has neither a daemon nor an agent its name and the state 'gone'."""
-    gone: Json = {"node": node, "state": "gone", "reason": ""}
-    return next((row for row in views.nodes(snapshot, me, time.time()) if row["node"] == node), gone)
+    gone = answers.Node(node=node, state="gone")
+    return next((row for row in views.nodes(snapshot, me, time.time()) if row.node == node), gone)
 
 
 def changed(h: Request, node: str) -> None:
     """Answer a request that has changed the node: with its state since."""
     seen = row(h.service.published.now, h.service.identity.node, node)
-    h.send_json(200, {"schema": SCHEMA} | {key: seen[key] for key in ("node", "state", "reason")})
+    h.send_json(200, {"schema": SCHEMA, "node": seen.node, "state": seen.state, "reason": seen.reason})
 
 
 def get_drain(h: Request, query: Query, node: str) -> None:

@@ -12,14 +12,13 @@ from elasticd.access.accounts import named
 from elasticd.api.actions import no_job
 from elasticd.api.http import query_values
 from elasticd.api.request import LONGEST_WAIT_S, MAX_DEADLINE_S, MAX_REASON_CHARS, Query, Request
-from elasticd.base import masking
-from elasticd.base import masking as log_privacy
+from elasticd.base import answers, masking
+from elasticd.base.answers import SCHEMA
 from elasticd.base.errors import Refused
 from elasticd.cluster.published_state import Snapshot
 from elasticd.node.asks import ask_each
 from elasticd.views import views
 from elasticd.views.instant import now
-from elasticd.views.views import SCHEMA, Json
 
 from . import course, debug_routes, doctor_routes, event_routes, job_routes, log_routes, node_routes
 
@@ -33,12 +32,12 @@ def get_status(h: Request, query: Query) -> None:
 
 def get_jobs(h: Request, query: Query) -> None:
     full = _status(h, every=True)
-    h.send_json(200, {key: full[key] for key in ("schema", "cluster", "etcd", "jobs")})
+    h.send_json(200, {"schema": SCHEMA, "cluster": full.cluster, "etcd": full.etcd, "jobs": full.jobs})
 
 
 def get_nodes(h: Request, query: Query) -> None:
     full = views.status(h.service.published.now, h.service.identity, now())
-    h.send_json(200, {key: full[key] for key in ("schema", "cluster", "etcd", "nodes")})
+    h.send_json(200, {"schema": SCHEMA, "cluster": full.cluster, "etcd": full.etcd, "nodes": full.nodes})
 
 
 def get_job(h: Request, query: Query, job: str) -> None:
@@ -54,8 +53,9 @@ def get_job(h: Request, query: Query, job: str) -> None:
         h.service.authority.check_job(h.peer(), job, known.spec, "read the secrets of")
     detail = views.job_detail(snapshot, known, now(), secrets=secrets)
     if not h.service.authority.may_change(h.peer(), known.spec):
-        detail = log_privacy.job(detail)
-    h.send_json(200, detail | {"etcd": views.etcd(snapshot, h.service.identity, now())})
+        detail = masking.job(detail)
+    detail.etcd = views.etcd(snapshot, h.service.identity, now())
+    h.send_json(200, detail)
 
 
 def get_history(h: Request, query: Query, job: str) -> None:
@@ -66,7 +66,8 @@ def get_history(h: Request, query: Query, job: str) -> None:
         if known is None:
             raise no_job(job, published)
         raise Refused(404, course.nowhere(job, known.generation, h.service.identity.node))
-    h.send_json(200, {"schema": SCHEMA, "job": job, "node": h.service.identity.node} | found)
+    found.job, found.node = job, h.service.identity.node
+    h.send_json(200, found)
 
 
 def get_incidents(h: Request, query: Query) -> None:
@@ -77,7 +78,7 @@ def get_incidents(h: Request, query: Query) -> None:
     if (last := query_values.count(query, "last", 0)) > 0:
         found = found[-last:]
     strange = _others_jobs(h, snapshot)
-    shown = [log_privacy.incident(row) if row["job"] in strange else row for row in found]
+    shown = [masking.incident(row) if row.job in strange else row for row in found]
     etcd = views.etcd(snapshot, h.service.identity, now())
     h.send_json(200, {"schema": SCHEMA, "etcd": etcd, "incidents": shown})
 
@@ -188,12 +189,12 @@ def delete_node(h: Request, query: Query, node: str) -> None:
     h.send_json(200, {"schema": SCHEMA, "node": node})
 
 
-def _status(h: Request, every: bool) -> Json:
+def _status(h: Request, every: bool) -> answers.Status:
     """Without log lines of jobs whose logs this user may not read."""
     snapshot = h.service.published.now
     full = views.status(snapshot, h.service.identity, now(), every)
     if strange := _others_jobs(h, snapshot):
-        full["jobs"] = [log_privacy.job(row) if row["job"] in strange else row for row in full["jobs"]]
+        full.jobs = [masking.job(row) if row.job in strange else row for row in full.jobs]
     return full
 
 

@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from elastic.contract.records.job_records import RankRow
+from elasticd.base.answers import Json
 from elasticd.cluster.published_state import LocalAgent
-from elasticd.views.views import Json
 
 AT_ONCE = 8
 """Dumps at a time: those of processes that do not answer must not add up to more than another node waits for."""

@@ -13,8 +13,8 @@ import sys
 import click
 
 from elasticd.base import safe_text
+from elasticd.base.answers import SCHEMA
 from elasticd.ctl.client import Client, Failed, Json, Unreachable, name
-from elasticd.views.views import SCHEMA
 
 
 def show_list(client: Client, where: str, as_json: bool) -> int:

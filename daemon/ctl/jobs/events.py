@@ -7,10 +7,11 @@ import time
 
 import click
 
+from elasticd.base import answers
 from elasticd.base.safe_text import line
 from elasticd.ctl.client import Client
 from elasticd.ctl.completion import job_names, node_names
-from elasticd.ctl.output import Json, as_json, as_of, length, print_json
+from elasticd.ctl.output import Json, as_json, as_of, length, print_json, read
 
 
 @click.command()
@@ -32,19 +33,19 @@ def events(client: Client, follow: bool, job: str, node: str, since_s: float | N
             print_json(data)
         else:
             for event in data["events"]:
-                click.echo(in_words(event))
+                click.echo(in_words(read(event, answers.Event)))
             if not data["events"]:
                 click.echo("no events")
             as_of(data)
         return
     for event in client.lines("/v1/events", query | {"follow": 1}):
-        click.echo(json.dumps(event) if as_json else in_words(event))
+        click.echo(json.dumps(event) if as_json else in_words(read(event, answers.Event)))
 
 
-def in_words(event: Json) -> str:
+def in_words(event: answers.Event) -> str:
     """'11-23 00:31:07  node.gone          n2  its lease ended …'; requests end with their user and process."""
-    when = time.strftime("%m-%d %H:%M:%S", time.localtime(event["when_wall_s"]))
-    target = " ".join(part for part in (event["job"], event["node"]) if part)
-    user = event["user"] or (f"uid {event['uid']}" if event["uid"] is not None else "")
-    by = f" (by {user}{f', pid {pid}' if (pid := event['pid']) else ''})" if user else ""
-    return line(f"{when}  {event['kind']:<20}  {target:<14}  {event['text']}{by}".rstrip())
+    when = time.strftime("%m-%d %H:%M:%S", time.localtime(event.when_wall_s))
+    target = " ".join(part for part in (event.job, event.node) if part)
+    user = event.user or (f"uid {event.uid}" if event.uid is not None else "")
+    by = f" (by {user}{f', pid {pid}' if (pid := event.pid) else ''})" if user else ""
+    return line(f"{when}  {event.kind:<20}  {target:<14}  {event.text}{by}".rstrip())

@@ -16,7 +16,7 @@ import click
 
 from elasticd.base import safe_text
 from elasticd.ctl.client import Client, Failed, Json, Unreachable, name
-from elasticd.ctl.output import INTERRUPTED, OF_PHASE, TERMINATED
+from elasticd.ctl.output import INTERRUPTED, OF_PHASE, TERMINATED, read
 
 RECONNECT_S = 30.0
 """How long the daemon may be unreachable (a restart, an upgrade) before following ends."""
@@ -164,11 +164,12 @@ def progress_text(row: Json) -> str:
 def _tell_error(data: Json, tracebacks: Tracebacks) -> None:
     """The rank that failed first, with its traceback unless that was shown."""
     if error := data["error"]:
+        from elasticd.base.answers import WorkerError
         from elasticd.ctl.show.render import failed_first
 
         shown = tracebacks.shown(error["message"])
         then = f"; all frames: elasticctl incidents {data['job']} --full" if shown else ":"
-        click.secho(safe_text.line(f"── {failed_first(error)}{then}"), fg="red", err=True)
+        click.secho(safe_text.line(f"── {failed_first(read(error, WorkerError))}{then}"), fg="red", err=True)
         if not shown:
             click.echo(safe_text.block(error["traceback"].rstrip() or error["message"]), err=True)
 

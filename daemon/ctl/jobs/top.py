@@ -87,6 +87,9 @@ def of_job(data: Json) -> Json:
 
 def screen(data: Json, width: int, height: int | None = None, live: bool = True) -> list[Text]:
     """The answer of `look` for a screen of `width` cells; cut at `height` lines."""
+    import msgspec
+
+    from elasticd.base.answers import SlowRank
     from elasticd.base.safe_text import shown
     from elasticd.ctl.show import render
     from elasticd.ctl.show.table import Column, Rows
@@ -99,7 +102,10 @@ def screen(data: Json, width: int, height: int | None = None, live: bool = True)
     for job in data["jobs"]:
         parts.append(Text())
         parts.append(Text(headline(job), "bold"))
-        slow = [Text(step_time.slow_text(each), "yellow") for each in job["slow_ranks"][: 3 if live else None]]
+        slow = [
+            Text(step_time.slow_text(msgspec.convert(each, SlowRank)), "yellow")
+            for each in job["slow_ranks"][: 3 if live else None]
+        ]
         parts += slow
         left = None if left is None else left - len(slow)
         rows = Rows([
@@ -142,5 +148,5 @@ def _cells(row: Json) -> Sequence[object]:
         Text("-" if row["behind"] is None else str(row["behind"]), "yellow" if late else ""),
         f"{row['step_s'] * 1000:.0f} ms" if row["step_s"] else "-",
         f"{row['rss_mb']:.0f} MB" if row["rss_mb"] is not None else "-",
-        as_of(row),
+        as_of(row["age_s"], row["step"]),
     )

@@ -6,10 +6,10 @@ import sys
 
 import click
 
-from elasticd.base import safe_text
+from elasticd.base import answers, safe_text
 from elasticd.ctl.client import Client, name
 from elasticd.ctl.completion import JOB
-from elasticd.ctl.output import DEGRADED, ERROR, OK, Json, as_json, print_json
+from elasticd.ctl.output import DEGRADED, ERROR, OK, as_json, print_json, read
 
 CODES = {"ok": OK, "warning": DEGRADED, "error": ERROR}
 """Exit codes by the worst finding."""
@@ -27,30 +27,30 @@ def doctor(client: Client, every: bool, as_json: bool) -> None:
     Exit code: 0 all is right, 3 there are warnings, 1 there are errors.
     """
     data = client.get("/v1/doctor", timeout_s=ANSWER_S)
+    diagnosis = read(data, answers.Diagnosis)
     if as_json:
         print_json(data)
     else:
-        for line, level in lines(data, every):
+        for line, level in lines(diagnosis, every):
             click.secho(line, fg=COLOURS.get(level))
-    sys.exit(CODES.get(data["worst"], ERROR))
+    sys.exit(CODES.get(diagnosis.worst, ERROR))
 
 
-def lines(data: Json, every: bool) -> list[tuple[str, str]]:
+def lines(data: answers.Diagnosis, every: bool) -> list[tuple[str, str]]:
     """(line, level): errors first, then warnings; with `every` also what is right; and a summary."""
-    data = safe_text.shown(data)
     order = ("error", "warning", "ok")
-    found = sorted(data["findings"], key=lambda row: (order.index(row["level"]), row["node"], row["check"]))
+    found = sorted(data.findings, key=lambda row: (order.index(row.level), row.node, row.check))
     said = []
     for row in found:
-        if row["level"] == "ok" and not every:
+        if row.level == "ok" and not every:
             continue
-        where = f"{row['node']}: " if row["node"] else ""
-        said.append((f"{row['level']:<8}{row['check']:<10}{where}{row['text']}", row["level"]))
-        if row["cure"]:
-            said.append((f"{'':<18}→ {row['cure']}", ""))
-    count = {level: sum(row["level"] == level for row in found) for level in order}
+        where = f"{row.node}: " if row.node else ""
+        said.append((f"{row.level:<8}{row.check:<10}{where}{row.text}", row.level))
+        if row.cure:
+            said.append((f"{'':<18}→ {row.cure}", ""))
+    count = {level: sum(row.level == level for row in found) for level in order}
     told = [f"{n} {level}{'s' if n != 1 else ''}" for level, n in count.items() if level != "ok" and n]
-    many = f"{len(data['versions'])} node{'s' if len(data['versions']) != 1 else ''}"
+    many = f"{len(data.versions)} node{'s' if len(data.versions) != 1 else ''}"
     said.append((f"{', '.join(told) or 'all is right'}; {len(found)} checks on {many}", ""))
     return said
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import click
 
-from elasticd.base import safe_text
+from elasticd.base import answers, safe_text
 from elasticd.ctl.client import Client, Failed, name
 from elasticd.ctl.completion import JOB
-from elasticd.ctl.output import Json, as_json, print_json
+from elasticd.ctl.output import as_json, print_json, read
 
 BLOCKS, ASCII = "▁▂▃▄▅▆▇█", "_.-~=+*#"
 FIELDS = ("wall_s", "step", "loss", "steps_per_s", "world_size")
@@ -38,7 +38,7 @@ def loss(client: Client, job: str, as_csv: bool, as_json: bool) -> None:
         return writer.writerows({field: point[field] for field in FIELDS} for point in data["points"])
     encoding = sys.stdout.encoding or "ascii"
     width = max(NARROWEST, min(WIDEST, _columns()))
-    for text in summary(data, width, BLOCKS if encoding.lower().startswith("utf") else ASCII):
+    for text in summary(read(data, answers.History), width, BLOCKS if encoding.lower().startswith("utf") else ASCII):
         click.echo(safe_text.line(text))
     return None
 
@@ -50,15 +50,15 @@ def _columns() -> int:
         return 80
 
 
-def summary(data: Json, width: int, levels: str) -> list[str]:
+def summary(data: answers.History, width: int, levels: str) -> list[str]:
     """Lines of at most `width` characters."""
-    known = [(point["step"], point["loss"]) for point in data["points"] if point["loss"] is not None]
+    known = [(point.step, point.loss) for point in data.points if point.loss is not None]
     if not known:
-        return [f"{data['job']}: no loss is reported (job.commit(state, loss))"]
+        return [f"{data.job}: no loss is reported (job.commit(state, loss))"]
     (first, begin), (last, end) = known[0], known[-1]
     at, lowest = min(known, key=lambda point: (point[1], point[0]))
     return [
-        f"{data['job']}: loss {begin:.6g} at step {first}, {end:.6g} at step {last}",
+        f"{data.job}: loss {begin:.6g} at step {first}, {end:.6g} at step {last}",
         sparkline([value for _, value in known], width, levels),
         f"lowest {lowest:.6g} at step {at}",
     ]
@@ -82,17 +82,18 @@ def report(client: Client, job: str, path: str) -> None:
     """Write a report of JOB as one HTML page: time line, loss, rate, incidents, where the time went."""
     from elasticd.page import report as report_page
 
-    status = client.get("/v1/status")
-    detail = client.get(f"/v1/jobs/{name(job)}")
-    incidents = client.get("/v1/incidents", {"job": job})["incidents"]
+    status = read(client.get("/v1/status"), answers.Status)
+    detail = read(client.get(f"/v1/jobs/{name(job)}"), answers.JobDetail)
+    rows = client.get("/v1/incidents", {"job": job})["incidents"]
+    incidents = [read(row, answers.Incident) for row in rows]
     try:
-        history: Json | None = client.get(f"/v1/jobs/{name(job)}/history")
+        history: answers.History | None = read(client.get(f"/v1/jobs/{name(job)}/history"), answers.History)
     except Failed as error:
         if error.status != 404:
             raise
         history = None
         click.echo(safe_text.line(f"without curves: {error}"), err=True)
-    text = report_page.page(detail, incidents, history, status["wall_s"])
+    text = report_page.page(detail, incidents, history, status.wall_s)
     if path == "-":
         click.echo(text, nl=False)
         return

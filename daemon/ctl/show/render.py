@@ -1,6 +1,6 @@
 """The output of elasticctl.
 
-Every answer goes through `safe_text.shown` first, and the console reads no markup: no text in it can break the output.
+Texts are safe (`answers.read`), and the console reads no markup: no text in an answer can break the output.
 """
 
 from __future__ import annotations
@@ -10,15 +10,27 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
+from elasticd.base.answers import (
+    Checkpoint,
+    Cost,
+    EtcdContact,
+    Incident,
+    InMemorySnapshot,
+    Job,
+    JobDetail,
+    Json,
+    Node,
+    Rank,
+    Status,
+    Verdict,
+    WorkerError,
+)  # fmt: skip
 from elasticd.base.safe_text import shown
 from elasticd.diagnosis import goodput, step_time
 
 from .screen import HOME_AND_CLEAR, Console, Text, WatchScreen
 from .table import Column, Rows
-
-Json = dict[str, Any]
 
 COLOURS = {
     **dict.fromkeys(("running", "succeeded", "ready", "healthy"), "green"),
@@ -37,7 +49,7 @@ def console() -> Console:
     return Console(sys.stdout)
 
 
-def watch(show: Callable[[], None]) -> None:
+def watch(show: Callable[[], object]) -> None:
     """Call `show` every second on a cleared screen, until Ctrl-C. On a terminal it is cut at the last line: what comes
     first, such as the line of why, must not scroll away."""
     pause = threading.Event()
@@ -53,58 +65,58 @@ def watch(show: Callable[[], None]) -> None:
         pass  # the regular way to end it
 
 
-def status(data: Json) -> None:
+def status(data: Status) -> None:
     """Cluster, nodes, jobs and problems."""
-    out, data = console(), shown(data)
-    head = Text.assemble("cluster ", (data["cluster"], "bold"), "  node ", (data["node"], "bold"), "  ")
-    head = Text.assemble(head, _coloured(data["health"]), *_job_counts(data["jobs"]))
+    out = console()
+    head = Text.assemble("cluster ", (data.cluster, "bold"), "  node ", (data.node, "bold"), "  ")
+    head = Text.assemble(head, _coloured(data.health), *_job_counts(data.jobs))
     _say(out, head)
-    _say(out, etcd_line(data["etcd"]))
-    if data["address_why"]:
-        on = f" on {data['interface']}" if data["interface"] else ", on no interface of this machine"
-        _say(out, Text(f"address {data['address']}{on} ({data['address_why']})"))
-    for problem in data["problems"]:
+    _say(out, etcd_line(data.etcd))
+    if data.address_why:
+        on = f" on {data.interface}" if data.interface else ", on no interface of this machine"
+        _say(out, Text(f"address {data.address}{on} ({data.address_why})"))
+    for problem in data.problems:
         _say(out, Text(f"! {problem}", "yellow"))
     out.print()
-    _nodes(data["nodes"]).print(out)
+    _nodes(data.nodes).print(out)
     out.print()
-    rows = _jobs(data["jobs"])
-    if data["jobs"]:
+    rows = _jobs(data.jobs)
+    if data.jobs:
         rows.print(out)
     else:
         _say(out, Text("no jobs. Submit one: elasticctl submit job.toml, or: elasticctl run -- train.py"))
-    if left_out := data.get("jobs_left_out"):  # absent from a daemon of an earlier version
-        _say(out, Text(f"and {left_out} older jobs that are over: elasticctl status --all", "dim"))
+    if data.jobs_left_out:
+        _say(out, Text(f"and {data.jobs_left_out} older jobs that are over: elasticctl status --all", "dim"))
     narrow = "last incident" in rows.left_out(out.width)
-    for job in data["jobs"]:
-        if narrow and job["last_incident"]:
-            _say(out, Text(f"  {job['job']}: last incident {_incident_short(job['last_incident'])}"))
+    for job in data.jobs:
+        if narrow and job.last_incident:
+            _say(out, Text(f"  {job.job}: last incident {_incident_short(job.last_incident)}"))
         _remarks(out, job)
 
 
-def jobs(rows: Sequence[Json]) -> None:
-    out, rows = console(), shown(rows)
+def jobs(rows: Sequence[Job]) -> None:
+    out = console()
     _jobs(rows).print(out) if rows else _say(out, Text("no jobs"))
 
 
-def nodes(rows: Sequence[Json]) -> None:
-    _nodes(shown(rows)).print(console())
+def nodes(rows: Sequence[Node]) -> None:
+    _nodes(rows).print(console())
 
 
-def incidents(rows: Sequence[Json]) -> None:
-    out, rows = console(), shown(rows)
+def incidents(rows: Sequence[Incident]) -> None:
+    out = console()
     _incidents(rows).print(out) if rows else _say(out, Text("no incidents"))
 
 
-def etcd_line(etcd: Json) -> Text:
-    where = "embedded" if etcd["embedded"] else ", ".join(etcd["endpoints"])
-    where += "; takes writes from anyone" if etcd["anonymous"] else ""
-    where += f"; records signed, key {etcd['key_id']}" if etcd.get("signed") else "; records unsigned"
-    version = f" {etcd['version']}" if etcd["version"] else ""
-    if etcd["connected"]:
+def etcd_line(etcd: EtcdContact) -> Text:
+    where = "embedded" if etcd.embedded else ", ".join(etcd.endpoints)
+    where += "; takes writes from anyone" if etcd.anonymous else ""
+    where += f"; records signed, key {etcd.key_id}" if etcd.signed else "; records unsigned"
+    version = f" {etcd.version}" if etcd.version else ""
+    if etcd.connected:
         return Text.assemble(f"etcd{version} ({where}) ", ("connected", "green"))
-    seen = "never seen" if etcd["age_s"] is None else f"last seen {ago(etcd['age_s'])}; all below is as of then"
-    return Text.assemble(f"etcd{version} ({where}) ", ("not connected", "bold red"), f", {seen}: {etcd['error']}")
+    seen = "never seen" if etcd.age_s is None else f"last seen {ago(etcd.age_s)}; all below is as of then"
+    return Text.assemble(f"etcd{version} ({where}) ", ("not connected", "bold red"), f", {seen}: {etcd.error}")
 
 
 _MANNER = {
@@ -118,113 +130,113 @@ _MANNER_OVER = _MANNER | {
 }
 
 
-def job(data: Json) -> None:
+def job(data: JobDetail) -> None:
     """One job with its ranks and its last incidents."""
-    out, data = console(), shown(data)
-    spec = data["spec"] or {}
+    out = console()
+    spec = data.spec or {}
     _say(
         out,
-        Text.assemble("job ", (data["job"], "bold"), "  ", _coloured(data["phase"]), "  ", _coloured(data["health"])),
+        Text.assemble("job ", (data.job, "bold"), "  ", _coloured(data.phase), "  ", _coloured(data.health)),
     )
-    if not data["etcd"]["connected"]:
-        _say(out, etcd_line(data["etcd"]))
+    if not data.etcd.connected:
+        _say(out, etcd_line(data.etcd))
     runs = spec.get("script") or spec.get("program") or f"-m {spec.get('module', '?')}"
-    generation = f"{data['generation']}, world {data['world_size']}: {data['why_generation']}".rstrip(": ")
-    is_over, rate = data["phase"] in OVER, data["steps_per_s"] if data["phase"] in LIVE else None
-    logged = {**data.get("logged", {}), **data.get("logged_not_finite", {})}
+    generation = f"{data.generation}, world {data.world_size}: {data.why_generation}".rstrip(": ")
+    is_over, rate = data.phase in OVER, data.steps_per_s if data.phase in LIVE else None
+    logged = {**data.logged, **data.logged_not_finite}
     facts = [
-        ("why", data["why"]),
+        ("why", data.why),
         ("runs", " ".join([runs, *spec.get("args", ())])),
-        ("script", (_MANNER_OVER if is_over else _MANNER)[data["managed"]] if data["generation"] else ""),
-        ("submitted", f"{clock(data['submitted_wall_s'])} by {data['submitted_by']}{_of(data)}" if spec else "unknown"),
-        ("nodes", f"{data['members']} of {data['nodes']}"),
-        ("generation", generation if data["generation"] else "none yet"),
-        ("step", _steps(data["managed"], data["step"]) + (f", {rate:.2f} a second" if rate else "")),
-        ("loss", f"{data['loss']:.6g}" if data["loss"] is not None else "-"),
+        ("script", (_MANNER_OVER if is_over else _MANNER)[data.managed] if data.generation else ""),
+        ("submitted", f"{clock(data.submitted_wall_s)} by {data.submitted_by}{_of(data)}" if spec else "unknown"),
+        ("nodes", f"{data.members} of {data.nodes}"),
+        ("generation", generation if data.generation else "none yet"),
+        ("step", _steps(data.managed, data.step) + (f", {rate:.2f} a second" if rate else "")),
+        ("loss", f"{data.loss:.6g}" if data.loss is not None else "-"),
         ("logged", ", ".join(f"{name} {v if isinstance(v, str) else f'{v:.6g}'}" for name, v in logged.items())),
-        ("step time", step_time.text(data["step_time"])),
-        ("goodput", goodput.text(data["goodput"]) or (goodput.UNKNOWN if data["managed"] is False else "")),
-        ("rank time", goodput.summed_text(data.get("rank_time"))),
-        ("checkpoint", _checkpoint_long(data["checkpoint"])),
-        ("resumed", f"from step {data['resumed']['step']}: {data['resumed']['source']}" if data.get("resumed") else ""),
-        ("snapshot", _snapshot(data["snapshot"])),
-        ("restarts", f"{data['restarts']}, {data['failures_in_window']} within the window"),
-        ("excluded", ", ".join(data["excluded_nodes"])),
+        ("step time", step_time.text(data.step_time)),
+        ("goodput", goodput.text(data.goodput) or (goodput.UNKNOWN if data.managed is False else "")),
+        ("rank time", goodput.summed_text(data.rank_time)),
+        ("checkpoint", _checkpoint_long(data.checkpoint)),
+        ("resumed", f"from step {data.resumed.step}: {data.resumed.source}" if data.resumed else ""),
+        ("snapshot", _snapshot(data.snapshot)),
+        ("restarts", f"{data.restarts}, {data.failures_in_window} within the window"),
+        ("excluded", ", ".join(data.excluded_nodes)),
     ]
     for name, value in facts:
         if value and value != "-":
             _say(out, Text.assemble((f"{name:>12}  ", "dim"), value))
-    if data["ranks"]:
+    if data.ranks:
         out.print()
-        _ranks(data["ranks"], data["managed"]).print(out)
-        if far := sorted({row["node"] for row in data["ranks"] if row["step"] is None}):
-            ask = f"what the ranks on {', '.join(far)} do is known there: elasticctl status {data['job']}"
+        _ranks(data.ranks, data.managed).print(out)
+        if far := sorted({row.node for row in data.ranks if row.step is None}):
+            ask = f"what the ranks on {', '.join(far)} do is known there: elasticctl status {data.job}"
             _say(out, Text(f"({ask})", "dim"))
-    if data["recent_incidents"]:
+    if data.recent_incidents:
         out.print()
-        _incidents(data["recent_incidents"], of_one_job=True).print(out)
-    newest = data["last_incident"]
-    if newest and (newest["open"] or newest["verdict"]["person"]):
+        _incidents(data.recent_incidents, of_one_job=True).print(out)
+    newest = data.last_incident
+    if newest and (newest.open or newest.verdict.person):
         out.print()
-        _say(out, Text.assemble(("the newest incident: ", "bold"), newest["verdict"]["what"]))
-        _verdict(out, newest["verdict"], newest["lost"])
-    if data["error"]:
+        _say(out, Text.assemble(("the newest incident: ", "bold"), newest.verdict.what))
+        _verdict(out, newest.verdict, newest.lost)
+    if data.error:
         out.print()
-        print_error(out, data["error"])
+        print_error(out, data.error)
 
 
-def incident(row: Json) -> None:
+def incident(row: Incident) -> None:
     """One incident in full: its verdict, time line, stacks and error."""
-    out, row = console(), shown(row)
-    verdict = row["verdict"]
+    out = console()
+    verdict = row.verdict
     _say(
         out,
-        Text.assemble(clock(row["wall_s"]), f"  {row['job']}  ", (verdict["class"], "bold"), f"  {verdict['what']}"),
+        Text.assemble(clock(row.wall_s), f"  {row.job}  ", (verdict.cls, "bold"), f"  {verdict.what}"),
     )
-    _verdict(out, verdict, row["lost"])
-    for phase, at_s in sorted(row["timeline_s"].items(), key=lambda item: float(item[1])):
+    _verdict(out, verdict, row.lost)
+    for phase, at_s in sorted(row.timeline_s.items(), key=lambda item: float(item[1])):
         _say(out, Text(f"  {at_s * 1000:8.0f} ms  {phase}"))
-    for worker, stack in row["stacks"].items():
+    for worker, stack in row.stacks.items():
         _say(out, Text(f"  stack of {worker}:", "bold"))
         _say(out, Text(stack))
-    if row.get("last_lines"):  # absent from a daemon of an earlier version
+    if row.last_lines:
         _say(out, Text("  the last lines of its log:", "bold"))
-        _say(out, Text("\n".join(row["last_lines"])))
-    if row["error"]:
-        print_error(out, row["error"])
+        _say(out, Text("\n".join(row.last_lines)))
+    if row.error:
+        print_error(out, row.error)
 
 
-def _verdict(out: Console, verdict: Json, lost: str) -> None:
-    facts = [("evidence", f"{e['line']}  ({e['source']})") for e in verdict["evidence"]]
-    facts += [("followed", text) for text in verdict["followed"]]
-    facts += [("done", verdict["done"]), ("waits for", verdict["held_by"]), ("cost", _cost(verdict["cost"], lost))]
-    facts += [("person", "needed" if verdict["person"] else "not needed"), ("cure", verdict["cure"])]
+def _verdict(out: Console, verdict: Verdict, lost: str) -> None:
+    facts = [("evidence", f"{e.line}  ({e.source})") for e in verdict.evidence]
+    facts += [("followed", text) for text in verdict.followed]
+    facts += [("done", verdict.done), ("waits for", verdict.held_by), ("cost", _cost(verdict.cost, lost))]
+    facts += [("person", "needed" if verdict.person else "not needed"), ("cure", verdict.cure)]
     for name, value in facts:
         if value:
             _say(out, Text.assemble((f"  {name:>9}  ", "dim"), (value, "bold red" if value == "needed" else "")))
 
 
-def _cost(cost: Json, lost: str) -> str:
-    unit, spent_s = ("GPU", cost["gpu_s"]) if cost["gpu_s"] is not None else ("rank", cost["rank_s"])
+def _cost(cost: Cost, lost: str) -> str:
+    unit, spent_s = ("GPU", cost.gpu_s) if cost.gpu_s is not None else ("rank", cost.rank_s)
     steps = "an unknown number of steps" if lost == "unknown" else lost
     return f"{steps} to repeat, {'unknown' if spent_s is None else f'{spent_s:.1f}'} {unit}-seconds"
 
 
-def print_error(out: Console, error: Json) -> None:
-    code = f"exit code {error['exit_code']}" if error["exit_code"] is not None else ""
-    how = " after ".join(part for part in (code, error["signal"]) if part)
+def print_error(out: Console, error: WorkerError) -> None:
+    code = f"exit code {error.exit_code}" if error.exit_code is not None else ""
+    how = " after ".join(part for part in (code, error.signal) if part)
     _say(out, Text(f"{failed_first(error)}{how and f' ({how})'}", "bold red"))
-    _say(out, Text(error["traceback"].rstrip() or error["message"]))
-    lines = error.get("last_lines") or []
-    if not all(line.strip() in error["traceback"] for line in lines):  # most often they are the traceback's own
+    _say(out, Text(error.traceback.rstrip() or error.message))
+    lines = error.last_lines
+    if not all(line.strip() in error.traceback for line in lines):  # most often they are the traceback's own
         _say(out, Text.assemble(("the last lines of its log:\n", "dim"), "\n".join(lines)))
 
 
-def failed_first(error: Json) -> str:
+def failed_first(error: WorkerError) -> str:
     """'rank 1 on a failed first at step 39'; before its first generation a worker has a slot and no rank."""
-    worker = f"rank {error['rank']}" if error["rank"] >= 0 else f"the worker in slot {error['slot']}"
-    step = f" at step {error['step']}" if error["step"] is not None else ""
-    return f"{worker} on {error['node']} failed first{step}"
+    worker = f"rank {error.rank}" if error.rank >= 0 else f"the worker in slot {error.slot}"
+    step = f" at step {error.step}" if error.step is not None else ""
+    return f"{worker} on {error.node} failed first{step}"
 
 
 def checkpoints(rows: Sequence[Json]) -> None:
@@ -262,19 +274,19 @@ def config(data: Json, explain: bool) -> None:
 # ── tables ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _nodes(rows: Sequence[Json]) -> Rows:
+def _nodes(rows: Sequence[Node]) -> Rows:
     found = Rows([Column("node"), Column("state"), Column("slots", right=True), Column("gpus", 3, right=True),
                   Column("address", 2), Column("jobs", 1, flex=True), Column("why", flex=True)])  # fmt: skip
     for row in rows:
-        slots = f"{row['slots_used']}/{row['slots']}" if row["slots"] is not None else str(row["slots_used"])
+        slots = f"{row.slots_used}/{row.slots}" if row.slots is not None else str(row.slots_used)
         found.add(
-            row["node"], _coloured(row["state"]), slots, _or(row["gpus"]), row["address"], ", ".join(row["jobs"]),
-            row["why"],
+            row.node, _coloured(row.state), slots, _or(row.gpus), row.address, ", ".join(row.jobs),
+            row.why,
         )  # fmt: skip
     return found
 
 
-def _jobs(rows: Sequence[Json]) -> Rows:
+def _jobs(rows: Sequence[Job]) -> Rows:
     found = Rows([
         Column("job"), Column("phase"), Column("gen", 6, right=True), Column("world", 3, right=True),
         Column("nodes", 2, right=True), Column("step", right=True), Column("step/s", 4, right=True),
@@ -282,19 +294,19 @@ def _jobs(rows: Sequence[Json]) -> Rows:
         Column("last incident", 8),
     ])  # fmt: skip
     for row in rows:
-        live = row["phase"] in LIVE
+        live = row.phase in LIVE
         found.add(
-            row["job"],
-            _coloured(row["phase"]),
-            str(row["generation"] or "-"),
-            str(row["world_size"] or "-"),
-            f"{row['members']} of {row['nodes']}" if row["phase"] not in OVER else row["nodes"] or "-",
-            _steps(row["managed"], row["step"]),
-            f"{row['steps_per_s']:.1f}" if live and row["steps_per_s"] is not None else "-",
-            f"{row['loss']:.4g}" if row["loss"] is not None else "-",
-            _checkpoint(row["checkpoint"]),
-            str(row["restarts"]),
-            _incident_short(row["last_incident"]),
+            row.job,
+            _coloured(row.phase),
+            str(row.generation or "-"),
+            str(row.world_size or "-"),
+            f"{row.members} of {row.nodes}" if row.phase not in OVER else row.nodes or "-",
+            _steps(row.managed, row.step),
+            f"{row.steps_per_s:.1f}" if live and row.steps_per_s is not None else "-",
+            f"{row.loss:.4g}" if row.loss is not None else "-",
+            _checkpoint(row.checkpoint),
+            str(row.restarts),
+            _incident_short(row.last_incident),
         )
     return found
 
@@ -304,50 +316,50 @@ def _steps(managed: bool | None, known: int | None) -> str:
     return "-" if known is None or (managed is False and not known) else str(known)
 
 
-def _ranks(rows: Sequence[Json], managed: bool | None) -> Rows:
-    old = any(row.get("age_s") for row in rows)
+def _ranks(rows: Sequence[Rank], managed: bool | None) -> Rows:
+    old = any(row.age_s for row in rows)
     found = Rows([
         Column("rank", right=True), Column("node"), Column("slot", 3, right=True), Column("pid", 4, right=True),
         Column("phase"), Column("step", right=True), Column("worker", 3, right=True), Column("memory", 1, right=True),
         Column("goodput", 2, right=True), *([Column("as of", 3, right=True)] if old else []),
     ])  # fmt: skip
     for row in rows:
-        memory = f"{row['rss_mb']:.0f} MB" if row["rss_mb"] is not None else "-"
+        memory = f"{row.rss_mb:.0f} MB" if row.rss_mb is not None else "-"
         found.add(
-            str(row["rank"]) if row["rank"] >= 0 else "-", row["node"], str(row["slot"]), str(row["pid"] or "-"),
-            row["phase"] or "-", _steps(managed, row["step"]), _or(row["incarnation"]), memory,
-            goodput.percent(row["time"]["goodput"]) if (row.get("time") or {}).get("goodput") is not None else "-",
-            *([as_of(row)] if old else []),
+            str(row.rank) if row.rank >= 0 else "-", row.node, str(row.slot), str(row.pid or "-"),
+            row.phase or "-", _steps(managed, row.step), _or(row.incarnation), memory,
+            goodput.percent(row.time.goodput) if row.time and row.time.goodput is not None else "-",
+            *([as_of(row.age_s, row.step)] if old else []),
         )  # fmt: skip
     return found
 
 
-def as_of(row: Json) -> str:
-    """Of a rank's row: '8 s ago'."""
-    return ago(row["age_s"]) if row.get("age_s") else "now" if row["step"] is not None else "-"
+def as_of(age_s: float | None, step: int | None) -> str:
+    """Of a rank: '8 s ago'."""
+    return ago(age_s) if age_s else "now" if step is not None else "-"
 
 
-def _incidents(rows: Sequence[Json], of_one_job: bool = False) -> Rows:
+def _incidents(rows: Sequence[Incident], of_one_job: bool = False) -> Rows:
     found = Rows([
         Column("when", 1), *([] if of_one_job else [Column("job")]), Column("gen", 7, right=True), Column("class"),
         Column("kind", 6), Column("node", 2), Column("ranks", 3, flex=True), Column("took", 2, right=True),
         Column("lost", right=True), Column("from", 5), Column("world", 4), Column("what happened", flex=True),
     ])  # fmt: skip
     for row in rows:
-        after = "-" if row["open"] and not row["world_size_after"] else row["world_size_after"]
+        after = "-" if row.open and not row.world_size_after else row.world_size_after
         found.add(
-            clock(row["wall_s"]),
-            *([] if of_one_job else [row["job"]]),
-            str(row["generation"]),
-            row["verdict"]["class"],
-            row["kind"],
-            row["node"],
-            ", ".join(map(str, row["ranks"])),
-            seconds(row["took_s"]),
-            "-" if row["open"] else row["lost"],
-            row["restored_from"],
-            f"{row['world_size_before']} → {after}",
-            f"{'person needed: ' if row['verdict']['person'] else ''}{row['verdict']['cause']}",
+            clock(row.wall_s),
+            *([] if of_one_job else [row.job]),
+            str(row.generation),
+            row.verdict.cls,
+            row.kind,
+            row.node,
+            ", ".join(map(str, row.ranks)),
+            seconds(row.took_s),
+            "-" if row.open else row.lost,
+            row.restored_from,
+            f"{row.world_size_before} → {after}",
+            f"{'person needed: ' if row.verdict.person else ''}{row.verdict.cause}",
         )
     return found
 
@@ -371,9 +383,9 @@ def seconds(value: float | None) -> str:
     return f"{value * 1000:.0f} ms" if value < 1 else f"{value:.2f} s"
 
 
-def _of(data: Json) -> str:
+def _of(data: Job) -> str:
     """' for alice', if another user than the job's submitted it."""
-    return f" for {data['owner']}" if data.get("owner", "") not in ("", data["submitted_by"]) else ""
+    return f" for {data.owner}" if data.owner not in ("", data.submitted_by) else ""
 
 
 def clock(wall_s: float | None) -> str:
@@ -391,15 +403,15 @@ def _say(out: Console, text: Text) -> None:
         out.write([text])
 
 
-def _remarks(out: Console, job: Json) -> None:
+def _remarks(out: Console, job: Job) -> None:
     """One line of why for each job, always."""
-    well = job["health"] == "healthy"
-    _say(out, Text.assemble((f"{' ' if well else '!'} {job['job']} ", "dim" if well else "yellow"), job["why"]))
+    well = job.health == "healthy"
+    _say(out, Text.assemble((f"{' ' if well else '!'} {job.job} ", "dim" if well else "yellow"), job.why))
 
 
-def _job_counts(rows: Sequence[Json]) -> list[Text]:
+def _job_counts(rows: Sequence[Job]) -> list[Text]:
     """'  jobs: 1 failed, 2 queued, 3 running', what needs a look first. Of those that are over the failed ones only."""
-    kinds = ["queued" if row.get("queue_position") else row["phase"] for row in rows]
+    kinds = ["queued" if row.queue_position else row.phase for row in rows]
     order = ("failed", "waiting", "queued", "pending", "stopping", "running")
     found = [Text(f"{n} {kind}", COLOURS.get(kind, "")) for kind in order if (n := kinds.count(kind))]
     return [Text.assemble(", " if at else "  jobs: ", text) for at, text in enumerate(found)]
@@ -413,39 +425,39 @@ def _or(value: object) -> str:
     return "-" if value is None else str(value)
 
 
-def _checkpoint(checkpoint: Json | None) -> str:
-    if checkpoint is None or (checkpoint["step"] is None and not checkpoint["error"]):
+def _checkpoint(checkpoint: Checkpoint | None) -> str:
+    if checkpoint is None or (checkpoint.step is None and not checkpoint.error):
         return "-"
-    return f"{_saved(checkpoint)} (failed)" if checkpoint["error"] else _saved(checkpoint)
+    return f"{_saved(checkpoint)} (failed)" if checkpoint.error else _saved(checkpoint)
 
 
-def _saved(checkpoint: Json) -> str:
-    if checkpoint["step"] is None:
+def _saved(checkpoint: Checkpoint) -> str:
+    if checkpoint.step is None:
         return "none"
-    age = f", {ago(checkpoint['age_s'])}" if checkpoint["age_s"] is not None else ""  # unknown if by an earlier agent
-    return f"step {checkpoint['step']}{age}"
+    age = f", {ago(checkpoint.age_s)}" if checkpoint.age_s is not None else ""  # unknown if by an earlier agent
+    return f"step {checkpoint.step}{age}"
 
 
-def _snapshot(snapshot: Json | None) -> str:
+def _snapshot(snapshot: InMemorySnapshot | None) -> str:
     """The in-memory snapshot of the leader's node."""
     if snapshot is None:
         return ""
-    step = f"step {snapshot['step']}" if snapshot["step"] is not None else "none yet"
-    every = f"every {snapshot['interval']}" if snapshot["interval"][:1].isdigit() else snapshot["interval"]
-    return ", ".join(part for part in (step, every, f"{snapshot['memory_mb']:.0f} MB a node") if part)
+    step = f"step {snapshot.step}" if snapshot.step is not None else "none yet"
+    every = f"every {snapshot.interval}" if snapshot.interval[:1].isdigit() else snapshot.interval
+    return ", ".join(part for part in (step, every, f"{snapshot.memory_mb:.0f} MB a node") if part)
 
 
-def _checkpoint_long(checkpoint: Json | None) -> str:
+def _checkpoint_long(checkpoint: Checkpoint | None) -> str:
     if checkpoint is None:
         return "-"
-    saved = _saved(checkpoint) if checkpoint["step"] is not None else "none yet"
-    skipped = f"{checkpoint['skipped']} skipped" if checkpoint["skipped"] else ""
-    failed = f"the newest one failed: {checkpoint['error']}" if checkpoint["error"] else ""
-    return "; ".join(part for part in (saved, checkpoint["interval"], skipped, failed) if part)
+    saved = _saved(checkpoint) if checkpoint.step is not None else "none yet"
+    skipped = f"{checkpoint.skipped} skipped" if checkpoint.skipped else ""
+    failed = f"the newest one failed: {checkpoint.error}" if checkpoint.error else ""
+    return "; ".join(part for part in (saved, checkpoint.interval, skipped, failed) if part)
 
 
-def _incident_short(row: Json | None) -> str:
+def _incident_short(row: Incident | None) -> str:
     if row is None:
         return "-"
-    lost = ", not over yet" if row["open"] else f", {row['lost']}{' steps' if row['lost'] == 'unknown' else ''} lost"
-    return f"{row['verdict']['class']} {seconds(row['took_s'])}{lost}, {ago(row['age_s'])}"
+    lost = ", not over yet" if row.open else f", {row.lost}{' steps' if row.lost == 'unknown' else ''} lost"
+    return f"{row.verdict.cls} {seconds(row.took_s)}{lost}, {ago(row.age_s)}"

@@ -8,7 +8,6 @@ from __future__ import annotations
 import io
 import os
 import re
-import shutil
 import sys
 import unicodedata
 from collections.abc import Iterable, Iterator
@@ -105,9 +104,8 @@ class Console:
         forced = env.get("FORCE_COLOR", "") not in ("", "0")
         self.is_terminal = (self.out.isatty() or forced) if terminal is None else terminal
         self._colours = self.is_terminal and not env.get("NO_COLOR") and env.get("TERM") not in ("dumb", "unknown")
-        size = shutil.get_terminal_size((80, 24))
-        self.width = width or (size.columns if self.is_terminal or env.get("COLUMNS") else PIPED_CELLS)
-        self.height = size.lines
+        columns, self.height = _size()
+        self.width = width or (columns if self.is_terminal or env.get("COLUMNS") else PIPED_CELLS)
 
     def print(self, *texts: Text) -> None:
         """Each on a line of its own, folded to the width; without any: an empty line."""
@@ -117,6 +115,16 @@ class Console:
     def write(self, lines: Iterable[Text]) -> None:
         """Lines as they are, however long."""
         self.out.write("".join(f"{line.styled(self._colours)}\n" for line in lines))
+
+
+def _size() -> tuple[int, int]:
+    """Columns and lines as `shutil.get_terminal_size` finds them, without its imports."""
+    given = [int(text) if text.isdigit() else 0 for text in map(os.environ.get, ("COLUMNS", "LINES"), ("", ""))]
+    try:
+        found = os.get_terminal_size(sys.__stdout__.fileno())  # type: ignore[union-attr]
+    except (AttributeError, ValueError, OSError):
+        found = os.terminal_size((0, 0))
+    return given[0] or found.columns or 80, given[1] or found.lines or 24
 
 
 class WatchScreen(io.StringIO):

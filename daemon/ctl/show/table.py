@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+
+import msgspec
 
 from .screen import Console, Part, Text, cells
 
@@ -15,8 +16,7 @@ FLEX_SHARE = 0.3
 """A column of sentences is folded down to this share of the screen before another column is left out for it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Column:
+class Column(msgspec.Struct, frozen=True):
     title: str
     spare: int = 0
     """Order in which columns are left out for lack of room: the highest first; 0: never."""
@@ -25,12 +25,12 @@ class Column:
     """Sentences: folded at words. Other columns stay on one line if possible."""
 
 
-@dataclass(slots=True)
 class Rows:
-    columns: Sequence[Column]
-    _cells: list[list[Text]] = field(default_factory=list)
-    _wants: list[list[int]] = field(default_factory=list)
-    """Width of each cell on one line."""
+    def __init__(self, columns: Sequence[Column]) -> None:
+        self.columns = columns
+        self._cells: list[list[Text]] = []
+        self._wants: list[list[int]] = []
+        """Width of each cell on one line."""
 
     def add(self, *values: object) -> None:
         """One cell per column. A `Text` keeps its style; nothing is interpreted as markup."""

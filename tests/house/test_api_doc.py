@@ -1,0 +1,15 @@
+"""docs/api.md has the fields of the answers as they are in the code."""
+
+from __future__ import annotations
+
+from support import api_doc
+
+
+def test_the_tables_of_fields_are_those_of_the_code() -> None:
+    assert api_doc.PAGE.read_text() == api_doc.page(), "rewrite them: PYTHONPATH=tests python -m support.api_doc"
+
+
+def test_every_table_has_its_fields() -> None:
+    made = api_doc.tables()
+    for line in ("### A job in full", "| `class` | text |", "| `checkpoint` | [Checkpoint](#checkpoint), or null |"):
+        assert line in made

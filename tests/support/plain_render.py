@@ -1,0 +1,45 @@
+"""The screens of elasticctl from the JSON that it gets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from elasticd.base.answers import Incident, Job, JobDetail, Json, Node, Status, WorkerError, read
+from elasticd.ctl.show import render
+from elasticd.ctl.show.screen import Console
+
+
+def status(data: Json) -> None:
+    render.status(read(data, Status))
+
+
+def job(data: Json) -> None:
+    render.job(read(data, JobDetail))
+
+
+def jobs(rows: Sequence[Json]) -> None:
+    render.jobs([read(row, Job) for row in rows])
+
+
+def nodes(rows: Sequence[Json]) -> None:
+    render.nodes([read(row, Node) for row in rows])
+
+
+def incidents(rows: Sequence[Json]) -> None:
+    render.incidents([read(row, Incident) for row in rows])
+
+
+def checkpoints(rows: Sequence[Json]) -> None:
+    render.checkpoints(rows)
+
+
+def config(data: Json) -> None:
+    render.config(data, explain=True)
+
+
+def incident(row: Json) -> None:
+    render.incident(read(row, Incident))
+
+
+def print_error(out: Console, error: Json) -> None:
+    render.print_error(out, read(error, WorkerError))
