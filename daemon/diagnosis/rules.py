@@ -11,6 +11,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from elastic.contract.records.reasons import Code
+
 
 class Class(enum.StrEnum):
     USER_CODE = "user code"
@@ -40,6 +42,8 @@ class Rule:
     """Kinds of incidents (see IncidentRecord) that it applies to; empty: any."""
     signal: str = ""
     """The signal that ended the process, or a SIGTERM that its script has turned into an exit code."""
+    codes: tuple[Code, ...] = ()
+    """Reasons that elasticd itself has given."""
     says: str = ""
     logs: str = ""
     stacks: str = ""
@@ -250,12 +254,12 @@ RULES = (
          cure="check the link and the firewall of that node; it is taken back once it answers again"),
     # ── nodes ───────────────────────────────────────────────────────────────────────────────────────────────
     Rule("lease_expired", Class.NODE, "its node is down, frozen or cut off", kinds=_GONE,
-         says=r"lease has run out|lease expired",
+         codes=(Code.LEASE_EXPIRED,),
          cure="check power and network of that node; it is taken back by itself"),
-    Rule("agent_replaced", Class.NODE, "its agent was restarted", kinds=_GONE, says=r"started anew",
+    Rule("agent_replaced", Class.NODE, "its agent was restarted", kinds=_GONE, codes=(Code.AGENT_RESTARTED,),
          cure="agent.log of the job on that node has the reason; oom or a reboot are the usual ones"),
     Rule("node_down", Class.NODE, "its agent has ended, or its node is down", kinds=_GONE,
-         says=r"refuses connections",
+         codes=(Code.PORT_REFUSES,),
          cure="if the node was not rebooted, agent.log and the journal on it have the reason"),
     Rule("node_lost", Class.NODE, "its node was lost", kinds=_GONE, cure="check that node; it is taken back by itself"),
     # ── hangs ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -287,7 +291,7 @@ RULES = (
     Rule("late_abort", Class.HANG, "it did not leave its group in time, and was replaced", kinds=("respawn",),
          cure="nothing to do; raise timeouts.abort_s if steps are long"),
     Rule("failed_late", Class.USER_CODE, "its script failed after training was complete", kinds=("late exit",),
-         says=r"failed after training",
+         codes=(Code.FAILED_LATE,),
          cure="training is saved in full; run what the script does after elastic.run() once more"),
     Rule("late_exit", Class.HANG, "its process outlived its script and was killed", kinds=("late exit",),
          cure="training was complete; end threads and executors of the script, or raise exit_timeout_s"),
@@ -358,10 +362,10 @@ RULES = (
     Rule("signal", Class.NODE, "killed by a signal from outside", says=r"killed by SIG\w+|killed by signal \d+",
          cure="find out what sends that signal on that node"),
     Rule("checkpoint_stray", Class.STORAGE, "a node has a checkpoint that the job goes on without",
-         kinds=("checkpoint",), says=r"goes on without it, but would go back to it",
+         kinds=("checkpoint",), codes=(Code.STRAY_CHECKPOINT,),
          cure="keep it if its steps are wanted: stop the job and start it again with that node; else move it away"),
     Rule("checkpoint_folder_apart", Class.STORAGE, "the job has no checkpoints: its folder is not shared",
-         kinds=("checkpoint",), says=r"is not one folder on", person=True,
+         kinds=("checkpoint",), codes=(Code.FOLDER_APART,), person=True,
          cure="mount the folder on all nodes, or submit again with checkpoint.shared = false: none is written now"),
     Rule("checkpoint", Class.STORAGE, "a checkpoint could not be written", kinds=("checkpoint",),
          cure="training goes on, and the one before stays: check the checkpoint folder if it occurs again"),

@@ -17,6 +17,7 @@ import msgspec
 
 from elastic.contract.origin import Origin
 from elastic.contract.records.job_records import Cause, IncidentRecord, Phase
+from elastic.contract.records.reasons import reasons
 from elastic.contract.texts import cut_middle, one_line
 
 from .rules import RULES, Class, Rule
@@ -46,7 +47,6 @@ _EXCEPTION = re.compile(r"^(\w+\.)*[A-Z]\w*(Error|Exception|Exit|Interrupt|Itera
 _FRAME = re.compile(r'File "[^"\n]+", line \d+(?:, in [^\n]+)?')
 _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3|/elastic/(worker|checkpoint|contract)/|<frozen")
 """Frames that are not the script's own."""
-_MORE = re.compile(r" \(and \d+ more\)")
 _BY_NAME = {rule.name: rule for rule in RULES}
 
 
@@ -147,9 +147,11 @@ class _Texts:
 
 def _texts(record: IncidentRecord) -> _Texts:
     error = record.error
-    report = Evidence(f"report of {record.node}" if record.node else "report", cut_middle(_report(record), TEXT_CHARS))
+    report = Evidence(
+        f"report of {record.node}" if record.node else "report", cut_middle(str(record.detail), TEXT_CHARS)
+    )
     says, logs = [], []
-    said = f"{cut_middle(record.detail, TEXT_CHARS)}\n{cut_middle(error.message, TEXT_CHARS) if error else ''}"
+    said = f"{cut_middle(str(record.detail), TEXT_CHARS)}\n{cut_middle(error.message, TEXT_CHARS) if error else ''}"
     found = _SIGNAL.search(said)
     signal = found[1] if found else (error.signal or "") if error else ""
     killed = signal in KILLED and (error is None or error.exit_code is None)  # else its script has handled the signal
@@ -174,12 +176,13 @@ def _texts(record: IncidentRecord) -> _Texts:
 
 def _rule(record: IncidentRecord, texts: _Texts, seen: VerdictContext) -> tuple[Rule, Evidence | None]:
     misuse = record.error is not None and record.error.misuse
+    codes = {each.code for each in reasons(record.detail)}
     for rule in RULES:
         if rule.misuse and not misuse:
             continue
         if (rule.kinds and record.kind not in rule.kinds) or (rule.name == "loopback" and seen.one_host):
             continue
-        if not (rule.says or rule.logs or rule.stacks or rule.signal):
+        if not (rule.codes or rule.says or rule.logs or rule.stacks or rule.signal) or not codes.isdisjoint(rule.codes):
             return rule, None
         if rule.signal and texts.signal == rule.signal:
             return rule, next((e for e in texts.says if rule.signal in e.line), None)
@@ -223,13 +226,9 @@ def as_json(verdict: Verdict) -> dict[str, Any]:
 # ── its parts ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _report(record: IncidentRecord) -> str:
-    """What is reported of the first cause, without the number of the others: `followed` lists them."""
-    return _MORE.sub("", record.detail).rstrip(": ")
-
-
 def _cause(record: IncidentRecord, rule: Rule) -> str:
-    said = _report(record) if _report(record) not in rule.what else ""
+    detail = str(record.detail)
+    said = detail if detail not in rule.what else ""
     return f"{rule.what} ({said})" if said else rule.what
 
 
@@ -294,7 +293,7 @@ def _followed(record: IncidentRecord) -> tuple[str, ...]:
         return ()
     groups: dict[tuple[bool, str, str], list[Cause]] = {}
     for cause in rest:
-        groups.setdefault((cause.generation > first.generation, cause.kind, cause.detail), []).append(cause)
+        groups.setdefault((cause.generation > first.generation, cause.kind, str(cause.detail)), []).append(cause)
     lines = []
     for (is_later, kind, detail), causes in groups.items():
         nodes = ", ".join(dict.fromkeys(cause.node for cause in causes))

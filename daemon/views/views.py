@@ -182,10 +182,10 @@ def job_detail(snapshot: Snapshot, job: Job, now: Now, *, secrets: bool = False)
             answers.Place(node=p.node, host=p.host, slots=list(p.slots))
             for p in (job.generation.nodes if job.generation else ())
         ],
-        why_generation=job.generation.why if job.generation else "",
+        why_generation=str(job.generation.why) if job.generation else "",
         member_nodes={
             name: answers.Member(
-                ready=list(m.record.ready), slots=m.record.slots, draining=m.record.draining,
+                ready=list(m.record.ready), slots=m.record.slots, draining=m.record.draining and str(m.record.draining),
                 address=f"{m.record.host}:{m.record.port}",
             )
             for name, m in job.members.items()
@@ -206,7 +206,7 @@ def rank_time(snapshot: Snapshot, job: Job, *, each: bool) -> answers.RankTime |
 
 
 def incident(snapshot: Snapshot, job: Job, record: IncidentRecord, now: Now) -> answers.Incident:
-    row = _as(answers.Incident, record)
+    row = _as(answers.Incident, record.in_words())
     if record.open and job.over and not job.members:  # no agent is left that could close it
         row.open, row.ended_wall_s = False, job.state.since_wall_s
     row.job, row.lost = job.name, steps_lost(record)

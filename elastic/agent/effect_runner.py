@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-import msgspec
 import structlog
 
 from elastic.agent.etcd.writer import EtcdWriter
@@ -89,9 +88,9 @@ class EffectRunner:
         match effect:
             case PutIncident(key, record):
                 self._on_incident(record)
-                log.info("incident", key=key, **msgspec.to_builtins(record))
+                log.info("incident", key=key, **record.in_words())
             case AddCauses(key, record):
-                log.info("incident.causes", key=key, kind=record.kind, node=record.node, detail=record.detail)
+                log.info("incident.causes", key=key, kind=record.kind, node=record.node, detail=str(record.detail))
 
     def _fork(self, effect: ForkWorker | ForkPlain, agent: Agent) -> None:
         slot, worker_id, spec = effect.slot, effect.worker_id, self._spec

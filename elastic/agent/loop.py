@@ -35,6 +35,7 @@ from elastic.contract.records.job_records import (
     SpecRecord,
     WorkerError,
 )
+from elastic.contract.records.reasons import Text
 from elastic.contract.worker import messages
 from elastic.etcd.client import View
 from elastic.recovery.machine.effects import Leave
@@ -111,7 +112,7 @@ class AgentLoop:
             self._spec.checkpoint, config.job, self.pool.tell,
             on_saved=lambda generation, step: inbox.post(CheckpointSaved(generation, step)),
             on_failed=self._save_failed, cut=lambda generation: cut_short(self.agent, generation),
-            apart=lambda: apart(self.agent, etcd_writer.folder), versions=versions(), slots=config.slots,
+            apart=lambda: apart(self.agent, etcd_writer.folder) or "", versions=versions(), slots=config.slots,
             patience_s=max(FINISH_SAVING_S, self._spec.exit_timeout_s),
         )  # fmt: skip
         self._reports = Reports(
@@ -154,7 +155,7 @@ class AgentLoop:
         for key, _ in self._selector.select(max(0.0, until_s - time.monotonic())):
             self._readable(key.data)
 
-    def _save_failed(self, step: int, error: str, wall_s: float) -> None:
+    def _save_failed(self, step: int, error: Text, wall_s: float) -> None:
         """A failed checkpoint is recorded as an incident too, though it loses no step."""
         self._etcd_writer.put_save_incident(save_failed(self.agent, step, error, wall_s))
 

@@ -184,7 +184,7 @@ def _publish(turn: Turn, change: Change) -> None:
         )  # fmt: skip
         # Its agent stops the job, too, and tries once: etcd may have been away, or the state changed at that moment.
         if turn.policy.spec.on_bad_numbers == "stop" and (bad := bad_numbers(broken)):
-            charged = Charge(after(view.state, PhaseTrigger.FAILED, bad.detail, turn.wall_s), bad.detail)
+            charged = Charge(after(view.state, PhaseTrigger.FAILED, str(bad.detail), turn.wall_s), str(bad.detail))
     turn.lead = replace(turn.lead, reason="", below_min=False, halted=False)
     if charged.stopped:
         turn.ask(PutState(charged.state, view.state_revision), f"failed {view.state_revision}")

@@ -79,7 +79,7 @@ def test_a_full_disk_fails_the_checkpoint_and_not_the_job(small_disk: Path) -> N
     with Job(nodes="1:1", args={"steps": 3000, "step-ms": 5}, spec=spec) as job:
         eventually(lambda: any(i.kind == "checkpoint" for i in job.incidents()), 30.0, "the failure as an incident")
         incident = next(i for i in job.incidents() if i.kind == "checkpoint")
-        assert "No space" in incident.detail
+        assert "No space" in incident.text
         assert incident.steps_lost == 0
         eventually(lambda: (p := job.progress()) and p.checkpoint_error, 10.0, "the failure in status")
         (small_disk / "ballast").unlink()
@@ -94,8 +94,8 @@ def test_a_folder_that_is_not_shared_is_said_at_the_first_save() -> None:
     with Job(nodes="2:2", workers=1, args={"steps": 60, "step-ms": 20}, spec=spec, apart=True) as job:
         job.wait_phase(Phase.SUCCEEDED)
         (incident,) = [i for i in job.all_incidents() if i.kind == "checkpoint"]
-        assert "checkpoint of step 5 failed: /proc/self/cwd/saved is not one folder on n0 and n1" in incident.detail
-        assert "checkpoint.shared = false" in incident.detail
-        assert "in a row" in incident.detail
+        assert "checkpoint of step 5 failed: /proc/self/cwd/saved is not one folder on n0 and n1" in incident.text
+        assert "checkpoint.shared = false" in incident.text
+        assert "in a row" in incident.text
         for node in ("n0", "n1"):
             assert os.listdir(job.folder / node / "saved") == [".elastic-folder"]

@@ -33,7 +33,7 @@ def test_a_group_that_can_never_form_ends_the_job_and_says_why() -> None:
         assert state.excluded_nodes == ()
         (incident,) = eventually(job.incidents, 20.0, "it stands among the incidents")
         assert (incident.kind, incident.restored_from, incident.world_size_after) == ("comm", "nothing", 0)
-        assert "nowhere0" in incident.detail
+        assert "nowhere0" in incident.text
 
 
 def test_an_error_that_sounds_like_the_networks_is_the_scripts_own() -> None:

@@ -413,7 +413,7 @@ def test_late_exits_write_one_incident_each_with_no_steps_lost() -> None:
         office.writer.put_exit_incident(record, worker_id)
         office.queues["lazy"].orders[-1]()
     found = [decode(IncidentRecord, kv.value) for kv in office.client.get_prefix(KEYS.incidents).kvs.values()]
-    assert sorted(i.detail.partition(" had")[0] for i in found) == ["the process of slot 0", "the process of slot 1"]
+    assert sorted(i.text.partition(" had")[0] for i in found) == ["the process of slot 0", "the process of slot 1"]
     assert {(i.open, i.ended_wall_s, steps_lost(i)) for i in found} == {(False, 10.0, "0 steps")}
     assert late_exit(agent, 0, Exited(4, 1, None, 0, late_s=3.0), None, 10.0) is None, "its failure is told of already"
 
@@ -440,7 +440,7 @@ def test_checkpoints_of_a_node_that_joins_late_are_told_once_if_the_job_goes_on_
     told = stray_checkpoints(outside, inside, saved, 10.0)
     assert told is not None
     assert (told.kind, told.node, told.open, told.steps_lost) == ("checkpoint", "n", False, 0)
-    assert f"{tmp_path} on n has a checkpoint of generation 7; the job is in generation 7" in told.detail
+    assert f"{tmp_path} on n has a checkpoint of generation 7; the job is in generation 7" in told.text
     office.writer.put_stray_incident(told)
     office.queues["lazy"].orders[-1]()
     assert decode(IncidentRecord, office.client.server.kvs[KEYS.stray_incident(7, "n")].value) == told
@@ -818,7 +818,7 @@ def test_a_report_that_etcd_finds_too_large_is_written_without_its_long_texts() 
     broken = decode(BrokenRecord, office.client.server.kvs[KEYS.broken(1)].value)
     assert broken.error is not None
     assert (broken.slots, broken.fingerprint, broken.error.message) == ((0,), record.fingerprint, "ValueError: planted")
-    assert broken.detail.startswith("ValueError (cut: the whole record has 32")
+    assert str(broken.detail).startswith("ValueError (cut: the whole record has 32")
     assert 0 < len(broken.error.traceback) == len(broken.stacks["rank 0"]) <= 4000
     written = decode(IncidentRecord, office.client.server.kvs[KEYS.incident(2)].value)
-    assert (written.kind, 1000 < len(written.detail) <= 4100) == ("exit", True)
+    assert (written.kind, 1000 < len(str(written.detail)) <= 4100) == ("exit", True)

@@ -46,7 +46,7 @@ def test_a_drained_node_leaves_at_a_boundary() -> None:
             0,
         )
         assert incident.steps_lost_at_most == 0, "a rank has stopped between two steps"
-        assert "maintenance" in incident.detail
+        assert "maintenance" in incident.text
         job.wait_step(incident.step + 20)
         # At the boundary nobody was cut off in the middle of a step: every step was committed by all of its world.
         by_step: dict[tuple[int, int], int] = {}

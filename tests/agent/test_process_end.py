@@ -74,7 +74,7 @@ def test_failed_worker_that_hangs_at_exit_delays_recovery_at_most_the_grace_time
     with job(tmp_path, fault=fault, stop_grace_s=2.0) as made:
         made.wait_phase(Phase.SUCCEEDED)
         incident = next(i for i in made.incidents() if i.kind == "exit")
-        assert "KeyError" in incident.detail
+        assert "KeyError" in incident.text
         assert (incident.ranks, incident.steps_lost, incident.restored_from) == ((1,), 0, "live")
         assert incident.timeline_s["aborted"] < 1.0, "the others hear of it at once"
         assert incident.timeline_s["stepping"] > 1.5, "the process had its grace"
@@ -88,9 +88,9 @@ def test_a_script_that_ends_too_early_with_code_0_has_failed_before_its_process_
         made.wait_phase(Phase.SUCCEEDED)
         first, second = sorted(made.incidents(), key=lambda i: i.kind)
         assert (first.kind, first.ranks, first.steps_lost, first.restored_from) == ("exit", (1,), 0, "live")
-        assert first.detail == "exited with code 0 before the job was done"
+        assert first.text == "exited with code 0 before the job was done"
         assert (second.kind, second.ranks) == ("late exit", (1,))
-        assert "had not ended within 4 s" in second.detail
+        assert "had not ended within 4 s" in second.text
 
 
 @pytest.mark.parametrize("ends", ["sys.exit(3)", "sys.exit(0)"])
@@ -104,7 +104,7 @@ def test_sigterm_that_the_script_turns_into_an_exit_code_is_in_the_incident_and_
         made.wait_phase(Phase.SUCCEEDED)
         (incident,) = made.incidents()
         assert (incident.kind, incident.ranks, incident.steps_lost) == ("exit", (1,), 0)
-        assert incident.detail.startswith(f"exit code {ends[-2]} after SIGTERM")
+        assert incident.text.startswith(f"exit code {ends[-2]} after SIGTERM")
         found = judge(incident)
         assert (found.rule, str(found.cls)) == ("sigterm", "node")
         assert any("after SIGTERM" in evidence.line for evidence in found.evidence)
@@ -126,7 +126,7 @@ def test_failure_after_training_is_an_incident_of_a_job_that_has_succeeded(
         assert made.agents["n0"].wait(timeout=30) == 0
         (incident,) = made.incidents()
         assert (incident.kind, incident.ranks, incident.steps_lost) == ("late exit", (1,), 0)
-        assert incident.detail == f"the process of slot 1 failed after training: {said}"
+        assert incident.text == f"the process of slot 1 failed after training: {said}"
         assert made.state().phase is Phase.SUCCEEDED
 
 

@@ -171,7 +171,7 @@ def test_stopped_worker_is_detected_and_only_it_is_replaced() -> None:
         eventually(lambda: job.incidents(), 20.0, "recovery")
         incident = job.incidents()[0]
         assert (incident.kind, incident.ranks, incident.steps_lost) == ("hang", (1,), 0)
-        assert "stopped" in incident.detail
+        assert "stopped" in incident.text
         job.wait_phase(Phase.SUCCEEDED)
         after = {line["pid"] for line in job.commits() if line["generation"] == 2}
         assert before - {struck} <= after

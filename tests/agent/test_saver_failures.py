@@ -186,7 +186,7 @@ def test_folders_are_apart_if_another_node_with_a_place_has_another_id() -> None
         members = [dataclasses.replace(m, record=msgspec.structs.replace(m.record, folder=folder))
                    for m, folder in ((member("a", 1), mine), (member("b", 2), theirs))]  # fmt: skip
         agent = changed(Agent(policy("a")), view=view(*members), generation=generation(1, [place(n) for n in nodes]))
-        return apart(agent, mine)
+        return str(apart(agent, mine) or "")
 
     assert "on a and b: what one writes the other does not see" in said("1", "2", "a", "b")
     assert not said("1", "1", "a", "b")

@@ -77,7 +77,7 @@ def test_an_address_put_in_place_of_a_ranks_is_refused_and_the_job_goes_on() -> 
         finally:
             os.kill(rows[1], signal.SIGCONT)
         assert refused is not None
-        assert "no rank of this generation wrote: g2/" in refused.detail
+        assert "no rank of this generation wrote: g2/" in refused.text
         assert generation(job, 3).store_secret != second.store_secret
         eventually(job.incidents, 20.0, "the recovery is over")
         check_it_goes_on(job, {rows[0], rows[1]})
@@ -95,5 +95,5 @@ def test_a_flooded_store_is_closed_and_the_job_goes_on() -> None:
         (incident,) = eventually(job.incidents, 20.0, "the recovery is over") or [None]
         assert incident is not None
         assert (incident.kind, incident.restored_from) == ("store", "live")
-        assert "are allowed, and was closed" in incident.detail
+        assert "are allowed, and was closed" in incident.text
         check_it_goes_on(job, pids)

@@ -8,6 +8,7 @@ import pytest
 from chaos.random_faults import ANYWHERE, CLASSES, ON_A_NETWORK, ONE_INCIDENT, PERHAPS
 
 from elastic.contract.records.job_records import IncidentRecord
+from elastic.contract.records.reasons import Code, Text, reason
 from elasticd.diagnosis.verdict import judge
 
 STOPPED = ["process is stopped (state T) and silent for 2.1 s", "no progress for 4.0 s while computing at step 9; …"]
@@ -20,9 +21,8 @@ RECORDED = {
     },
     "hang": {"worker SIGSTOP": STOPPED, "node frozen for up to 6 s": STOPPED},
 }
-LOST = [f"node n1 is gone: its agent's {why}" for why in ("port refuses connections", "lease has run out")]
-LOST += ["node n1 is gone: its agent was started anew"]
-UNREACHABLE = ["n1 cannot be reached by n0, n2"]
+LOST = [reason(code, node="n1") for code in (Code.PORT_REFUSES, Code.LEASE_EXPIRED, Code.AGENT_RESTARTED)]
+UNREACHABLE = [reason(Code.UNREACHED, node="n1", others="n0, n2")]
 FAULTS = {**ONE_INCIDENT, **PERHAPS}
 CASES = [
     (fault, kind, detail)
@@ -33,7 +33,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("fault", "kind", "detail"), CASES)
-def test_injected_fault_gets_its_class(fault: str, kind: str, detail: str) -> None:
+def test_injected_fault_gets_its_class(fault: str, kind: str, detail: Text) -> None:
     base = {"generation": 2, "node": "n1", "ranks": (1,), "wall_s": 9.0, "kind": kind, "detail": detail, "step": 40}
     verdict = judge(msgspec.convert(base, IncidentRecord))
     assert str(verdict.cls) in CLASSES[fault]

@@ -8,13 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.contract.records.job_records import Cause, IncidentRecord, Phase, WorkerError
+from elastic.contract.records.reasons import Code, Reason, reason
 from elastic.contract.texts import one_line
 from elasticd.diagnosis import verdict
 from elasticd.diagnosis.rules import RULES
 from elasticd.diagnosis.verdict import Class, Verdict, VerdictContext, judge
 
 
-def incident(kind: str = "exit", detail: str = "", **facts: object) -> IncidentRecord:
+def incident(kind: str = "exit", detail: str | Reason = "", **facts: object) -> IncidentRecord:
     base = {"generation": 2, "node": "n1", "ranks": (1,), "wall_s": 900.0, "timeline_s": {"stepping": 0.25}}
     base |= {"ended_wall_s": 900.25, "step": 40, "steps_lost": 0, "steps_lost_at_most": 0}
     base |= {"world_size_before": 4, "world_size_after": 4, "origin": "live", "kind": kind, "detail": detail}
@@ -122,9 +123,9 @@ CASES: dict[str, list[IncidentRecord]] = {
     "reset": [incident("comm", "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]")],
     "net_timeout": [incident("comm", "rank of slot 1 has waited for other ranks for 602 s (exchanging at step 40)")],
     "unreachable": [incident("unreachable", "n1 cannot be reached by n2, n3")],
-    "lease_expired": [incident("lost", "node n1 is gone: its agent's lease has run out")],
-    "agent_replaced": [incident("lost", "node n1 is gone: its agent was started anew")],
-    "node_down": [incident("lost", "node n1 is gone: its agent's port refuses connections")],
+    "lease_expired": [incident("lost", reason(Code.LEASE_EXPIRED, node="n1"))],
+    "agent_replaced": [incident("lost", reason(Code.AGENT_RESTARTED, node="n1"))],
+    "node_down": [incident("lost", reason(Code.PORT_REFUSES, node="n1"))],
     "node_lost": [incident("lost", "")],
     "stopped": [
         incident("hang", "process is stopped (state T) and silent for 3.1 s"),
@@ -138,7 +139,7 @@ CASES: dict[str, list[IncidentRecord]] = {
     "hang_sleep": [hung("_sleep (train.py:12)\n    sleep")],
     "hang": [hung("crunch (train.py:40)", waiting="all_reduce (distributed_c10d.py:1)"), incident("hang", "silent")],
     "late_abort": [incident("respawn", "did not abort in time")],
-    "failed_late": [incident("late exit", "the process of slot 1 failed after training: KeyError: 'name'")],
+    "failed_late": [incident("late exit", reason(Code.FAILED_LATE, "KeyError: 'name'", slot=1))],
     "late_exit": [incident("late exit", "the process of slot 1 had not ended within 30 s, and was killed")],
     "idle": [incident("idle", "left its group, and nothing followed")],
     "dataloader_worker": [raised("RuntimeError: DataLoader worker (pid(s) 7) exited unexpectedly")],
@@ -183,12 +184,11 @@ CASES: dict[str, list[IncidentRecord]] = {
     "sigfpe": [died("SIGFPE")],
     "signal": [died("SIGUSR1")],
     "checkpoint_stray": [
-        incident("checkpoint", "/ck on n3 has a checkpoint of generation 7; the job is in generation 3 and goes on "
-                 "without it, but would go back to it if all live state were lost"),
+        incident("checkpoint", reason(Code.STRAY_CHECKPOINT, folder="/ck", node="n3", saved=7, now=3)),
     ],
     "checkpoint_folder_apart": [
-        incident("checkpoint", "checkpoint of step 40 failed: /ck is not one folder on n0 and n1: what one writes the "
-                 "other does not see; mount the same folder on all nodes, or set checkpoint.shared = false"),
+        incident("checkpoint", reason(Code.CHECKPOINT_FAILED,
+                 reason(Code.FOLDER_APART, folder="/ck", nodes="n0 and n1"), step=40)),
     ],
     "checkpoint": [incident("checkpoint", "checkpoint of step 40 failed: something else")],
     "exit_code": [incident("exit", "exit code 3: bye")],
@@ -237,7 +237,7 @@ def test_place_in_a_traceback_is_the_scripts_own_last_line() -> None:
 
 def test_number_of_further_causes_is_not_part_of_the_cause() -> None:
     verdict = judge(raised("KeyError: 'a'", causes=()))
-    counted = judge(msgspec.structs.replace(raised("KeyError: 'a'"), detail="KeyError: 'a' (and 4 more)"))
+    counted = judge(msgspec.structs.replace(raised("KeyError: 'a'"), further=4))
     assert (counted.cause, counted.evidence) == (verdict.cause, verdict.evidence)
 
 
@@ -296,7 +296,7 @@ def test_failed_collectives_are_folded_into_the_death_they_follow_from() -> None
         Cause(generation=1, node="n3", kind="comm", detail="connection closed by peer"),
         Cause(generation=2, node="n2", kind="exit", ranks=(2,), detail="killed by SIGKILL"),
     ]
-    verdict = judge(incident("exit", "killed by SIGSEGV (and 1 more)", causes=causes))
+    verdict = judge(incident("exit", "killed by SIGSEGV", further=1, causes=causes))
     assert verdict.rule == "sigsegv"
     assert verdict.followed == (
         "comm on n2, n3: connection closed by peer",

@@ -84,7 +84,7 @@ def _incident(record: IncidentRecord) -> str:
     bound = record.steps_lost_at_most
     lost = lost if record.steps_lost == bound else f"{lost} to {'?' if bound is None else bound}"
     how = "open" if record.open else f"over: {lost} steps lost, from {record.restored_from or 'nothing'}"
-    return f"{record.kind} on {record.node or 'no node'}, ranks {list(record.ranks)}: {record.detail}; {how}"
+    return f"{record.kind} on {record.node or 'no node'}, ranks {list(record.ranks)}: {record.text}; {how}"
 
 
 def _event(event: events.Event) -> str:

@@ -82,7 +82,7 @@ def test_all_workers_that_are_killed_at_once_are_named(ranks: tuple[int, ...]) -
     check_incident(
         incident, kind="exit", nodes={f"n{rank // 2}" for rank in ranks}, ranks=ranks, redone=cluster.judge.redone()
     )
-    assert incident.detail.endswith(f"(and {len(ranks) - 1} more)")
+    assert incident.text.endswith(f"(and {len(ranks) - 1} more)")
     assert cluster.state().restarts == 1, "one failure is charged"
 
 
@@ -125,7 +125,7 @@ def test_a_further_failure_within_a_recovery_belongs_to_it() -> None:
     (incident,) = incidents(cluster)
     check_incident(incident, kind="exit", nodes=["n0"], ranks=[1], redone=cluster.judge.redone())
     assert [(cause.kind, cause.node) for cause in incident.causes] == [("exit", "n0"), ("exit", "n1")]
-    assert "(and 1 more)" in incident.detail
+    assert "(and 1 more)" in incident.text
 
 
 @pytest.mark.parametrize("every", [0, 7])
@@ -142,7 +142,7 @@ def test_all_workers_are_killed(every: int) -> None:
     check_incident(incident, kind="exit", nodes=["n0", "n1"], ranks=[0, 1], redone=cluster.judge.redone())
     assert incident.steps_lost == incident.steps_lost_at_most == (at if every == 0 else at % every)
     assert incident.origin is (Origin.CHECKPOINT if every else Origin.SETUP)
-    assert ("all state was lost" in incident.detail) == (every == 0)
+    assert ("all state was lost" in incident.text) == (every == 0)
 
 
 @pytest.mark.parametrize("every", [0, 7])
@@ -186,7 +186,7 @@ def test_a_checkpoint_that_is_complete_only_after_a_first_try_from_setup_loses_n
     (incident,) = incidents(cluster)
     assert cluster.judge.redone() == incident.steps_lost == 0
     assert incident.origin is Origin.CHECKPOINT
-    assert "all state was lost" not in incident.detail
+    assert "all state was lost" not in incident.text
 
 
 def test_a_node_that_comes_back_with_older_state_after_a_first_try_from_setup_loses_only_what_came_after_that() -> None:
@@ -211,7 +211,7 @@ def test_a_node_that_comes_back_with_older_state_after_a_first_try_from_setup_lo
     assert 0 < cluster.judge.redone() < at
     assert incident.steps_lost == cluster.judge.redone()
     assert incident.steps_lost_at_most == at, "the try from setup may have committed steps anew"
-    assert "all state was lost" not in incident.detail
+    assert "all state was lost" not in incident.text
 
 
 def test_incident_is_open_while_the_outage_lasts() -> None:

@@ -46,7 +46,7 @@ def told(incident: IncidentRecord, began_s: float) -> str:
     """`began_s`: when the run began, by the clock on the wall."""
     lines = [
         f"{incident.wall_s - began_s:6.1f} s: {'OPEN ' if incident.open else ''}{incident.kind} on {incident.node}, "
-        f"rank {', '.join(map(str, incident.ranks)) or 'none'}, at step {incident.step}: {incident.detail}; "
+        f"rank {', '.join(map(str, incident.ranks)) or 'none'}, at step {incident.step}: {incident.text}; "
         f"{incident.steps_lost} steps lost, from {incident.restored_from or 'nowhere yet'}"
     ]
     lines += [f"         {c.kind} on {c.node}, ranks {c.ranks}: {c.detail}" for c in incident.causes[1:]]

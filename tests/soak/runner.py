@@ -184,7 +184,7 @@ class Soak:
             restarts=state.restarts,
             generations=decode(GenerationRecord, generation.value).number if generation else 0,
             incidents=[
-                Incident(kind=i.kind, steps_lost=i.steps_lost, restored_from=i.restored_from, detail=i.detail)
+                Incident(kind=i.kind, steps_lost=i.steps_lost, restored_from=i.restored_from, detail=i.text)
                 for i in incidents
             ],
             lines=lines,

@@ -30,4 +30,4 @@ def test_incident_of_a_thousand_nodes_and_fifty_generations_fits_in_one_record()
     assert len(encode(record)) < ETCD_BYTES
     assert len(record.causes) == KEPT_CAUSES
     assert record.causes[0].node == "first"
-    assert f"and {NODES + 50 * 65 - 1} more" in record.detail
+    assert f"and {NODES + 50 * 65 - 1} more" in record.text

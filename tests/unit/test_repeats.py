@@ -14,7 +14,7 @@ from elastic.contract.keys import ClusterKeys
 from elastic.contract.origin import Origin
 from elastic.contract.records.job_records import BrokenRecord, Cause, GenerationRecord, IncidentRecord, Phase, encode
 from elastic.etcd.client import Put
-from elastic.recovery.facts.incident import KEPT_REPEATS, Closed, Incident, merged_record, restart_note
+from elastic.recovery.facts.incident import KEPT_REPEATS, Closed, Incident, merged_record
 from elastic.recovery.facts.view import JobView
 from elastic.recovery.machine.effects import AddCauses, PutIncident, PutState
 from elastic.recovery.machine.events import Viewed
@@ -215,12 +215,12 @@ def test_a_record_that_a_late_death_is_added_to_names_all_that_failed_together()
         Cause(generation=1, node=node, kind="exit", ranks=(rank,), detail="killed") for rank, node in enumerate("bc")
     )
     over = replace_struct(
-        FAILED, kind="exit", node="b, c", ranks=(0, 1), detail="killed (and 1 more); …", causes=two, step=9,
+        FAILED, kind="exit", node="b, c", ranks=(0, 1), detail="killed", further=1, causes=two, step=9,
         origin=Origin.SETUP,
     )  # fmt: skip
     told = late_causes((formed,), (replace_struct(broken(1, "a", 0), ranks=(2,)),), over)
     assert (told.node, told.ranks) == ("b, c, a", (0, 1, 2))
-    assert told.detail == "killed (and 2 more)" + restart_note(Origin.SETUP, 9)
+    assert (told.detail, told.further, told.begun_again_at) == ("killed", 2, 9)
 
 
 def test_an_incident_that_began_before_another_leader_closed_a_false_alarm_gets_the_next_number() -> None:

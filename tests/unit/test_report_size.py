@@ -37,7 +37,7 @@ def incident(**facts: object) -> IncidentRecord:
 def test_a_report_of_any_content_fits_and_says_what_it_had(record: IncidentRecord | BrokenRecord) -> None:
     short = fitted(record)
     assert len(encode(short)) <= REPORT_BYTES < len(encode(record))
-    assert f"the whole record has {len(encode(record))} bytes" in short.detail
+    assert f"the whole record has {len(encode(record))} bytes" in str(short.detail)
     assert (short.generation, short.kind[:4]) == (record.generation, record.kind[:4])
 
 

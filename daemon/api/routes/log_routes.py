@@ -286,7 +286,7 @@ def _incident_messages(snapshot: Snapshot, job: str) -> tuple[str, ...]:
             ended = "stopped" if known.state.phase in (Phase.STOPPING, Phase.STOPPED) else "given up"
             became = f"the job was {ended}" if incident.world_size_before else "before the job's first generation"
         where = f" on {incident.node}" if incident.node else ""  # a planned change has none
-        said.append(f"{incident.kind}{where}: {incident.detail}; {became}")
+        said.append(f"{incident.kind}{where}: {incident.text}; {became}")
     return tuple(said)
 
 

@@ -182,7 +182,7 @@ class EtcdWriter:
                 "generation.broken",
                 generation=record.generation,
                 kind=record.kind,
-                detail=record.detail,
+                detail=str(record.detail),
                 first=result.ok,
             )
             if not result.ok:
@@ -246,7 +246,7 @@ class EtcdWriter:
             generation=record.number,
             world_size=record.world_size,
             nodes=[p.node for p in record.nodes],
-            why=record.why,
+            why=str(record.why),
             at_step=record.at_step,
         )
         return done

@@ -8,6 +8,7 @@ import msgspec
 from elastic.agent.workers.process import Exited
 from elastic.agent.workers.worker_error import last_lines
 from elastic.contract.records.job_records import IncidentRecord, Phase, WorkerError
+from elastic.contract.records.reasons import Code, Reason, Text, reason
 from elastic.contract.texts import one_line
 from elastic.recovery.facts.transitions import Stage
 from elastic.recovery.machine.model import Agent, FormedState
@@ -26,23 +27,21 @@ def cut_short(agent: Agent, generation: int) -> bool:
     return has_failed(agent.formed, generation) or phase in (Phase.STOPPING, Phase.STOPPED, Phase.FAILED)
 
 
-def apart(agent: Agent, folder: str) -> str:
+def apart(agent: Agent, folder: str) -> Reason | None:
     """Why no checkpoint of all nodes is possible: with `folder`, the id of this node's checkpoint folder, another node
-    sees another one. Empty: none is known to."""
+    sees another one. None: none is known to."""
     places = agent.formed.generation.nodes if folder and agent.formed.generation else ()
     members, me = agent.etcd.view.members, agent.policy.node
     others = [p.node for p in places if p.node in members and members[p.node].record.folder not in ("", folder)]
     if not others:
-        return ""
+        return None
     more = f" (and {len(others) - 1} more)" if len(others) > 1 else ""
-    return (
-        f"{agent.policy.spec.checkpoint.dir} is not one folder on {' and '.join(sorted((me, others[0])))}{more}: what "
-        "one writes the other does not see; mount the same folder on all nodes, or set checkpoint.shared = false"
-    )
+    nodes = f"{' and '.join(sorted((me, others[0])))}{more}"
+    return reason(Code.FOLDER_APART, folder=agent.policy.spec.checkpoint.dir, nodes=nodes)
 
 
-def save_failed(agent: Agent, step: int, error: str, wall_s: float) -> IncidentRecord:
-    return _over_at_once(agent, "checkpoint", f"checkpoint of step {step} failed: {error}", wall_s, step=step)
+def save_failed(agent: Agent, step: int, error: Text, wall_s: float) -> IncidentRecord:
+    return _over_at_once(agent, "checkpoint", reason(Code.CHECKPOINT_FAILED, error, step=step), wall_s, step=step)
 
 
 def stray_checkpoints(before: Agent, agent: Agent, saved_generation: int, wall_s: float) -> IncidentRecord | None:
@@ -54,11 +53,8 @@ def stray_checkpoints(before: Agent, agent: Agent, saved_generation: int, wall_s
         return None
     if before.formed.generation is not None and before.formed.generation.node_of(*me) is not None:
         return None  # told when it came
-    folder = agent.policy.spec.checkpoint.dir
-    detail = (
-        f"{folder} on {agent.policy.node} has a checkpoint of generation {saved_generation}; the job is in generation "
-        f"{formed.number} and goes on without it, but would go back to it if all live state were lost"
-    )
+    folder, node = agent.policy.spec.checkpoint.dir, agent.policy.node
+    detail = reason(Code.STRAY_CHECKPOINT, folder=folder, node=node, saved=saved_generation, now=formed.number)
     return _over_at_once(agent, "checkpoint", detail, wall_s)
 
 
@@ -70,30 +66,24 @@ def late_exit(
     worker = agent.local.workers.get(slot)
     told = worker is not None and worker.worker_id == ended.worker_id and worker.stage is Stage.ABORTING
     if ended.late_s and not ended.code:  # else its script has failed, and is told of already
-        return _late_exit(
-            agent,
-            slot,
-            f"the process of slot {slot} had not ended within {ended.late_s:g} s, and was killed: its script, a thread "
-            "or an atexit handler kept it; its log has the stacks",
-            wall_s,
-        )
+        return _late_exit(agent, slot, reason(Code.LATE_EXIT, slot=slot, limit_s=ended.late_s), wall_s)
     over = agent.etcd.view.state.phase is Phase.SUCCEEDED
     if agent.policy.managed and told and over and (ended.code or ended.signal):
         said = one_line(error.message) if error else ended.cause
-        record = _late_exit(agent, slot, f"the process of slot {slot} failed after training: {said}", wall_s)
+        record = _late_exit(agent, slot, reason(Code.FAILED_LATE, said, slot=slot), wall_s)
         lines = last_lines(ended.log_file) if ended.signal else ()
         return msgspec.structs.replace(record, error=error, last_lines=lines)
     return None
 
 
-def _late_exit(agent: Agent, slot: int, detail: str, wall_s: float) -> IncidentRecord:
+def _late_exit(agent: Agent, slot: int, detail: Reason, wall_s: float) -> IncidentRecord:
     generation = agent.formed.generation
     ranks = generation.ranks(agent.policy.node) if generation else {}
     return _over_at_once(agent, "late exit", detail, wall_s, ranks=(ranks[slot],) if slot in ranks else ())
 
 
 def _over_at_once(
-    agent: Agent, kind: str, detail: str, wall_s: float, *, ranks: tuple[int, ...] = (), step: int | None = None
+    agent: Agent, kind: str, detail: Reason, wall_s: float, *, ranks: tuple[int, ...] = (), step: int | None = None
 ) -> IncidentRecord:
     generation = agent.formed.generation
     number, world_size = (generation.number, generation.world_size) if generation else (0, 0)

@@ -22,6 +22,7 @@ from elastic.checkpoint.saving import orders
 from elastic.checkpoint.saving.client import Busy, WriterProcess
 from elastic.checkpoint.saving.failures import FailuresInRow
 from elastic.contract.job.spec import Checkpoint
+from elastic.contract.records.reasons import Code, Text, reason
 from elastic.contract.worker import messages
 
 MEMINFO = Path("/proc/meminfo")
@@ -131,9 +132,9 @@ class Saver:
     job: str
     tell: Tell
     on_saved: Callable[[int, int], None]
-    on_failed: Callable[[int, str, float], None]
+    on_failed: Callable[[int, Text, float], None]
     cut: Callable[[int], bool] = lambda generation: False
-    apart: Callable[[], str] = lambda: ""
+    apart: Callable[[], Text] = lambda: ""
     """Why the folder is not one for all nodes, although it is to be shared; empty: it is, as far as is known."""
     versions: dict[str, str] = field(default_factory=dict)
     slots: int = 1
@@ -222,7 +223,7 @@ class Saver:
         if not message.save:
             return
         if self.rules.shared and (why := self.apart()):  # nothing is written that no node could commit
-            self._free(slot, message.step, message.buffer, why)
+            self._free(slot, message.step, message.buffer, str(why))
             if lead:
                 self._fail(message.generation, message.step, why)
             return
@@ -329,23 +330,23 @@ class Saver:
     def _copy_failed(self, generation: int, step: int, error: str) -> None:
         self._count(self.last.copying, "copy", generation, step, f"copy to {self.rules.remote}: {error}")
 
-    def _fail(self, generation: int, step: int, error: str) -> None:
+    def _fail(self, generation: int, step: int, error: Text) -> None:
         """Report a failed checkpoint, which costs the job nothing. Step 0 or less: no particular checkpoint."""
         if self.rules.remote and not self.rules.shared and (generation, step) == self._to_copy:
-            error += (
-                f"; no node copies this checkpoint to {self.rules.remote}: with checkpoint.shared = false the leader's "
-                "node copies its own"
+            error = (
+                f"{error}; no node copies this checkpoint to {self.rules.remote}: with checkpoint.shared = false the "
+                "leader's node copies its own"
             )
         self._count(self.last.failing, "checkpoint", generation, step, error)
 
-    def _count(self, row: FailuresInRow, what: str, generation: int, step: int, error: str) -> None:
-        if not row.add(error, generation, step, time.time()):
+    def _count(self, row: FailuresInRow, what: str, generation: int, step: int, error: Text) -> None:
+        if not row.add(str(error), generation, step, time.time()):
             return
         if row.escalate:
-            error = f"{error} ({row.count} in a row)"
+            error = reason(Code.IN_A_ROW, error, count=row.count)
         row.error = f"step {step}: {error}"
         say = log.error if row.escalate else log.warning
-        say("checkpoint.failed", step=step, what=what, error=error, in_a_row=row.count)
+        say("checkpoint.failed", step=step, what=what, error=str(error), in_a_row=row.count)
         self.on_failed(row.began[0], error, row.began[1])
 
     # ── recovery without live state ─────────────────────────────────────────────────────────────────────────

@@ -19,6 +19,7 @@ from elastic.contract.origin import Origin
 from elastic.contract.step_parts import SlowRank, StepParts
 
 from .ledger import Ledger
+from .reasons import Text
 from .standings import Standing, Stillness
 
 PROTOCOL = 7
@@ -129,7 +130,7 @@ class MemberRecord(Record, frozen=True, kw_only=True):
     slots: Int
     ready: tuple[Int, ...] = ()
     """Slots that may be given a rank: they have a worker, or (`on_loss = wait`) will have one shortly."""
-    draining: str | None = None
+    draining: Text | None = None
     done: Int = 0
     """The newest generation all of whose local workers have finished `train`, all saved; 0 = none."""
     unreachable: tuple[str, ...] = ()
@@ -180,7 +181,7 @@ class GenerationHead(Record, frozen=True, kw_only=True):
     store_port: Int  # of the TCPStore of this generation, hosted by the leader's agent
     store_secret: str = ""  # seals the values in the store (`util.sealed_store`); never logged or shown
     leader: str
-    why: str
+    why: Text
     at_step: Int | None = None
     """Planned change: the generation before runs until it has committed this step. None: its group is aborted now."""
     restore: str = "newest"
@@ -256,7 +257,7 @@ class Loss(msgspec.Struct, frozen=True, kw_only=True):
 
     node: str
     kind: str
-    detail: str
+    detail: Text
     slots: tuple[Int, ...] = ()
     """Slots of `node` whose workers are lost."""
     ranks: tuple[Int, ...] = ()
@@ -272,7 +273,7 @@ class BrokenRecord(Record, frozen=True, kw_only=True):
     node: str
     kind: str
     """exit, shortage, hang, comm, store, form, drain, undrain, boundary, idle, respawn, nan, inf, drift, …"""
-    detail: str
+    detail: Text
     slots: tuple[Int, ...] = ()
     """Slots of `node` whose workers are lost: their state is gone."""
     ranks: tuple[Int, ...] = ()
@@ -308,7 +309,7 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
     node: str
     kind: str
     ranks: tuple[Int, ...] = ()  # ranks of `generation` that were lost by it
-    detail: str = ""  # the evidence
+    detail: Text = ""  # the evidence
 
 
 class IncidentRecord(Record, frozen=True, kw_only=True):
@@ -322,8 +323,12 @@ class IncidentRecord(Record, frozen=True, kw_only=True):
     """Nodes of the causes in the generation that failed first, comma-separated."""
     ranks: tuple[Int, ...]
     """All ranks lost in the generation that failed first."""
-    detail: str
+    detail: Text
     """Evidence of the first cause."""
+    further: Int = 0
+    """How many causes there are beside that one: `causes` may list fewer."""
+    begun_again_at: Int = 0
+    """The step that was done when all state was lost and training began again from 0; 0: it did not."""
     wall_s: WallS
     """When it began: the detection; if all agents had died, the last sign of life of any of them."""
     timeline_s: dict[str, Real] = {}
@@ -349,6 +354,20 @@ class IncidentRecord(Record, frozen=True, kw_only=True):
     last_lines: tuple[str, ...] = ()
     """Of the log of a worker that was killed by a signal."""
     error: WorkerError | None = None
+
+    @property
+    def text(self) -> str:
+        """Evidence of the first cause in words, and how many others there are."""
+        more = f" (and {self.further} more)" if self.further else ""
+        lost = "; all state was lost, and no checkpoint was ever saved: step {} was done, begun again from 0"
+        return f"{self.detail}{more}{lost.format(self.begun_again_at) if self.begun_again_at else ''}"
+
+    def in_words(self) -> dict[str, Any]:
+        """As plain data for people: each reason is its sentence."""
+        row: dict[str, Any] = msgspec.to_builtins(self)
+        del row["further"], row["begun_again_at"]
+        causes = [plain | {"detail": str(c.detail)} for plain, c in zip(row["causes"], self.causes, strict=True)]
+        return row | {"detail": self.text, "causes": causes}
 
 
 class RankRow(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,6 +9,7 @@ import msgspec
 from elastic.contract.texts import cut_middle
 
 from .job_records import BrokenRecord, IncidentRecord, decode, encode
+from .reasons import Code, reason
 
 REPORT_BYTES = 128 * 1024
 """Most that such a record has in etcd, and in what the daemon shows of it."""
@@ -26,7 +27,7 @@ def fitted(record: R) -> R:
     plain, found = msgspec.to_builtins(record), record
     for chars, entries in _STEPS:
         found = msgspec.convert(_cut(plain, chars, entries), type(record))
-        found = msgspec.structs.replace(found, detail=f"{found.detail} (cut: the whole record has {whole_bytes} bytes)")
+        found = msgspec.structs.replace(found, detail=reason(Code.CUT, found.detail, nbytes=whole_bytes))
         if len(encode(found)) <= REPORT_BYTES:
             break
     return found

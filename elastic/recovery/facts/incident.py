@@ -17,6 +17,7 @@ from elastic.contract.records.job_records import (
     IncidentRecord,
     Loss,
 )
+from elastic.contract.records.reasons import Text
 from elastic.contract.structs import replace
 
 from .evidence import kind_of, merged, spread, weight
@@ -69,7 +70,7 @@ class Incident(msgspec.Struct, frozen=True):
     """Monotonic instant at which this agent last saw a step: it did not begin before. -inf: it has seen none."""
     left_wall_s: float = 0.0
     """The same by this node's time of day, if the previous agent of this node was there when it began; 0: unknown."""
-    why: str = ""
+    why: Text = ""
     reached: int = 0
     """The newest step known to have been committed when it began."""
     reached_before: bool = False
@@ -171,7 +172,7 @@ def _kept_its_place(incident: Incident, cause: Cause) -> bool:
     return all(formed.node_of(place.node, place.incarnation) is not None for formed in since)
 
 
-def _cause(generation: int, node: str, kind: str, ranks: Iterable[int], detail: str) -> Cause:
+def _cause(generation: int, node: str, kind: str, ranks: Iterable[int], detail: Text) -> Cause:
     return Cause(generation=generation, node=node, kind=kind, ranks=tuple(sorted(ranks)), detail=detail)
 
 
@@ -241,19 +242,19 @@ def with_wall_times(
     )
 
 
-def cause_fields(found: Sequence[Cause], *, planned: bool = False, why: str = "") -> dict[str, Any]:
+def cause_fields(found: Sequence[Cause], *, planned: bool = False, why: Text = "") -> dict[str, Any]:
     """The fields in which a record names its causes. `found`: as `causes` gives it."""
     real = [c for c in found if weight(c.kind) > 0]
     told = real or ([] if planned else found)
     if not told:
         return {"kind": "planned" if planned else "lost", "node": "", "ranks": (), "detail": why}
     alike = [c for c in told if c.generation == told[0].generation]
-    more = f" (and {len(real) - 1} more)" if len(real) > 1 else ""
     return {
         "kind": told[0].kind,
         "node": ", ".join(dict.fromkeys(c.node for c in alike)),
         "ranks": tuple(sorted({rank for c in alike for rank in c.ranks})),
-        "detail": told[0].detail + more,
+        "detail": told[0].detail,
+        "further": max(0, len(real) - 1),
     }
 
 
@@ -277,11 +278,9 @@ def open_record(incident: Incident, *, counted: bool) -> IncidentRecord:
     )
 
 
-def restart_note(origin: Origin | None, reached: int) -> str:
-    """What `detail` says if the job went on from `origin`, and had come to step `reached`."""
-    if origin is not Origin.SETUP or reached <= 0:
-        return ""
-    return f"; all state was lost, and no checkpoint was ever saved: step {reached} was done, begun again from 0"
+def begun_again_at(origin: Origin | None, reached: int) -> int:
+    """As in the record, if the job went on from `origin`, and had come to step `reached`."""
+    return max(0, reached) if origin is Origin.SETUP else 0
 
 
 def closed(
@@ -312,7 +311,7 @@ def closed(
         drawing,
         open=False,
         generation=generation.number + (0 if recovered else 1),
-        detail=drawing.detail + (restart_note(worst.origin, worst.reached) if worst else ""),
+        begun_again_at=begun_again_at(worst.origin, worst.reached) if worst else 0,
         step=max([drawing.step or 0, *(sync.reached for sync in all_syncs[:1])]) if counted else None,
         steps_lost=least,
         steps_lost_at_most=most,
@@ -373,6 +372,8 @@ def merged_record(known: IncidentRecord, fuller: IncidentRecord) -> IncidentReco
         node=fuller.node,
         ranks=fuller.ranks,
         detail=fuller.detail,
+        further=fuller.further,
+        begun_again_at=fuller.begun_again_at,
         causes=fuller.causes,
         stacks=fuller.stacks or known.stacks,
         last_lines=fuller.last_lines or known.last_lines,

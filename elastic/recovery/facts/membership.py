@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from elastic.contract.records.decoding import Member
 from elastic.contract.records.job_records import BrokenRecord, GenerationNode, GenerationRecord
+from elastic.contract.records.reasons import Code, Reason, reason
 from elastic.contract.structs import replace
 
 from . import reachability
@@ -58,12 +59,13 @@ def other_script(members: Mapping[str, Member], current: GenerationRecord | None
     return {node: right for node, right in others.items() if all(m.record.node != node for m in seated)}
 
 
-def unreached(view: JobView, node: str) -> str:
+def unreached(view: JobView, node: str) -> Reason:
     """'node2 cannot be reached by node0, node1'."""
     others = sorted({other for pair in view.disputes if node in pair for other in pair} - {node})
     if len(others) == 1 and sum(others[0] in pair for pair in view.disputes) == 1:  # which of the two is at fault?
-        return f"{node} cannot be reached by {others[0]}, nor {others[0]} by {node}"
-    return f"{node} cannot be reached by {', '.join(others[:5])}{' and others' if len(others) > 5 else ''}"
+        return reason(Code.UNREACHED_PAIR, node=node, other=others[0])
+    more = " and others" if len(others) > 5 else ""
+    return reason(Code.UNREACHED, node=node, others=f"{', '.join(others[:5])}{more}")
 
 
 def watch_list(
@@ -435,11 +437,11 @@ def _place(member: Member, before: tuple[int, ...]) -> GenerationNode:
 def _why(view: JobView, broken: BrokenRecord | None, missing: list[str], cut: Collection[str]) -> str:
     parts = [f"{broken.kind} on {broken.node}: {broken.detail}"] if broken else []
     silent = {node for pair in view.disputes for node in pair if node in cut}
-    return "; ".join(parts + [unreached(view, n) if n in silent else f"node {n} is gone" for n in missing])
+    return "; ".join(parts + [str(unreached(view, n)) if n in silent else f"node {n} is gone" for n in missing])
 
 
 def _cut_reason(view: JobView, cut: Collection[str], other: Mapping[str, str]) -> str:
-    said = [unreached(view, node) for node in sorted(cut) if node not in other]
+    said = [str(unreached(view, node)) for node in sorted(cut) if node not in other]
     said += [
         f"the script on {node} is not the one that {right} began with: put the same on both, stop the job and submit "
         "it again"

@@ -6,15 +6,16 @@ from __future__ import annotations
 import math
 
 from elastic.contract.records.job_records import Cause, GenerationNode, GenerationRecord, IncidentRecord
+from elastic.contract.records.reasons import Code, Reason, reason
 from elastic.contract.structs import replace
 from elastic.recovery.facts.evidence import weight
 from elastic.recovery.facts.incident import (
     KEPT_CAUSES,
     UNPROVEN,
     Incident,
+    begun_again_at,
     cause_fields,
     causes,
-    restart_note,
     with_wall_times,
 )
 from elastic.recovery.facts.membership import cut_off, unreached
@@ -48,24 +49,24 @@ def with_lost_nodes(
     return replace(incident, gone=(*incident.gone, *found), gone_s=(*incident.gone_s, *gone_s)) if found else incident
 
 
-def _why_gone(turn: Turn, place: GenerationNode, cut: frozenset[str], decided: bool) -> tuple[str, str] | None:
+def _why_gone(turn: Turn, place: GenerationNode, cut: frozenset[str], decided: bool) -> tuple[str, Reason] | None:
     """(kind, evidence) of a lost or unreachable node; None: it is there as far as is known, or leaves as ordered.
     `decided`: the job goes on without it."""
     member = turn.etcd.view.members.get(place.node)
     if (place.node, place.incarnation) in turn.peers.dead:
-        return "lost", f"node {place.node} is gone: its agent's port refuses connections"
+        return "lost", reason(Code.PORT_REFUSES, node=place.node)
     if place.node in cut:
         return "unreachable", unreached(turn.etcd.view, place.node)
     if not turn.etcd.connected or not turn.etcd.view.has_all_members:
         return None
     if member is not None and member.record.incarnation != place.incarnation:
-        return "lost", f"node {place.node} is gone: its agent was started anew"
+        return "lost", reason(Code.AGENT_RESTARTED, node=place.node)
     # Absent when the next generation was formed, and registered again since.
     returned = decided and member is not None and member.create_revision > turn.etcd.view.generation_revision
     # Within the time after an outage of etcd, absence alone proves nothing.
     absent = member is None and (decided or turn.now_s >= turn.etcd.absence_ignored_until_s)
     if returned or absent:
-        return "lost", f"node {place.node} is gone: its agent's lease has run out"
+        return "lost", reason(Code.LEASE_EXPIRED, node=place.node)
     return None
 
 
@@ -114,7 +115,7 @@ def supplement_ended(turn: Turn) -> None:
     if mine := [c for c in own if c.generation < over.generation and (c.generation, node) not in known]:
         every = sorted([*over.causes, *mine], key=lambda c: (c.generation, weight(c.kind) == 0))
         fuller = replace(over, causes=tuple(every[:KEPT_CAUSES]), **cause_fields(every))
-        fuller = replace(fuller, detail=fuller.detail + restart_note(over.origin, over.step or 0))
+        fuller = replace(fuller, begun_again_at=begun_again_at(over.origin, over.step or 0))
         turn.do(AddCauses(incident.key, fuller))
 
 

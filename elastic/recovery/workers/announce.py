@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from elastic.contract.records.job_records import BrokenRecord, GenerationRecord, MemberRecord
+from elastic.contract.records.reasons import Text
 from elastic.contract.structs import replace
 from elastic.contract.texts import one_line
 from elastic.recovery.facts.evidence import bad_numbers, merged
@@ -100,7 +101,7 @@ def settle_member(turn: Turn) -> None:
         turn.do(PutMember(wanted))
 
 
-def failure(turn: Turn, kind: str, detail: str, slots: tuple[int, ...] = ()) -> BrokenRecord:
+def failure(turn: Turn, kind: str, detail: Text, slots: tuple[int, ...] = ()) -> BrokenRecord:
     """A failure report of the newest generation, in which the workers of `slots` are lost."""
     generation, ranks = turn.formed.generation, turn.my_ranks()
     return BrokenRecord(
@@ -234,7 +235,7 @@ def check_suspicion(turn: Turn) -> None:
     group_failed(turn, one_line(turn.local.suspicion))
 
 
-def group_failed(turn: Turn, detail: str, kind: str = COMM) -> None:
+def group_failed(turn: Turn, detail: Text, kind: str = COMM) -> None:
     """The generation is broken, and no worker is known to be the cause."""
     # A generation that broke before its first step may do so forever: it counts against the restart budget, and the
     # next ones are tried ever more slowly.

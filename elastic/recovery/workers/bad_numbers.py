@@ -68,6 +68,6 @@ def correct_reason(turn: Turn) -> None:
     if state.phase is not Phase.FAILED or known is None or (first := bad_numbers(known)) is None:
         return
     ends: tuple[BrokenRecord | Loss, ...] = (known, *known.also)
-    later = {end.detail for end in ends if end.kind == first.kind and end is not first}
-    if state.reason in later and state.reason != first.detail:
-        turn.ask(PutState(replace(state, reason=first.detail), turn.etcd.view.state_revision), "reason")
+    later = {str(end.detail) for end in ends if end.kind == first.kind and end is not first}
+    if state.reason in later and state.reason != str(first.detail):
+        turn.ask(PutState(replace(state, reason=str(first.detail)), turn.etcd.view.state_revision), "reason")

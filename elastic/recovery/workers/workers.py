@@ -104,12 +104,12 @@ def _settle_in_group(turn: Turn, worker: Worker, generation: GenerationRecord) -
         patience_s = 2 * max(turn.policy.timeouts.abort_s, turn.progress.step_s)
         deadline_s = turn.now_s + max(0.0, ahead_s) + patience_s
         turn.move(worker, Trigger.STOP_AT_STEP, deadline_s)
-        order = messages.StopAtStep(generation=worker.generation, at_step=generation.at_step, why=generation.why)
+        order = messages.StopAtStep(generation=worker.generation, at_step=generation.at_step, why=str(generation.why))
         turn.do(Send(worker.slot, worker.worker_id, order))
     elif worker.stage is Stage.STOPPING_AT_STEP and planned and turn.now_s < worker.deadline_s:
         return
     else:
-        _abort(turn, worker, generation.why if older else "generation is broken")
+        _abort(turn, worker, str(generation.why) if older else "generation is broken")
 
 
 def _abort(turn: Turn, worker: Worker, why: str) -> None:
