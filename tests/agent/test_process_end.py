@@ -64,7 +64,7 @@ def test_worker_process_exceeding_exit_timeout_is_killed_and_recorded(tmp_path: 
             ("late exit", (0,), 0),
             ("late exit", (1,), 0),
         ]
-        assert "had not ended within 3 s" in found[0].detail
+        assert "had not ended within 3 s" in found[0].text
         assert all("in _shutdown" in text for text in logs(made)), "the stacks are in the log"
         assert made.state().phase is Phase.SUCCEEDED
 
