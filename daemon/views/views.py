@@ -185,7 +185,7 @@ def job_detail(snapshot: Snapshot, job: Job, now: Now, *, secrets: bool = False)
         why_generation=str(job.generation.why) if job.generation else "",
         member_nodes={
             name: answers.Member(
-                ready=list(m.record.ready), slots=m.record.slots, draining=m.record.draining and str(m.record.draining),
+                ready=list(m.record.ready), slots=m.record.slots, draining=None if m.record.draining is None else str(m.record.draining),
                 address=f"{m.record.host}:{m.record.port}",
             )
             for name, m in job.members.items()
