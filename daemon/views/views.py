@@ -185,8 +185,8 @@ def job_detail(snapshot: Snapshot, job: Job, now: Now, *, secrets: bool = False)
         why_generation=str(job.generation.why) if job.generation else "",
         member_nodes={
             name: answers.Member(
-                ready=list(m.record.ready), slots=m.record.slots, draining=None if m.record.draining is None else str(m.record.draining),
-                address=f"{m.record.host}:{m.record.port}",
+                ready=list(m.record.ready), slots=m.record.slots, address=f"{m.record.host}:{m.record.port}",
+                draining=None if m.record.draining is None else str(m.record.draining),
             )
             for name, m in job.members.items()
         },
