@@ -77,7 +77,7 @@ def test_an_address_put_in_place_of_a_ranks_is_refused_and_the_job_goes_on() -> 
         finally:
             os.kill(rows[1], signal.SIGCONT)
         assert refused is not None
-        assert "no rank of this generation wrote: g2/" in refused.text
+        assert "no rank of this generation wrote: g2/" in str(refused.detail)
         assert generation(job, 3).store_secret != second.store_secret
         eventually(job.incidents, 20.0, "the recovery is over")
         check_it_goes_on(job, {rows[0], rows[1]})

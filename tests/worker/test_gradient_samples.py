@@ -113,7 +113,7 @@ def test_weights_in_8_bits_have_norms_and_end_no_search() -> None:
     assert sample.rows[0].weight == 5.0
     found = FirstBad()
     found.watch([nn.Identity()])
-    assert "finite" in found.told(Batch([5, 6], torch.ones(2, 2).to(torch.float8_e4m3fn)))
+    assert "finite" in found.description(Batch([5, 6], torch.ones(2, 2).to(torch.float8_e4m3fn)))
 
 
 def test_a_sample_of_many_parameters_fits_into_messages() -> None:
@@ -162,22 +162,22 @@ def test_the_first_layer_that_is_not_finite_and_its_samples_are_named() -> None:
     model, found = nn.Sequential(nn.Linear(2, 2), Spoils(1), nn.Linear(2, 1)), FirstBad()
     found.watch([model])
     model(torch.ones(3, 2))
-    assert found.told(Batch([70, 80, 90], torch.ones(3, 2))) == "first in layer 1 (Spoils), for sample 80"
+    assert found.description(Batch([70, 80, 90], torch.ones(3, 2))) == "first in layer 1 (Spoils), for sample 80"
     found.begin()
     model(torch.ones(2, 2))  # two micro-batches of one step
     model(torch.ones(2, 2))
-    assert found.told(Batch([1, 2, 3, 4], torch.ones(4, 2))) == "first in layer 1 (Spoils), for samples 2, 4"
+    assert found.description(Batch([1, 2, 3, 4], torch.ones(4, 2))) == "first in layer 1 (Spoils), for samples 2, 4"
     found.off()
     model(torch.ones(3, 2))
     assert not found.on
-    assert found.told(None) == ""
+    assert found.description(None) == ""
 
 
 def test_samples_that_are_not_finite_themselves_are_named_without_hooks() -> None:
     data = torch.ones(3, 2)
     data[2, 0] = float("inf")
-    assert FirstBad().told(Batch([5, 6, 7], {"x": data})) == "the data of sample 7 are not finite themselves"
-    assert FirstBad().told(Batch([5, 6], torch.ones(2, 2))) == "this rank had samples 5, 6"
+    assert FirstBad().description(Batch([5, 6, 7], {"x": data})) == "the data of sample 7 are not finite themselves"
+    assert FirstBad().description(Batch([5, 6], torch.ones(2, 2))) == "this rank had samples 5, 6"
 
 
 def test_finite_outputs_of_all_layers_point_to_the_loss() -> None:
@@ -185,7 +185,7 @@ def test_finite_outputs_of_all_layers_point_to_the_loss() -> None:
     found.watch([model])
     model(torch.ones(1, 1))
     assert (
-        found.told(None)
+        found.description(None)
         == "the outputs of all layers without inner ones are finite: look at what follows them, and at the loss"
     )
 
@@ -204,9 +204,9 @@ def test_scripted_and_sparse_layers_are_left_out_of_the_search() -> None:
     model = nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.Linear(2, 2)), Spoils(0))
     found.watch([model, torch.jit.script(nn.Linear(1, 1))])
     model(torch.ones(2, 2))
-    assert "Spoils" in found.told(None)
+    assert "Spoils" in found.description(None)
     sparse = torch.ones(2, 2).to_sparse()
-    assert FirstBad().told(Batch([5, 6], {"x": sparse})) == "this rank had samples 5, 6"
+    assert FirstBad().description(Batch([5, 6], {"x": sparse})) == "this rank had samples 5, 6"
 
 
 @pytest.mark.parametrize("fused", [True, False])
