@@ -30,9 +30,8 @@ class Writer:
     def results(self) -> list[orders.Result]:
         return []
 
-    @property
-    def waiting(self) -> int:
-        return len(self.taken)
+    def under_way(self) -> list[object]:
+        return self.taken
 
     def activity(self) -> tuple[object, ...]:
         return (self.moved,)
@@ -169,3 +168,12 @@ def test_a_save_gets_on_as_long_as_bytes_move_and_a_writer_that_hangs_does_not(b
     assert not bench.saver.gets_on(3.8 * patience_s)
     bench.writer.moved += 1
     assert bench.saver.gets_on(4.0 * patience_s), "the disk is back"
+
+
+def test_a_commit_that_a_newer_checkpoint_has_overtaken_is_not_waited_for(bench: Bench) -> None:
+    """Its last shard may be that of a rank that was killed: the end of the job waited a minute for it."""
+    bench.filled()
+    bench.writer.taken = [order for order in bench.writer.taken if isinstance(order, orders.Commit)]
+    assert bench.saver.busy()
+    bench.saver._committed(orders.Result(id=9, kind="Commit", step=8, generation=2))
+    assert not bench.saver.busy()

@@ -400,7 +400,13 @@ class Saver:
     # ── the end ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def busy(self) -> bool:
-        return bool(self.on and self.writer.waiting)
+        """Whether an order is under way, but for commits that a newer checkpoint has overtaken: the shard that such a
+        one still waits for may be that of a rank that has died."""
+        newest = self.last.generation, self.last.step or 0
+        return self.on and any(
+            not isinstance(order, orders.Commit) or (order.generation, order.step) > newest
+            for order in self.writer.under_way()
+        )
 
     def gets_on(self, now_s: float) -> bool:
         """Whether orders are under way, and the writer has moved a byte within `patience_s`. To be called often."""

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Collection
 
 import msgspec
 
@@ -61,6 +62,10 @@ class WriterProcess:
     def waiting(self) -> int:
         """Number of orders without a result yet."""
         return len(self._waiting)
+
+    def under_way(self) -> Collection[orders.Write | orders.Commit | orders.CopyUp]:
+        """The orders without a result yet."""
+        return self._waiting.values()
 
     def activity(self) -> tuple[object, ...]:
         """Another value whenever an order has come or was answered, or the process has read or written bytes."""
