@@ -57,6 +57,8 @@ def edit(folder: pathlib.Path) -> None:
     (folder / "train.py").write_text(MAIN.replace("1.0", "1.5"))
     (folder / "model.py").write_text("SIZE = 5\n")
     (folder / "parts" / "layer.py").write_text("NAME = 'conv'\n")
+    for path in folder.rglob("*.py"):  # Python takes a compiled file for that of a source of the same size and second
+        os.utime(path, (path.stat().st_atime, path.stat().st_mtime + 2))
 
 
 def break_off(folder: pathlib.Path) -> None:
