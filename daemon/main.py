@@ -182,9 +182,9 @@ def _under_its_name(settings: Settings, state_dir: Path) -> Settings:
     except OSError as error:
         raise CannotStart(f"state_dir = {str(state_dir)!r}: {error.strerror}") from error
     if name != settings.node:
-        cure = f"elasticctl drain {name} --wait, then restart elasticd"
+        fix = f"elasticctl drain {name} --wait, then restart elasticd"
         log = logs.start(settings.log_level, name)
-        log.warning("node.name_kept", name=name, wanted=settings.node, why="agents run here under it", cure=cure)
+        log.warning("node.name_kept", name=name, wanted=settings.node, why="agents run here under it", fix=fix)
     return msgspec.structs.replace(settings, node=name)
 
 

@@ -155,7 +155,7 @@ class Daemon:
                 self._etcd.txn([], ending(self._keys, self._keys.drain(node)))
                 self._log.info("shutdown.drain_removed")
             except EtcdError as error:
-                self._log.warning("shutdown.drain_stays", why=str(error), cure=f"elasticctl uncordon {node}")
+                self._log.warning("shutdown.drain_stays", why=str(error), fix=f"elasticctl uncordon {node}")
 
     def close(self) -> None:
         """Leave the cluster; agents and the embedded etcd continue to run."""
@@ -188,7 +188,7 @@ class Daemon:
                 if settings.http.listen != HttpSettings().listen:
                     raise
                 server = api.metrics_server("127.0.0.1:0", self._published, exposition, self._log)
-                self._log.warning("http.other_port", why=str(error), url=server.url, cure="set http.listen")
+                self._log.warning("http.other_port", why=str(error), url=server.url, fix="set http.listen")
             identity = dataclasses.replace(identity, metrics=server.url)
             self._identity = identity
             self._add("metrics", server)

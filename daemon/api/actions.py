@@ -129,8 +129,8 @@ class Actions:
             phase = state.phase if state else Phase.PENDING
             raise Refused(409, f"job {name!r} is there already and {phase}: stop it first, or choose another name")
         if not replace:
-            cure = f"choose another name, remove its records (elasticctl forget {name}), or give --replace"
-            raise Refused(409, f"job {name!r} has {_ended(state.phase)}: {cure}")
+            fix = f"choose another name, remove its records (elasticctl forget {name}), or give --replace"
+            raise Refused(409, f"job {name!r} has {_ended(state.phase)}: {fix}")
         there, _ = self._read(SpecRecord, keys.spec)
         self._authority.check_job(peer, name, there, "replace")
         self._remove(keys, name, [ModIs(keys.state, revision)])
@@ -357,7 +357,7 @@ class Actions:
         except EtcdForged as error:
             if kind is JobState:  # the job's user can write anything there, and must not keep others from stopping it
                 return None, error.kv.mod_revision
-            raise Refused(409, f"{error}: only root may mend this, with etcdctl (docs/security.md)") from error
+            raise Refused(409, f"{error}: only root may repair this, with etcdctl (docs/security.md)") from error
         except EtcdError as error:
             raise _unavailable(error) from error
         except (ProtocolVersionMismatch, msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -29,12 +29,12 @@ NO_ETCD = 503
 def unanswered(node: str, answer: Json) -> Finding:
     """Of a node that has answered with an error. Where etcd is what fails, that node may be well."""
     if answer.get("status") == CLOCKS:
-        cure = f"synchronise the clocks of this node and of {node} by NTP: timedatectl on both tells which one is wrong"
-        return Finding(check="clock", level=ERROR, node=node, text=str(answer["error"]), cure=cure)
-    cure = f"on {node}: systemctl status elasticd"
+        fix = f"synchronise the clocks of this node and of {node} by NTP: timedatectl on both tells which one is wrong"
+        return Finding(check="clock", level=ERROR, node=node, text=str(answer["error"]), fix=fix)
+    fix = f"on {node}: systemctl status elasticd"
     if answer.get("status") == NO_ETCD:
-        cure = "first what is said of etcd; then ask again"
-    return Finding(check="node", level=ERROR, node=node, text=str(answer["error"]), cure=cure)
+        fix = "first what is said of etcd; then ask again"
+    return Finding(check="node", level=ERROR, node=node, text=str(answer["error"]), fix=fix)
 
 
 def without_daemon(cluster: Cluster) -> Iterator[Finding]:
@@ -47,7 +47,7 @@ def without_daemon(cluster: Cluster) -> Iterator[Finding]:
         yield Finding(
             check="node", level=WARNING, node=node,
             text=f"no elasticd runs there; its agents of {', '.join(sorted(names))} go on",
-            cure=f"start it on {node} (systemctl start elasticd); its log says why it ended",
+            fix=f"start it on {node} (systemctl start elasticd); its log says why it ended",
         )  # fmt: skip
 
 
@@ -59,7 +59,7 @@ def absent(cluster: Cluster, wall_s: float) -> Iterator[Finding]:
             state, reason = why.absence(cluster, node, wall_s)
             yield Finding(
                 check="node", level=ERROR if state == "lost" else WARNING, node=node, text=f"{state} {reason}",
-                cure=f"start the machine and its elasticd, or: elasticctl nodes forget {node}",
+                fix=f"start the machine and its elasticd, or: elasticctl nodes forget {node}",
             )  # fmt: skip
 
 
@@ -71,7 +71,7 @@ def older_agents(cluster: Cluster) -> Iterator[Finding]:
             yield Finding(
                 check="versions", level=WARNING, node=name,
                 text=f"agents of another elasticd than the node's {node.record.version}: {said}",
-                cure=f"elasticctl drain {name} --wait, then elasticctl uncordon {name}",
+                fix=f"elasticctl drain {name} --wait, then elasticctl uncordon {name}",
             )  # fmt: skip
 
 
@@ -95,11 +95,11 @@ class Doctor:
         return [msgspec.structs.replace(finding, node=settings.node) for finding in found]
 
     def log_findings(self, log: Log) -> None:
-        """At the daemon's start: warnings and errors of this machine, with their cures."""
+        """At the daemon's start: warnings and errors of this machine, with their fixes."""
         for finding in self.here():
             if finding.level != doctor.OK:
                 say = log.error if finding.level == ERROR else log.warning
-                say("doctor.finding", check=finding.check, text=finding.text, cure=finding.cure)
+                say("doctor.finding", check=finding.check, text=finding.text, fix=finding.fix)
 
     def answer(self, connect: str, snapshot: Snapshot) -> Json:
         """What another node's doctor asks of this one. `connect`: host:port of a listener there."""
@@ -157,13 +157,13 @@ class Doctor:
                 took_s = doctor.median_s(lambda: fresh.get(self._key), 1)
             finally:
                 fresh.close()
-            cure = "client certificates in place of a password: no bcrypt at each login"
+            fix = "client certificates in place of a password: no bcrypt at each login"
             yield msgspec.structs.replace(
-                doctor.judge_latency("a new connection with login", took_s, call_s, cure), node=me
+                doctor.judge_latency("a new connection with login", took_s, call_s, fix), node=me
             )
         except EtcdError as error:
             yield Finding(check="etcd", level=ERROR, node=me, text=f"etcd does not answer: {error}",
-                          cure="see [etcd] in the settings, and etcd's own log")  # fmt: skip
+                          fix="see [etcd] in the settings, and etcd's own log")  # fmt: skip
 
     def _members(self) -> Iterator[Finding]:
         yield from doctor.judge_members([(m.endpoint, m.ok, m.version, m.error) for m in self._etcd.members(MEMBER_S)])

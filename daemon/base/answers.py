@@ -143,7 +143,7 @@ class Verdict(Answer, rename={"cls": "class"}):
     person: bool = False
     """whether a person is needed: only if the job has failed by this incident, if it has not recovered within 300 s, if
     etcd has refused writes for 60 s, or if no checkpoint is written because the folder is not shared"""
-    cure: str = ""
+    fix: str = ""
     """what to do"""
 
 
@@ -560,7 +560,7 @@ class Finding(Answer):
     level: str = "ok"
     """`ok`, `warning`, `error`"""
     text: str = ""
-    cure: str = ""
+    fix: str = ""
     """what to do; empty if nothing is wrong"""
     node: str = ""
     """the node it is about; empty: the cluster"""

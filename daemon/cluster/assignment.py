@@ -296,8 +296,8 @@ def _lacks_gpus(node: Node, wanted: int, free: int, backend: str) -> str:
         return f"{node.name} has no GPU, and other nodes have: submit with backend gloo to train on CPUs"
     if free >= wanted:
         return f"{node.name} has GPUs, and the job's other nodes train on their CPUs (backend auto)"
-    cure = f"set slots = {node.record.gpus} on {node.name}" if node.record.slots > node.record.gpus else "wait"
+    fix = f"set slots = {node.record.gpus} on {node.name}" if node.record.slots > node.record.gpus else "wait"
     return (
         f"{node.name} has {max(0, free)} of {node.record.gpus} GPUs free, {wanted} are needed, one per worker "
-        f"(backend {backend}): {cure}, or submit with fewer workers per node or backend gloo"
+        f"(backend {backend}): {fix}, or submit with fewer workers per node or backend gloo"
     )

@@ -29,10 +29,10 @@ def check_spec(spec: JobSpec) -> None:
     nbytes = len(msgspec.json.encode(spec))
     if nbytes > SPEC_BYTES:
         field = max(fields, key=lambda name: fields[name])
-        cure = "a file that env_file names" if field == "env" else "a file that the script reads"
+        fix = "a file that env_file names" if field == "env" else "a file that the script reads"
         raise Refused(
             400, f"{field} has {fields[field]} bytes of the description's {nbytes}, and {SPEC_BYTES} is the most: put "
-            f"it into {cure}"
+            f"it into {fix}"
         )  # fmt: skip
 
 
@@ -55,14 +55,14 @@ class Quotas:
             while self._lately and self._lately[0][0] <= now_s - HOUR_S:
                 self._lately.popleft()
             lately = [size for _, uid, size in self._lately if uid == owner.uid]
-            for sizes, where, cure in (
+            for sizes, where, fix in (
                 (mine, "has in etcd", "remove finished ones (elasticctl forget --over)"),
                 (lately, "has submitted in the last hour", "wait"),
             ):
-                self._check(owner.user, len(sizes) + 1, sum(sizes) + nbytes, where, cure)
+                self._check(owner.user, len(sizes) + 1, sum(sizes) + nbytes, where, fix)
             self._lately.append((now_s, owner.uid, nbytes))
 
-    def _check(self, user: str, jobs: int, nbytes: int, where: str, cure: str) -> None:
+    def _check(self, user: str, jobs: int, nbytes: int, where: str, fix: str) -> None:
         limits = self._settings
         if limits.jobs and jobs > limits.jobs:
             what, setting = f"{jobs - 1} jobs", f"per_user.jobs = {limits.jobs}"
@@ -71,4 +71,4 @@ class Quotas:
             setting = f"per_user.specs_mb = {limits.specs_mb:g}"
         else:
             return
-        raise Refused(429, f"{user} {where} {what}, and {setting} is the most: {cure}, or have an admin raise it")
+        raise Refused(429, f"{user} {where} {what}, and {setting} is the most: {fix}, or have an admin raise it")

@@ -1,1 +1,1 @@
-"""Incidents and goodput, read from the records: verdicts, cures, costs. Pure."""
+"""Incidents and goodput, read from the records: verdicts, fixes, costs. Pure."""

@@ -105,7 +105,7 @@ class Verdict:
     """What holds the recovery up at present; empty: nothing does, or it is over."""
     person: bool
     """Whether a person is needed."""
-    cure: str
+    fix: str
 
 
 def judge(record: IncidentRecord, seen: VerdictContext = VerdictContext()) -> Verdict:
@@ -115,7 +115,7 @@ def judge(record: IncidentRecord, seen: VerdictContext = VerdictContext()) -> Ve
     failed = seen.phase is Phase.FAILED and record.origin is Origin.NOTHING
     patience_s = LASTING_S if held and held[0].name != "etcd_unavailable" else PATIENCE_S
     person = failed or (open_ and seen.age_s > patience_s) or (rule.person and not seen.phase.over)
-    cure = held[0].cure if held else rule.cure
+    fix = held[0].fix if held else rule.fix
     held_by = f"{held[0].what}: {held[1]}" if held else seen.waits_for if open_ else ""
     return Verdict(
         rule=rule.name,
@@ -128,7 +128,7 @@ def judge(record: IncidentRecord, seen: VerdictContext = VerdictContext()) -> Ve
         cost=_cost(record, seen, open_),
         held_by=held_by,
         person=person,
-        cure=cure,
+        fix=fix,
     )
 
 

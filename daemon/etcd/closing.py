@@ -59,10 +59,8 @@ class Closing:
         except EtcdUnavailable:
             return 0.03  # it has just been started
         except EtcdDenied as error:
-            cure = (
-                "restore STATE_DIR/etcd/root-login, or end etcd and move STATE_DIR/etcd/data away (docs/operating.md)"
-            )
-            return self._say(AGAIN_S, f"{error}: {cure}")
+            fix = "restore STATE_DIR/etcd/root-login, or end etcd and move STATE_DIR/etcd/data away (docs/operating.md)"
+            return self._say(AGAIN_S, f"{error}: {fix}")
         except (EtcdError, OSError) as error:
             return self._say(1.0, str(error))
         return None

@@ -21,7 +21,7 @@ SYSTEM = Path("/etc/elasticd/cluster.key")
 """Where a node that runs as root has it."""
 NAME = "cluster.key"
 """Name of the key that the daemon of an embedded etcd generates, in its state directory."""
-CURE = "copy it from another node of the cluster (mode 0600), or generate a new one with `elasticd --make-cluster-key`"
+FIX = "copy it from another node of the cluster (mode 0600), or generate a new one with `elasticd --make-cluster-key`"
 
 
 def find(settings: Settings) -> Path | None:
@@ -30,7 +30,7 @@ def find(settings: Settings) -> Path | None:
     if settings.cluster_key_file:
         path = Path(settings.cluster_key_file)
         if not path.exists():
-            raise InvalidConfig(f"cluster_key_file = {str(path)!r}: there is no such file: {CURE}")
+            raise InvalidConfig(f"cluster_key_file = {str(path)!r}: there is no such file: {FIX}")
         return path
     places = [Path(settings.state_dir) / NAME]
     if os.geteuid() == 0:
@@ -51,9 +51,9 @@ def load(settings: Settings) -> bytes | None:
     try:
         text = path.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidConfig(f"cluster key {path}: cannot be read: {error}: {CURE}") from None
+        raise InvalidConfig(f"cluster key {path}: cannot be read: {error}: {FIX}") from None
     if not re.fullmatch(f"[0-9a-fA-F]{{{2 * KEY_BYTES}}}", text):
-        raise InvalidConfig(f"cluster key {path}: {2 * KEY_BYTES} hexadecimal digits are expected: {CURE}")
+        raise InvalidConfig(f"cluster key {path}: {2 * KEY_BYTES} hexadecimal digits are expected: {FIX}")
     return bytes.fromhex(text)
 
 

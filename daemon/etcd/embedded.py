@@ -164,7 +164,7 @@ class EmbeddedEtcd:
         if not self._launcher.switches_user:
             return None
         if (user := named(USER)) is None:
-            self._log.warning("etcd.without_user", user=USER, cure="elasticctl install-service, restart elasticd")
+            self._log.warning("etcd.without_user", user=USER, fix="elasticctl install-service, restart elasticd")
         return user
 
     def _launch(self) -> int:

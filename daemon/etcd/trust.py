@@ -10,7 +10,7 @@ from elasticd.base.config import host_port, is_loopback
 from elasticd.base.errors import InvalidConfig
 from elasticd.base.settings import EtcdSettings
 
-CURE = (
+FIX = (
     "give etcd.user and etcd.password_file, or etcd.ca_file with etcd.cert_file and etcd.key_file; or set "
     "etcd.insecure = true where every user who reaches etcd may be root on every node"
 )
@@ -35,7 +35,7 @@ def check(etcd: EtcdSettings, euid: int) -> None:
     if euid == 0 and remote and not (etcd.user or etcd.cert_file or etcd.insecure):
         raise InvalidConfig(
             f"etcd.endpoints = {', '.join(remote)}: elasticd runs as root what stands in etcd, and an etcd without "
-            f"password or client certificates takes it from anyone: {CURE}"
+            f"password or client certificates takes it from anyone: {FIX}"
         )
 
 

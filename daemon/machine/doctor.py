@@ -1,7 +1,7 @@
 """Checks of this node for `elasticctl doctor` and the daemon's start: what would make training fail or crawl later.
 
 Each check measures something and hands it to a pure function that judges it; a Finding says what is wrong and how to
-cure it. Nothing is changed on the machine.
+fix it. Nothing is changed on the machine.
 """
 
 from __future__ import annotations
@@ -44,41 +44,41 @@ def judge_name(hostname: str, resolved: Sequence[str], alone: bool) -> Finding:
     """`resolved`: addresses that this host's own name resolves to. `alone`: all nodes are on this machine."""
     if not resolved:
         return Finding(check="name", level=WARNING, text=f"this host's own name {hostname!r} does not resolve",
-                       cure=f"add it to /etc/hosts: ADDRESS {hostname}")  # fmt: skip
+                       fix=f"add it to /etc/hosts: ADDRESS {hostname}")  # fmt: skip
     loopback = [a for a in resolved if a.startswith("127.") or a == "::1"]
     if loopback and not alone:
         return Finding(
             check="name", level=WARNING,
             text=f"this host's own name {hostname!r} resolves to {', '.join(loopback)}, and other nodes cannot reach "
             "that; elasticd passes `interface` to gloo and NCCL, other programs in a job may take this address",
-            cure=f"in /etc/hosts, give {hostname} the address that the other nodes use",
+            fix=f"in /etc/hosts, give {hostname} the address that the other nodes use",
         )  # fmt: skip
     return Finding(check="name", text=f"{hostname} is {', '.join(resolved)}")
 
 
-def judge_free(check: str, path: str, free_mb: float, least_mb: float, what_for: str, cure: str) -> Finding:
+def judge_free(check: str, path: str, free_mb: float, least_mb: float, what_for: str, fix: str) -> Finding:
     said = f"{path} has {free_mb:.0f} MB free"
     if free_mb >= least_mb:
         return Finding(check=check, text=said)
-    return Finding(check=check, level=WARNING, text=f"{said}; {what_for}", cure=cure)
+    return Finding(check=check, level=WARNING, text=f"{said}; {what_for}", fix=fix)
 
 
-def judge_limit(name: str, have: int, least: int, cure: str) -> Finding:
+def judge_limit(name: str, have: int, least: int, fix: str) -> Finding:
     unlimited = have == resource.RLIM_INFINITY
     shown = "unlimited" if unlimited else str(have)
     if unlimited or have >= least:
         return Finding(check="limits", text=f"{name}: {shown}")
-    return Finding(check="limits", level=WARNING, text=f"{name}: {shown}, at least {least} are advised", cure=cure)
+    return Finding(check="limits", level=WARNING, text=f"{name}: {shown}, at least {least} are advised", fix=fix)
 
 
 def judge_mode(path: str, mode: int, uid: int, me: int) -> Finding:
     """Of a file with a secret. `uid`: its owner; `me`: this daemon's user."""
     if uid not in (0, me):
         return Finding(check="files", level=ERROR, text=f"{path} belongs to uid {uid}, which can read and replace it",
-                       cure=f"chown {me} {path}")  # fmt: skip
+                       fix=f"chown {me} {path}")  # fmt: skip
     if mode & 0o077:
         return Finding(check="files", level=ERROR, text=f"{path} has mode {mode & 0o777:04o}: other users may read it",
-                       cure=f"chmod 600 {path}")  # fmt: skip
+                       fix=f"chmod 600 {path}")  # fmt: skip
     return Finding(check="files", text=f"{path} has mode {mode & 0o777:04o}")
 
 
@@ -88,7 +88,7 @@ def judge_clock(state: int | None) -> Finding:
         return Finding(check="clock", text="the kernel does not say whether the clock is synchronised")
     if state == 5:
         return Finding(check="clock", level=WARNING, text="this machine's clock is not synchronised by NTP",
-                       cure="timedatectl set-ntp true, or install chrony")  # fmt: skip
+                       fix="timedatectl set-ntp true, or install chrony")  # fmt: skip
     return Finding(check="clock", text="synchronised")
 
 
@@ -97,25 +97,25 @@ def judge_members(members: Sequence[tuple[str, bool, str, str]]) -> Iterator[Fin
     for endpoint, ok, _, error in members:
         if not ok:
             yield Finding(check="etcd", level=ERROR, text=f"etcd member {endpoint} does not work: {error}",
-                          cure="see that member's log; etcd stops when half of its members are down")  # fmt: skip
+                          fix="see that member's log; etcd stops when half of its members are down")  # fmt: skip
     versions = sorted({version for _, ok, version, _ in members if ok and version})
     if len(versions) > 1:
         yield Finding(check="etcd", level=WARNING, text=f"etcd members have versions {', '.join(versions)}",
-                      cure="upgrade all members to the newest of them")  # fmt: skip
+                      fix="upgrade all members to the newest of them")  # fmt: skip
     if len(members) == 2:
         yield Finding(check="etcd", level=WARNING, text="2 etcd members: the loss of either one stops etcd",
-                      cure="run 3 or 5 members, or list all endpoints of the cluster")  # fmt: skip
+                      fix="run 3 or 5 members, or list all endpoints of the cluster")  # fmt: skip
     if good := [endpoint for endpoint, ok, _, _ in members if ok]:
         version = f" {versions[0]}" if len(versions) == 1 else ""
         yield Finding(check="etcd", text=f"{len(good)} of {len(members)} members work{version}: {', '.join(good)}")
 
 
-def judge_latency(what: str, took_s: float, call_s: float, cure: str) -> Finding:
+def judge_latency(what: str, took_s: float, call_s: float, fix: str) -> Finding:
     said = f"{what} takes {took_s * 1000:.0f} ms"
     if took_s < SLOW_SHARE * call_s:
         return Finding(check="etcd", text=said)
     level = ERROR if took_s >= call_s else WARNING
-    return Finding(check="etcd", level=level, text=f"{said}; timeouts.etcd_call_s is {call_s:g} s", cure=cure)
+    return Finding(check="etcd", level=level, text=f"{said}; timeouts.etcd_call_s is {call_s:g} s", fix=fix)
 
 
 STRICT = frozenset({"torch", "nccl", "elasticd"})
@@ -132,7 +132,7 @@ def compare(facts: Mapping[str, Mapping[str, str]]) -> Iterator[Finding]:
             said = "; ".join(f"{version} on {', '.join(nodes)}" for version, nodes in sorted(by_version.items()))
             level = ERROR if what in STRICT else WARNING
             yield Finding(check="versions", level=level, text=f"{what} differs: {said}",
-                          cure=f"install the same {what} on all nodes")  # fmt: skip
+                          fix=f"install the same {what} on all nodes")  # fmt: skip
     if len(facts) > 1:
         yield Finding(check="versions", text=f"compared on {len(facts)} nodes: {', '.join(sorted(facts))}")
 
@@ -144,7 +144,7 @@ def judge_clocks(offsets: Mapping[str, tuple[float, float]]) -> Iterator[Finding
             way = "ahead of" if offset_s > 0 else "behind"
             yield Finding(check="clock", level=WARNING, node=node,
                           text=f"its clock is {abs(offset_s):.1f} s {way} this node's",
-                          cure="synchronise both by NTP: times in logs and incidents do not fit together")  # fmt: skip
+                          fix="synchronise both by NTP: times in logs and incidents do not fit together")  # fmt: skip
 
 
 def worst(findings: Iterable[Finding]) -> str:
@@ -231,20 +231,20 @@ def local(
                                  "LimitMEMLOCK=infinity in the unit, or ulimit -l unlimited"))  # fmt: skip
     found.append(judge_clock(clock_state()))
     if host.as_system_service() and (why := ownership.closed_to(sys.executable)):  # agents run as their jobs' users
-        found.append(Finding(check="python", level=ERROR, text=why, cure=ownership.OPEN_PYTHON))
+        found.append(Finding(check="python", level=ERROR, text=why, fix=ownership.OPEN_PYTHON))
     return found
 
 
 def blocking(interface: str, state_dir: str) -> str:
-    """Why no job can run on this machine, with the cure; empty: some can. Checked before the node takes work."""
+    """Why no job can run on this machine, with the fix; empty: some can. Checked before the node takes work."""
     found = [*_interface(interface), *_free(state_dir)]
-    return next((f"{f.text}: {f.cure}, then restart elasticd" for f in found if f.level == ERROR), "")
+    return next((f"{f.text}: {f.fix}, then restart elasticd" for f in found if f.level == ERROR), "")
 
 
 def _address(address: str) -> Finding:
     if why := can_bind(address):
         return Finding(check="address", level=ERROR, text=f"no server can listen on address {address}: {why}",
-                       cure="set `address` to one of this machine, or leave it empty")  # fmt: skip
+                       fix="set `address` to one of this machine, or leave it empty")  # fmt: skip
     return Finding(check="address", text=f"other nodes reach this one at {address}")
 
 
@@ -257,7 +257,7 @@ def _interface(interface: str) -> Iterator[Finding]:
     if known is None or not known.isup:
         what = "does not exist" if known is None else "is down"
         yield Finding(check="interface", level=ERROR, text=f"interface {interface} {what}",
-                      cure=f"set `interface` to one of: {', '.join(sorted(psutil.net_if_stats()))}")  # fmt: skip
+                      fix=f"set `interface` to one of: {', '.join(sorted(psutil.net_if_stats()))}")  # fmt: skip
         return
     speed = f", {known.speed} Mbit/s" if known.speed else ""
     yield Finding(check="interface", text=f"{interface} is up, MTU {known.mtu}{speed}")
@@ -267,7 +267,7 @@ def _mode(path: str) -> Iterator[Finding]:
     try:
         found = os.stat(path)
     except OSError as error:
-        yield Finding(check="files", level=ERROR, text=f"{path}: {error.strerror}", cure="see [etcd] in the settings")
+        yield Finding(check="files", level=ERROR, text=f"{path}: {error.strerror}", fix="see [etcd] in the settings")
         return
     yield judge_mode(path, stat.S_IMODE(found.st_mode), found.st_uid, os.geteuid())
 
@@ -278,8 +278,8 @@ def _free(state_dir: str) -> Iterator[Finding]:
         ("shm", "/dev/shm", LEAST_SHM_MB, "DataLoader workers pass their batches in it",
          "enlarge it: mount -o remount,size=8G /dev/shm; docker run --shm-size=8g"),
     )  # fmt: skip
-    for check, path, least_mb, what_for, cure in wants:
+    for check, path, least_mb, what_for, fix in wants:
         try:
-            yield judge_free(check, path, free_mb(path), least_mb, what_for, cure)
+            yield judge_free(check, path, free_mb(path), least_mb, what_for, fix)
         except OSError as error:
-            yield Finding(check=check, level=ERROR, text=f"{path}: {error.strerror}", cure=cure)
+            yield Finding(check=check, level=ERROR, text=f"{path}: {error.strerror}", fix=fix)

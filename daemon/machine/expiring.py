@@ -16,7 +16,7 @@ DAY_S = 86400.0
 WARN_DAYS = 30.0
 """The doctor warns from then on; status does in the last `SOON_DAYS`."""
 SOON_DAYS = 14.0
-CURE = "replace the file, and that of its key: both are taken into use within a minute"
+FIX = "replace the file, and that of its key: both are taken into use within a minute"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +53,9 @@ def look(settings: Settings) -> tuple[Certificate, ...]:
 def problems(certificates: Iterable[Certificate], wall_s: float) -> Iterator[str]:
     for each in certificates:
         if each.until_wall_s <= wall_s:
-            yield f"{each.left(wall_s)}: etcd's next connection with it fails; {CURE}"
+            yield f"{each.left(wall_s)}: etcd's next connection with it fails; {FIX}"
         elif each.until_wall_s - wall_s < SOON_DAYS * DAY_S:
-            yield f"{each.left(wall_s)}: {CURE}"
+            yield f"{each.left(wall_s)}: {FIX}"
 
 
 def findings(certificates: Iterable[Certificate], wall_s: float) -> Iterator[Finding]:
@@ -65,4 +65,4 @@ def findings(certificates: Iterable[Certificate], wall_s: float) -> Iterator[Fin
             yield Finding(check="files", text=each.left(wall_s))
         else:
             level = WARNING if left_s > 0 else ERROR
-            yield Finding(check="files", level=level, text=each.left(wall_s), cure=CURE)
+            yield Finding(check="files", level=level, text=each.left(wall_s), fix=FIX)

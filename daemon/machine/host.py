@@ -79,15 +79,15 @@ def gpus(setting: str = "auto") -> Gpus:
     """
     if setting == "none" or not os.path.exists(NVIDIA_DRIVER):
         return Gpus()
-    cure = "and restart elasticd, or set gpus = 'none' to train on its CPU"
+    fix = "and restart elasticd, or set gpus = 'none' to train on its CPU"
     try:
         import pynvml
     except ImportError:
-        return Gpus(problem=f"GPUs cannot be seen: nvidia-ml-py is missing: pip install nvidia-ml-py {cure}")
+        return Gpus(problem=f"GPUs cannot be seen: nvidia-ml-py is missing: pip install nvidia-ml-py {fix}")
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
-        return Gpus(problem=f"GPUs cannot be seen: NVML: {error}: mend the driver {cure}")
+        return Gpus(problem=f"GPUs cannot be seen: NVML: {error}: fix the driver {fix}")
     try:
         indices = tuple(range(pynvml.nvmlDeviceGetCount()))
         if (given := os.environ.get("CUDA_VISIBLE_DEVICES")) is None:
@@ -95,7 +95,7 @@ def gpus(setting: str = "auto") -> Gpus:
         ids = [str(pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(index))) for index in indices]
         return _visible(given, ids)
     except pynvml.NVMLError as error:
-        return Gpus(problem=f"GPUs cannot be seen: NVML: {error}: mend the driver {cure}")
+        return Gpus(problem=f"GPUs cannot be seen: NVML: {error}: fix the driver {fix}")
     finally:
         pynvml.nvmlShutdown()
 
@@ -108,8 +108,8 @@ def _visible(given: str, ids: Sequence[str]) -> Gpus:
         if name == "-1":  # CUDA's own word for the end of the list
             break
         if len(known) != 1:
-            cure = "name them by index or id, unset it, or set gpus = 'none' to train on its CPU"
-            return Gpus(problem=f"CUDA_VISIBLE_DEVICES={given}: {name} is no GPU of this machine: {cure}")
+            fix = "name them by index or id, unset it, or set gpus = 'none' to train on its CPU"
+            return Gpus(problem=f"CUDA_VISIBLE_DEVICES={given}: {name} is no GPU of this machine: {fix}")
         found += known
     return Gpus(tuple(dict.fromkeys(found)))
 

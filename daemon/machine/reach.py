@@ -155,7 +155,7 @@ def judge(me: str, listening: str, unreached: Mapping[str, str], rates: Mapping[
         if why:
             yield Finding(check="reach", level=ERROR, node=node,
                           text=f"it cannot connect to {me} at {listening}: {why}",
-                          cure="let the nodes reach each other on all ports: firewall, `address`, routes")  # fmt: skip
+                          fix="let the nodes reach each other on all ports: firewall, `address`, routes")  # fmt: skip
         elif listening:
             yield _rate(node, f"it reaches {me} at {listening}", rates.get(node), typical)
 
@@ -167,14 +167,14 @@ def _rate(node: str, reaches: str, mbit_s: float | None, typical: float) -> Find
     if mbit_s < SLOW_SHARE * typical:
         return Finding(
             check="reach", level=WARNING, node=node, text=f"{said}; the median of the nodes is {_in_words(typical)}",
-            cure="see its link: speed and duplex (ethtool), cable, MTU, other traffic; `interface` may name a "
+            fix="see its link: speed and duplex (ethtool), cable, MTU, other traffic; `interface` may name a "
             "management network",
         )  # fmt: skip
     if mbit_s < SLOW_MBIT_S:
         return Finding(
             check="reach", level=WARNING, node=node,
             text=f"{said}: the exchange of gradients may take most of a step",
-            cure="set `interface` or `address` to the fast network, if there is one",
+            fix="set `interface` or `address` to the fast network, if there is one",
         )  # fmt: skip
     return Finding(check="reach", node=node, text=said)
 

@@ -221,7 +221,7 @@ class DaemonLoop:
             self._say_contact(self._contact)  # a view comes once for each reason, perhaps too early to be logged
         self._chores.look_at_certificates(now_s)
         if self._contact.connected:
-            self._older.mend(self._cluster, now_s)
+            self._older.repair(self._cluster, now_s)
             self._chores.do(self._cluster, self._registered, now_s, time.time())
             self._tell_events()
             if not stays_out:

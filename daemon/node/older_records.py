@@ -4,7 +4,7 @@ a daemon has read counts on, and it writes that over the other.
 
 What was deleted for good (a job that was forgotten, a cordon) is deleted again. A daemon that has started since does
 not know the newer record itself, only that there was one: the older one is then shown as refused, unless the daemon of
-another node mends it. An older record of a deletion for good, which has no effect, is then deleted.
+another node repairs it. An older record of a deletion for good, which has no effect, is then deleted.
 
 The record of a node that is switched off may be put back, too, and kept with a lease: each daemon signs its own anew
 every `SIGN_S`, and one that is not signed anew within `UNSIGNED_S` does not count.
@@ -27,7 +27,7 @@ SIGN_S, UNSIGNED_S = 240.0, 600.0
 AFTER_S = 2.0
 """A watch may deliver a record after a newer one was read: the newer one follows within this time."""
 EACH_S = 0.5
-"""The daemon of the oldest node is the first to mend it, each further one this much later."""
+"""The daemon of the oldest node is the first to repair it, each further one this much later."""
 KEPT_ENDINGS = 2000
 """Records of deletions for good that stay in etcd, the newest: for daemons that were away meanwhile."""
 TRIM_S = 60.0
@@ -70,7 +70,7 @@ class OlderRecords:
             self._signed = {}  # nothing can be signed meanwhile
         return {k: _unsigned(nodes[k]) for k, (_, since_s) in self._signed.items() if now_s >= since_s + UNSIGNED_S}
 
-    def mend(self, cluster: Cluster, now_s: float) -> None:
+    def repair(self, cluster: Cluster, now_s: float) -> None:
         """Called in each turn in which etcd can be reached."""
         if self._view is None:
             return

@@ -52,7 +52,7 @@ class Occurrence:
     wall_s: float
     why: str
     verdict: Mapping[str, Any] | None
-    """class, cause, person and cure, as in docs/api.md; None: no incident belongs to it."""
+    """class, cause, person and fix, as in docs/api.md; None: no incident belongs to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ def as_json(occurrence: Occurrence, cluster: str, sender: str) -> dict[str, Any]
     seconds = min(max(o.wall_s, 0.0), LAST_WALL_S)
     when = datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat(timespec="seconds")
     place = f" on {o.node}" if o.node and o.node not in o.why else ""
-    cure = f" To do: {o.verdict['cure']}" if o.verdict and o.verdict["person"] else ""
+    fix = f" To do: {o.verdict['fix']}" if o.verdict and o.verdict["person"] else ""
     return {
         "schema": SCHEMA,
         "id": o.id,
@@ -137,7 +137,7 @@ def as_json(occurrence: Occurrence, cluster: str, sender: str) -> dict[str, Any]
         "why": o.why,
         "verdict": dict(o.verdict) if o.verdict else None,
         "sender": sender,
-        "text": f"{cluster}: {o.event.replace('_', ' ')}: {o.job}{place}: {o.why.rstrip('.')}.{cure}",
+        "text": f"{cluster}: {o.event.replace('_', ' ')}: {o.job}{place}: {o.why.rstrip('.')}.{fix}",
     }
 
 
@@ -218,7 +218,7 @@ def _occurrence(snapshot: Snapshot, candidate: _Candidate, wall_s: float, now_s:
             "class": verdict.cls,
             "cause": _line(verdict.cause),
             "person": verdict.person,
-            "cure": verdict.cure,
+            "fix": verdict.fix,
         }
         if verdict
         else None,

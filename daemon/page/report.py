@@ -247,12 +247,12 @@ def _incidents(rows: Sequence[Incident]) -> list[str]:
     out = []
     for row in rows:
         what = row.verdict.what or row.detail
-        cure = f"<p class=dim>{text(row.verdict.cure)}</p>" if row.verdict.cure else ""
+        fix = f"<p class=dim>{text(row.verdict.fix)}</p>" if row.verdict.fix else ""
         out.append(
             f"<tr><td class=now>{clock(row.wall_s)}</td><td class=now>{text(row.verdict.cls)}</td>"
             f"<td>{text(row.node)}</td><td class=n>{'open' if row.open else length(row.took_s)}</td>"
             f"<td class=n>{text('so far' if row.open else row.lost)}</td>"
-            f"<td class=what>{text(what)}{cure}</td></tr>"
+            f"<td class=what>{text(what)}{fix}</td></tr>"
         )
     head = "<tr><th>when<th>class<th>node<th class=n>took<th class=n>lost<th>what happened</tr>"
     return ["<h2>Incidents</h2>", f"<div class='wide long'><table>{head}{''.join(out)}</table></div>"]

@@ -15,16 +15,16 @@ def numbers(version: str) -> tuple[int, ...]:
 def complaint(package: str, found: str | None, lowest: str, below: str) -> str:
     """Why `found` cannot be used; '' if it can. None: not installed."""
     wanted = f"{package}>={lowest},<{below}"
-    cure = f"pip install 'elasticd[{package}]'"
+    fix = f"pip install 'elasticd[{package}]'"
     if found is None:
-        return f"elastic.integrations.{package} needs {wanted}, which is not installed: {cure}"
+        return f"elastic.integrations.{package} needs {wanted}, which is not installed: {fix}"
     if not numbers(lowest) <= numbers(found) < numbers(below):
-        return f"elastic.integrations.{package} needs {wanted}, and {found} is installed: {cure}"
+        return f"elastic.integrations.{package} needs {wanted}, and {found} is installed: {fix}"
     return ""
 
 
 def require(package: str, lowest: str, below: str) -> None:
-    """Raises ImportError, with the cure, unless `package` is installed in a version from `lowest` to below `below`."""
+    """Raises ImportError, with the fix, unless `package` is installed in a version from `lowest` to below `below`."""
     try:
         found: str | None = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

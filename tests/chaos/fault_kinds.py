@@ -1,4 +1,4 @@
-"""Every kind of fault, injected for real, and the class and cure that its incident must get.
+"""Every kind of fault, injected for real, and the class and fix that its incident must get.
 
     PYTHONPATH=tests python -m chaos.fault_kinds --times 1            # all kinds once, with a table
     PYTHONPATH=tests python -m chaos.fault_kinds --kinds sigbus,spin --times 10
@@ -30,7 +30,7 @@ class Kind:
     cls: str
     """Class of the verdict."""
     rules: tuple[str, ...]
-    """The rules, and so the cures, that are right."""
+    """The rules, and so the fixes, that are right."""
     do: Callable[[Cluster, Job], None] | None = None
     """Injected from outside; None: by the script, in rank 1."""
     spec: Mapping[str, object] = field(default_factory=dict)

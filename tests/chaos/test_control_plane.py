@@ -132,12 +132,12 @@ def test_etcd_set_back_to_a_backup_goes_on_with_what_is_newer() -> None:
         cluster.start_etcd()
         steps_on(job)
 
-        def mended() -> bool:
+        def repaired() -> bool:
             seen = cluster.api("GET", "/v1/status")
             states = {row["state"] for row in seen["nodes"]}
             return not seen["etcd"]["refused"] and states == {"ready"} and cluster.api("GET", "/v1/jobs/job")["phase"]
 
-        eventually(mended, 60.0, "nothing is refused, no node is cordoned")
+        eventually(repaired, 60.0, "nothing is refused, no node is cordoned")
         assert cluster.api("GET", "/v1/jobs/job")["spec"]["nodes"] == "1:2"
         assert job.workers() == workers
         job.hurry()

@@ -111,7 +111,7 @@ def right(name: str, found: Verdict) -> None:
     kind = KINDS[name]
     assert str(found.cls) == kind.cls, found
     assert found.rule in kind.rules, found
-    assert found.cure
+    assert found.fix
     assert not found.person
 
 

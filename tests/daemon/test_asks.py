@@ -268,4 +268,4 @@ def test_an_asker_whose_clock_is_off_is_told_so(two: Two, monkeypatch: pytest.Mo
     assert not two.asked, "its question is not answered"
     found = unanswered("b", {"error": said["error"], "status": CLOCKS})
     assert (found.check, found.level) == ("clock", "error")
-    assert "by NTP" in found.cure
+    assert "by NTP" in found.fix

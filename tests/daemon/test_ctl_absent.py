@@ -83,9 +83,9 @@ def test_gc_says_which_folders_stay_while_etcd_is_away(door: Door) -> None:
 
 def test_a_node_that_could_not_be_asked_for_want_of_etcd_is_not_to_be_looked_at() -> None:
     silent = unanswered("b", {"error": "b has not answered", "status": 504})
-    assert (silent.level, silent.cure) == (ERROR, "on b: systemctl status elasticd")
+    assert (silent.level, silent.fix) == (ERROR, "on b: systemctl status elasticd")
     unasked = unanswered("b", {"error": "etcd cannot be reached now", "status": 503})
-    assert (unasked.level, unasked.cure) == (ERROR, "first what is said of etcd; then ask again")
+    assert (unasked.level, unasked.fix) == (ERROR, "first what is said of etcd; then ask again")
 
 
 def test_members_that_a_jobs_user_invents_name_no_nodes() -> None:
@@ -102,7 +102,7 @@ def test_doctor_names_nodes_that_have_agents_and_no_daemon() -> None:
     (found,) = without_daemon(snapshot(job()).cluster)
     assert (found.node, found.level, found.check) == ("b", WARNING, "node")
     assert found.text == "no elasticd runs there; its agents of train go on"
-    assert found.cure.startswith("start it on b")
+    assert found.fix.startswith("start it on b")
 
 
 @pytest.mark.parametrize("words", [["list"], ["verify"]])

@@ -27,7 +27,7 @@ from elasticd.machine.doctor import ERROR, OK, WARNING, Finding
 def test_own_name(resolved: list[str], alone: bool, level: str) -> None:
     found = doctor.judge_name("n1", resolved, alone)
     assert found.level == level
-    assert bool(found.cure) == (level != OK)
+    assert bool(found.fix) == (level != OK)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_clocks_of_others_count_beyond_what_the_answer_took() -> None:
 
 @pytest.mark.parametrize(("took_s", "level"), [(0.01, OK), (0.46, WARNING), (1.5, ERROR)])
 def test_latency_of_etcd(took_s: float, level: str) -> None:
-    assert doctor.judge_latency("a read", took_s, 1.5, "cure").level == level
+    assert doctor.judge_latency("a read", took_s, 1.5, "fix").level == level
 
 
 def test_etcd_members() -> None:
@@ -98,15 +98,15 @@ def test_this_machine_is_measured(tmp_path: pathlib.Path) -> None:
     key = tmp_path / "key"
     key.write_text("x")
     os.chmod(key, 0o644)
-    assert "chmod 600" in here(tmp_path, secrets=(str(key),))["files"].cure
+    assert "chmod 600" in here(tmp_path, secrets=(str(key),))["files"].fix
     assert here(tmp_path, secrets=(str(tmp_path / "none"),))["files"].level == ERROR
 
 
 def test_every_warning_and_error_has_a_cure_on_the_screen() -> None:
     rows = [
-        {"check": "disk", "level": "ok", "text": "fine", "cure": "", "node": "a"},
-        {"check": "clock", "level": "warning", "text": "late", "cure": "chrony", "node": "b"},
-        {"check": "etcd", "level": "error", "text": "down\x1b[2J", "cure": "start it", "node": ""},
+        {"check": "disk", "level": "ok", "text": "fine", "fix": "", "node": "a"},
+        {"check": "clock", "level": "warning", "text": "late", "fix": "chrony", "node": "b"},
+        {"check": "etcd", "level": "error", "text": "down\x1b[2J", "fix": "start it", "node": ""},
     ]
     data = read({"findings": rows, "versions": {"a": {}, "b": {}}}, Diagnosis)
     said = [text for text, _ in lines(data, every=False)]

@@ -58,7 +58,7 @@ def test_a_slow_link_is_named_with_its_cure() -> None:
     found = {f.node: f for f in reach.judge("me", "10.0.0.1:29400", unreached, rates)}
     assert {node: f.level for node, f in found.items()} == {"a": OK, "b": OK, "c": WARNING, "d": ERROR, "e": OK}
     assert "940 Mbit/s; the median of the nodes is 9.2 Gbit/s" in found["c"].text
-    assert all(f.cure for f in found.values() if f.level != OK)
+    assert all(f.fix for f in found.values() if f.level != OK)
     (slow,) = reach.judge("me", "10.0.0.1:29400", {"a": ""}, {"a": 95.0})
     assert (slow.level, "95 Mbit/s" in slow.text) == (WARNING, True)
     (unknown,) = reach.judge("me", "10.0.0.1:29400", {"a": ""}, {})

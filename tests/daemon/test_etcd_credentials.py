@@ -1,4 +1,4 @@
-"""Plain text to another machine, and secrets that others may read, are refused with the cure."""
+"""Plain text to another machine, and secrets that others may read, are refused with the fix."""
 
 from __future__ import annotations
 

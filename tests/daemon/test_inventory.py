@@ -69,7 +69,7 @@ def test_a_lost_node_is_on_every_screen_and_the_cluster_is_degraded() -> None:
     assert [p for p in data["problems"] if p.startswith("b is lost since ")]
     (finding,) = absent(published.cluster, NOW.wall_s)
     assert (finding.node, finding.level) == ("b", ERROR)
-    assert finding.cure.endswith("elasticctl nodes forget b")
+    assert finding.fix.endswith("elasticctl nodes forget b")
     text = metrics.exposition(lambda: published, IDENTITY)().decode()
     assert 'elasticd_node_state{node="b",state="lost"} 1.0' in text
     assert 'elasticd_node_slots{node="b"}' not in text, "it holds no workers now"

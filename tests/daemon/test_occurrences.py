@@ -80,7 +80,7 @@ def test_incident_is_told_once_when_it_is_over_with_its_outcome() -> None:
     assert (told.node, told.wall_s) == ("a", 1010.003)
     assert told.why.startswith("rank 1 on a: killed by SIGKILL from outside; rank 1 replaced")
     assert told.verdict is not None
-    assert set(told.verdict) == {"class", "cause", "person", "cure"}
+    assert set(told.verdict) == {"class", "cause", "person", "fix"}
     assert (told.verdict["class"], told.verdict["person"]) == ("node", False)
 
 
@@ -295,7 +295,7 @@ def test_body_is_json_with_one_line_of_text() -> None:
 
 
 def test_cure_is_in_the_text_if_a_person_is_needed() -> None:
-    verdict = {"class": "node", "cause": "x", "person": True, "cure": "replace it"}
+    verdict = {"class": "node", "cause": "x", "person": True, "fix": "replace it"}
     told = Occurrence("i", "job_failed", "train", "n1", 1.0, "boom", verdict)
     assert as_json(told, "main", "a")["text"] == "main: job failed: train on n1: boom. To do: replace it"
     calm = replace(told, verdict=verdict | {"person": False})

@@ -54,9 +54,9 @@ def test_what_may_have_arrived_late_is_not_shown_and_what_stays_is_written_over(
     older, writer, _ = made()
     seen = view([kv(STATE, b"new")], older=(STATE,))
     assert not older.look(seen, 0.0).refused
-    older.mend(nodes("a"), AFTER_S - 0.1)
+    older.repair(nodes("a"), AFTER_S - 0.1)
     assert not writer.right
-    older.mend(nodes("a"), AFTER_S)
+    older.repair(nodes("a"), AFTER_S)
     assert writer.right == [(STATE, 7, b"new")]
     assert older.look(seen, AFTER_S).refused.keys() == {STATE}
     assert not older.look(view([kv(STATE, b"newer")]), 10.0).refused
@@ -66,9 +66,9 @@ def test_what_may_have_arrived_late_is_not_shown_and_what_stays_is_written_over(
 def test_the_daemons_mend_one_after_the_other() -> None:
     older, writer, _ = made("c")
     older.look(view([kv(STATE)], older=(STATE,)), 0.0)
-    older.mend(nodes("a", "b", "c"), AFTER_S + 2 * EACH_S - 0.1)
+    older.repair(nodes("a", "b", "c"), AFTER_S + 2 * EACH_S - 0.1)
     assert not writer.right
-    older.mend(nodes("a", "b", "c"), AFTER_S + 2 * EACH_S)
+    older.repair(nodes("a", "b", "c"), AFTER_S + 2 * EACH_S)
     assert writer.right
 
 
@@ -77,7 +77,7 @@ def test_what_was_deleted_for_good_is_deleted_again_and_what_is_not_known_is_lef
     stamps.end(DRAIN, 10)
     stamps.take(STATE, 10)
     older.look(view([], older=(DRAIN, STATE)), 0.0)
-    older.mend(nodes("a"), 5.0)
+    older.repair(nodes("a"), 5.0)
     assert writer.right == [(DRAIN, 7, None)]
 
 
@@ -86,9 +86,9 @@ def test_an_older_record_of_a_deletion_goes_after_all_who_may_know_the_newer_one
     for newest, turn in ((None, 2 + 1), (b"new", 1)):
         older, writer, _ = made("b")
         older.look(view([kv(key, newest)] if newest else [], older=(key,)), 0.0)
-        older.mend(nodes("a", "b"), AFTER_S + EACH_S * turn - 0.1)
+        older.repair(nodes("a", "b"), AFTER_S + EACH_S * turn - 0.1)
         assert not writer.right
-        older.mend(nodes("a", "b"), AFTER_S + EACH_S * turn)
+        older.repair(nodes("a", "b"), AFTER_S + EACH_S * turn)
         assert writer.right == [(key, 7, newest)]
 
 
@@ -110,5 +110,5 @@ def test_deletions_for_good_that_stay_in_etcd_are_bounded() -> None:
     older, writer, _ = made()
     keys = [KEYS.ended(KEYS.drain(f"n{number}")) for number in range(older_records.KEPT_ENDINGS + 3)]
     older.look(view([kv(key, stamp=number + 1) for number, key in enumerate(keys)]), 100.0)
-    older.mend(nodes("a"), 100.0)
+    older.repair(nodes("a"), 100.0)
     assert writer.deleted == keys[:3]

@@ -163,11 +163,11 @@ def test_nothing_that_is_put_back_has_an_effect_also_after_a_restart(node: Node,
     thief.delete_prefix(KEYS.endings)
     node.start(wait_s=0)
 
-    def mended() -> bool:
+    def repaired() -> bool:
         there = thief.raw(KEYS.root)
         return not {KEYS.drain("honest"), KEYS.cordon("honest"), keys.spec, keys.state} & there.keys()
 
-    eventually(mended, 30, "the daemon deletes again what was deleted for good")
+    eventually(repaired, 30, "the daemon deletes again what was deleted for good")
     row = eventually(lambda: next(r for r in node.get("/v1/nodes")["nodes"] if r["node"] == "honest"), 20)
     eventually(lambda: node.ready(), 20)
     assert row["state"] == "ready"

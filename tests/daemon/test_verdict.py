@@ -203,7 +203,7 @@ def test_verdict_names_the_rule_of_each_case(rule: str, record: IncidentRecord) 
     verdict = judge(record)
     assert verdict.rule == rule
     assert verdict.what
-    assert verdict.cure
+    assert verdict.fix
     assert verdict.person == (rule == "checkpoint_folder_apart"), "the job went on"
 
 

@@ -294,7 +294,7 @@ def test_agents_of_an_earlier_version_are_named_by_status_and_doctor() -> None:
     (found,) = older_agents(Cluster(nodes={"a": known, "b": node("b")}))
     assert (found.node, found.level) == ("a", "warning")
     assert found.text == "agents of another elasticd than the node's 0.2: train (elasticd 0.1)"
-    assert found.cure.startswith("elasticctl drain a --wait")
+    assert found.fix.startswith("elasticctl drain a --wait")
     said = AgentStatus(
         pid=3, incarnation="i", job="train", node="a", phase="running", reason="", leader=False, generation=2,
         etcd_ok=True, written_wall_s=0.0,

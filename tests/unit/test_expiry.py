@@ -88,4 +88,4 @@ def test_words_before_and_after(left_s: float, said: str, level: str) -> None:
     assert [line.startswith(said) for line in found] == ([True] if said else [])
     assert all("replace the file" in line for line in found)
     (finding,) = expiring.findings(mine, 1e9)
-    assert (finding.level, bool(finding.cure)) == (level, level != OK)
+    assert (finding.level, bool(finding.fix)) == (level, level != OK)

@@ -1,4 +1,4 @@
-"""What no process, path, timer or record can hold is refused when a job is submitted, with the field and the cure."""
+"""What no process, path, timer or record can hold is refused when a job is submitted, with the field and the fix."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def test_gradients_that_wait_for_a_later_step_are_named_once(capsys: pytest.Capt
     loop.accumulate(12, every=3)
     said = capsys.readouterr().err
     assert said.count("gradients are kept over job.commit()") == 1
-    assert "micro_batch" in said, "the cure"
+    assert "micro_batch" in said, "the fix"
 
 
 def test_what_a_failure_has_lost_of_them_is_told(capsys: pytest.CaptureFixture[str]) -> None:

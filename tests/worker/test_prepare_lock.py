@@ -87,8 +87,8 @@ def test_another_users_folder_of_that_name_is_refused_with_the_cure(
 ) -> None:
     me = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: me + 1)  # what is made from here on belongs to another
-    cure = rf"not a folder of user {me + 1} alone: remove it, or set TMPDIR"
-    with pytest.raises(PermissionError, match=cure), one_at_a_time("job"):
+    fix = rf"not a folder of user {me + 1} alone: remove it, or set TMPDIR"
+    with pytest.raises(PermissionError, match=fix), one_at_a_time("job"):
         raise AssertionError
 
 

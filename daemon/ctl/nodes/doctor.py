@@ -1,4 +1,4 @@
-"""`elasticctl doctor`: what is wrong or about to be, with the cure of each; and `elasticctl stacks`."""
+"""`elasticctl doctor`: what is wrong or about to be, with the fix of each; and `elasticctl stacks`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ANSWER_S = 60.0
 @as_json
 @click.pass_obj
 def doctor(client: Client, every: bool, as_json: bool) -> None:
-    """Check all nodes and etcd: names, addresses, disk, limits, clocks, versions. Each finding comes with its cure.
+    """Check all nodes and etcd: names, addresses, disk, limits, clocks, versions. Each finding comes with its fix.
 
     Exit code: 0 all is right, 3 there are warnings, 1 there are errors.
     """
@@ -46,8 +46,8 @@ def lines(data: answers.Diagnosis, every: bool) -> list[tuple[str, str]]:
             continue
         where = f"{row.node}: " if row.node else ""
         said.append((f"{row.level:<8}{row.check:<10}{where}{row.text}", row.level))
-        if row.cure:
-            said.append((f"{'':<18}→ {row.cure}", ""))
+        if row.fix:
+            said.append((f"{'':<18}→ {row.fix}", ""))
     count = {level: sum(row.level == level for row in found) for level in order}
     told = [f"{n} {level}{'s' if n != 1 else ''}" for level, n in count.items() if level != "ok" and n]
     many = f"{len(data.versions)} node{'s' if len(data.versions) != 1 else ''}"

@@ -210,7 +210,7 @@ def _verdict(out: Console, verdict: Verdict, lost: str) -> None:
     facts = [("evidence", f"{e.line}  ({e.source})") for e in verdict.evidence]
     facts += [("followed", text) for text in verdict.followed]
     facts += [("done", verdict.done), ("waits for", verdict.held_by), ("cost", _cost(verdict.cost, lost))]
-    facts += [("person", "needed" if verdict.person else "not needed"), ("cure", verdict.cure)]
+    facts += [("person", "needed" if verdict.person else "not needed"), ("fix", verdict.fix)]
     for name, value in facts:
         if value:
             _say(out, Text.assemble((f"  {name:>9}  ", "dim"), (value, "bold red" if value == "needed" else "")))
