@@ -20,6 +20,7 @@ from elastic.contract.worker.beat import Doing
 from elastic.contract.worker.worker_config import SLOT, RankVariables, WorkerConfig, variable
 from elastic.worker.job.building import build
 from elastic.worker.job.job import Job, Setup, Train
+from elastic.worker.link.link import Link
 from elastic.worker.link.session import GenerationEnded, Session, is_worker
 from elastic.worker.snapshots.agent_snapshots import AgentSnapshots
 from elastic.worker.snapshots.checkpoint_scheduler import CheckpointScheduler, RankPosition
@@ -64,7 +65,7 @@ def run(setup: Setup, train: Train, *, checkpoint_dir: str | None = None, checkp
     return ManagedWorker(session, setup, train, WorkerConfig.read(os.environ)).run()
 
 
-class AgentLink:
+class AgentLink(Link):
     """Reports this worker's progress to the agent: mostly through the beat page, which costs next to nothing."""
 
     def __init__(self, session: Session, *, backward_waits: bool) -> None:

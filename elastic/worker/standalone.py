@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -12,9 +11,9 @@ import torch.distributed as dist
 from elastic.checkpoint.interval import IntervalRule
 from elastic.checkpoint.stored.find import newest_generation
 from elastic.contract.origin import Origin
-from elastic.contract.worker.messages import GradientSample, LoggedRow
 from elastic.worker.job.building import build
 from elastic.worker.job.job import Job, Setup, Train
+from elastic.worker.link.link import Link
 from elastic.worker.snapshots.checkpoint_scheduler import CheckpointScheduler, RankPosition
 from elastic.worker.snapshots.local_snapshots import LocalSnapshots
 from elastic.worker.state.handover.restore import Disk
@@ -25,31 +24,6 @@ from .state.state import State
 
 FINISH_S = 600.0
 """How long the last checkpoint waits for the previous one to be written: there is one buffer only."""
-
-
-class NoLink:
-    """Link of a process without an agent."""
-
-    def entered(self) -> None: ...
-
-    def contributed(self) -> None: ...
-
-    def applying(self) -> None: ...
-
-    def quiet(self, limit_s: float) -> None: ...
-
-    def waited(self, data_s: float) -> None: ...
-
-    def committed(self, step: int, step_s: float, loss: float | None) -> None: ...
-
-    def bad_numbers(self, step: int, kind: str, detail: str, ranks: tuple[int, ...]) -> None:
-        raise FloatingPointError(f"{kind} at step {step} on rank {', '.join(map(str, ranks))}: {detail}")
-
-    def sampled(self, sample: GradientSample) -> None: ...
-
-    def logged(self, begun: int, rows: Sequence[LoggedRow], repeated: bool) -> None: ...
-
-    def check(self, step: int) -> None: ...
 
 
 def run_standalone(setup: Setup, train: Train, checkpoint_dir: str, rule: IntervalRule) -> State:
@@ -64,7 +38,7 @@ def run_standalone(setup: Setup, train: Train, checkpoint_dir: str, rule: Interv
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
     rank = dist.get_rank() if dist.is_initialized() else 0
     world_size = dist.get_world_size() if dist.is_initialized() else 1
-    job = Job(name=_name(), device=device, local_rank=local_rank, link=NoLink())
+    job = Job(name=_name(), device=device, local_rank=local_rank, link=Link())
     job.rank, job.world_size = rank, world_size
     try:
         state = build(setup, job)

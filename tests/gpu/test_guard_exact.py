@@ -21,7 +21,7 @@ import torch.distributed as dist
 for needed in ("msgspec", "xxhash", "numpy"):
     pytest.importorskip(needed, reason=f"the job needs {needed}")
 
-from elastic.worker.standalone import NoLink  # noqa: E402
+from elastic.worker.link.link import Link  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -32,7 +32,7 @@ GROUP_S = 600.0 if not smoke.ON else 5.0
 ROUNDS = int(os.environ.get("ELASTIC_GPU_ROUNDS", "40" if not smoke.ON else "3"))
 
 
-class Link(NoLink):
+class FakeLink(Link):
     """As the agent's: the flag is set before the abort begins."""
 
     def __init__(self) -> None:
@@ -169,7 +169,7 @@ def undisturbed(job: Any, rank: int, world_size: int, port: int, steps: int, buf
     return digests
 
 
-def disturbed_round(training: Training, group: Any, link: Link, after_s: float, steps: int) -> str:
+def disturbed_round(training: Training, group: Any, link: FakeLink, after_s: float, steps: int) -> str:
     """Train until the abort; returns how this rank came to leave."""
     from elastic.worker.link.session import GenerationEnded
 
@@ -200,7 +200,7 @@ def train(rank: int, world_size: int, port: int, rounds: int, steps: int, buffer
     from elastic.worker.job.job import Job
 
     torch.use_deterministic_algorithms(True)
-    link = Link()
+    link = FakeLink()
     job = Job(name="j", device=torch.device("cuda:0"), local_rank=0, link=link)  # type: ignore[arg-type]
     reference = undisturbed(job, rank, world_size, port, steps, buffers)
     training = alone(job, buffers)

@@ -32,7 +32,7 @@ from elastic.worker.comm.ddp import GradientWeight, wrap
 from elastic.worker.comm.errors import GroupAborted
 from elastic.worker.data.batches import batches
 from elastic.worker.job.job import Job
-from elastic.worker.standalone import NoLink
+from elastic.worker.link.link import Link
 from elastic.worker.state.state import State
 
 G = torch.Generator().manual_seed(0)
@@ -44,6 +44,13 @@ DATA = torch.utils.data.TensorDataset(X, Y)
 def model(dtype: torch.dtype = torch.float64) -> nn.Module:
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(5, 31), nn.LayerNorm(31), nn.Tanh(), nn.Linear(31, 3)).to(dtype)
+
+
+class CountingLink(Link):
+    contributions = 0
+
+    def contributed(self) -> None:
+        self.contributions += 1
 
 
 def join(folder: str, name: str, rank: int, world_size: int) -> None:
@@ -62,8 +69,8 @@ def exact_gradient(
 ) -> Any:
     """The exchanged gradient, beside that of one process over the same samples; and how often we contributed."""
     join(folder, "store", rank, world_size)
-    net, weight, contributed = model(), GradientWeight(), []
-    wrapped = wrap(net, weight=weight, on_contributed=lambda: contributed.append(1), **ddp)
+    net, weight, link = model(), GradientWeight(), CountingLink()
+    wrapped = wrap(net, weight=weight, link=link, **ddp)
     state = SimpleNamespace(step=0)
     gradients, ids = [], []
     for batch in batches(
@@ -92,7 +99,7 @@ def exact_gradient(
         alone = model()
         F.cross_entropy(alone(X[whole]), Y[whole]).backward()
         expected.append(flat(p.grad for p in alone.parameters()))
-    return {"got": gradients, "want": expected, "contributed": len(contributed)}
+    return {"got": gradients, "want": expected, "contributed": link.contributions}
 
 
 def without_a_group(rank: int, world_size: int, folder: str) -> Any:
@@ -120,7 +127,7 @@ def same_bits(rank: int, world_size: int, folder: str, *, reform_at: tuple[int, 
     state = SimpleNamespace(step=0)
     for start, stop in zip((0, *reform_at), (*reform_at, 6), strict=True):
         join(folder, f"store{start}", rank, world_size)
-        wrapped = wrap(net, weight=weight, on_contributed=lambda: None, bucket_cap_mb=0.0008)
+        wrapped = wrap(net, weight=weight, link=Link(), bucket_cap_mb=0.0008)
         for batch in batches(
             DATA, state, batch_size=11, rank=rank, world_size=world_size, steps=stop, gradient_weight=weight
         ):
@@ -140,7 +147,7 @@ def buffers(rank: int, world_size: int, folder: str, *, sync: bool) -> Any:
     join(folder, "store", rank, world_size)
     net = nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1))
     torch.manual_seed(0)
-    wrapped = wrap(net, weight=GradientWeight(), on_contributed=lambda: None, sync_buffers=sync)
+    wrapped = wrap(net, weight=GradientWeight(), link=Link(), sync_buffers=sync)
     for _ in range(2):
         wrapped(torch.tensor([[rank + 1.0], [rank + 1.0]])).sum().backward()
     return net[0].running_mean.tolist()
@@ -152,7 +159,7 @@ def buffers_of_rare_types(rank: int, world_size: int, folder: str) -> Any:
     net = nn.Linear(1, 1)
     for number, dtype in enumerate((torch.int16, torch.uint16, torch.float8_e4m3fn, torch.bool, torch.complex64)):
         net.register_buffer(f"b{number}", torch.tensor([float(rank), 0.0]).to(dtype))
-    wrap(net, weight=GradientWeight(), on_contributed=lambda: None)(torch.ones(1, 1)).sum().backward()
+    wrap(net, weight=GradientWeight(), link=Link())(torch.ones(1, 1)).sum().backward()
     return [buffer.to(torch.complex64).abs().sum().item() for buffer in net.buffers()]
 
 
@@ -161,13 +168,12 @@ def buffers_shared(rank: int, world_size: int, folder: str) -> Any:
     join(folder, "store", rank, world_size)
     net = nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1))
     torch.manual_seed(0)
-    weight, exchanges = GradientWeight(), []
-    on_buffers = (lambda: exchanges.append(1), lambda: None)
-    wrapped = wrap(net, weight=weight, on_contributed=lambda: None, on_buffers=on_buffers)
+    weight, link = GradientWeight(), CountingLink()
+    wrapped = wrap(net, weight=weight, link=link)
     for _ in range(3):
         wrapped(torch.tensor([[rank + 1.0], [rank + 1.0]])).sum().backward()
         weight.share_buffers()
-    return [*net[0].running_mean.tolist(), len(exchanges)]
+    return [*net[0].running_mean.tolist(), link.contributions - 3]  # without those of the backwards
 
 
 def buffers_of_a_part(rank: int, world_size: int, folder: str, *, grad: bool) -> Any:
@@ -175,7 +181,7 @@ def buffers_of_a_part(rank: int, world_size: int, folder: str, *, grad: bool) ->
     the commit of each step."""
     join(folder, "store", rank, world_size)
     net = nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1))
-    job = Job(name="job", device=torch.device("cpu"), local_rank=rank, link=NoLink())
+    job = Job(name="job", device=torch.device("cpu"), local_rank=rank, link=Link())
     state = State(model=net)
     job.enter(rank=rank, world_size=world_size, generation=1, checkpoint_scheduler=None)
     state.begin()
@@ -202,7 +208,7 @@ def skipped_step(rank: int, world_size: int, folder: str) -> Any:
     net = nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu")
-    job = Job(name="job", device=torch.device("cpu"), local_rank=rank, link=NoLink())
+    job = Job(name="job", device=torch.device("cpu"), local_rank=rank, link=Link())
     state = State(model=net, optimizer=optimizer, scaler=scaler)
     state.watch_optimizers(job.guard())
     job.enter(rank=rank, world_size=world_size, generation=1, checkpoint_scheduler=None)
@@ -231,7 +237,7 @@ def swallowed(rank: int, world_size: int, folder: str) -> Any:
     join(folder, "store", rank, world_size)
     net = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    job = Job(name="job", device=torch.device("cpu"), local_rank=rank, link=NoLink())
+    job = Job(name="job", device=torch.device("cpu"), local_rank=rank, link=Link())
     state = State(model=net, optimizer=optimizer)
     state.watch_optimizers(job.guard())
     job.enter(rank=rank, world_size=world_size, generation=1, checkpoint_scheduler=None)
@@ -261,7 +267,9 @@ def empty_loss_is_nan(rank: int, world_size: int, folder: str) -> Any:
     """A rank of no weight whose gradients are NaN does not spoil the others'."""
     join(folder, "store", rank, world_size)
     net = nn.Linear(2, 1)
-    wrapped = wrap(net, weight=lambda: 1.0 - rank, on_contributed=lambda: None)
+    weight = GradientWeight()
+    weight.begin(1.0 - rank)
+    wrapped = wrap(net, weight=weight, link=Link())
     (wrapped(torch.ones(0 if rank else 4, 2)).mean()).backward()
     return flat(p.grad for p in net.parameters())
 

@@ -17,15 +17,15 @@ import numpy as np
 import torch
 
 from elastic.worker.job.job import Job
+from elastic.worker.link.link import Link
 from elastic.worker.link.session import GenerationEnded
-from elastic.worker.standalone import NoLink
 from elastic.worker.state.state import State
 
 Copy = tuple[Any, dict[str, Any], list[torch.Tensor]]
 """(table, extra, tensors)"""
 
 
-class Killer(NoLink):
+class Killer(Link):
     """Kills at a place, and counts them."""
 
     def __init__(self, at: int | None) -> None:

@@ -17,7 +17,7 @@ from torch import nn
 
 from elastic.worker.comm import comm_hooks
 from elastic.worker.job.job import Job
-from elastic.worker.standalone import NoLink
+from elastic.worker.link.link import Link
 from elastic.worker.state.state import State
 
 MICRO, STEPS, BATCH = 3, 3, 12
@@ -101,7 +101,7 @@ def on_ranks(rank: int, world_size: int, port: int) -> Any:
     group = formed(rank, world_size, port)
     found = {}
     for form in FORMS:
-        job = Job(name="j", device=torch.device("cpu"), local_rank=rank, link=NoLink())
+        job = Job(name="j", device=torch.device("cpu"), local_rank=rank, link=Link())
         job.enter(rank=rank, world_size=world_size, generation=1, checkpoint_scheduler=None)
         state = build()
         state.begin()
@@ -141,7 +141,7 @@ def test_accumulation_exchanges_once_a_step_and_gives_the_whole_batchs_gradient(
 def alone(rank: int = 0, world_size: int = 1) -> tuple[Job, State, nn.Module]:
     torch.manual_seed(0)
     net = nn.Linear(4, 1, dtype=torch.float64)
-    job = Job(name="job", device=torch.device("cpu"), local_rank=0, link=NoLink())
+    job = Job(name="job", device=torch.device("cpu"), local_rank=0, link=Link())
     state = State(model=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1))
     state.watch_optimizers(job.guard())
     job.enter(rank=rank, world_size=world_size, generation=1, checkpoint_scheduler=None)

@@ -23,8 +23,8 @@ from elastic.worker.data.batches import Batch, batches
 from elastic.worker.data.reading import take_many
 from elastic.worker.data.sharding import SampleOrder
 from elastic.worker.job.job import Job
+from elastic.worker.link.link import Link
 from elastic.worker.link.session import GenerationEnded
-from elastic.worker.standalone import NoLink
 from elastic.worker.state.state import State
 
 
@@ -240,7 +240,7 @@ def test_loader_processes_end_with_the_iterator_and_hold_no_socket_of_ours() -> 
             assert held.tb is not None
 
 
-class Over(NoLink):
+class Over(Link):
     def check(self, step: int) -> None:
         raise GenerationEnded("another rank has died")
 
@@ -260,7 +260,7 @@ def test_a_script_that_catches_every_error_of_its_step_is_told_at_the_next_batch
 
 def test_a_script_that_skips_a_step_whose_collective_has_failed_is_not_blamed_for_it() -> None:
     """`except RuntimeError: continue` leaves the step without a commit."""
-    for link, error in ((Over(), GenerationEnded), (NoLink(), GroupAborted)):
+    for link, error in ((Over(), GenerationEnded), (Link(), GroupAborted)):
         job = Job(name="job", device=torch.device("cpu"), local_rank=0, link=link)
         job.enter(rank=0, world_size=1, generation=1, checkpoint_scheduler=None)
         parts = job.batches(torch.utils.data.TensorDataset(torch.zeros(40, 1)), State(count=0), batch_size=4, epochs=1)

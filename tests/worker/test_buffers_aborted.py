@@ -23,6 +23,7 @@ from torch import nn
 from elastic.worker.comm import sockets
 from elastic.worker.comm.ddp import GradientWeight, wrap
 from elastic.worker.comm.errors import is_communication_error
+from elastic.worker.link.link import Link
 
 pytestmark = pytest.mark.slow
 
@@ -69,7 +70,9 @@ def sends_to_a_stopped_rank(rank: int, world_size: int, port: int, forming: str)
 
     strikes = threading.Thread(target=stop_within_the_message if rank == 1 else abort_within_the_message)
     share = GradientWeight()
-    wrap(Model(), weight=share, on_contributed=lambda: None, on_buffers=(strikes.start, lambda: None))
+    link = Link()
+    link.contributed = strikes.start  # type: ignore[method-assign]
+    wrap(Model(), weight=share, link=link)
     with pytest.raises(RuntimeError) as caught:
         share.share_buffers()
     strikes.join()

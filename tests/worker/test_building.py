@@ -13,14 +13,14 @@ from torch.distributed.fsdp import fully_shard
 
 from elastic.worker.job.building import build
 from elastic.worker.job.job import Job
-from elastic.worker.standalone import NoLink
+from elastic.worker.link.link import Link
 from elastic.worker.state.state import State
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit")
 
 
 def job() -> Job:
-    return Job(name="j", device=torch.device("cpu"), local_rank=0, link=NoLink())
+    return Job(name="j", device=torch.device("cpu"), local_rank=0, link=Link())
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from elastic.recovery.hangs.stillness import standing
 from elastic.worker.comm import comm_hooks
 from elastic.worker.comm.errors import GroupAborted
 from elastic.worker.job.job import Job
-from elastic.worker.standalone import NoLink
+from elastic.worker.link.link import Link
 from elastic.worker.state.state import State
 from elastic.worker.torch_internals import torch_private
 
@@ -43,7 +43,7 @@ def hook(state: Any, bucket: Any) -> Any:
     ],
 )
 def test_wrong_arguments_are_refused_with_the_right_ones(given: Any, error: type[Exception], said: str) -> None:
-    job = Job(name="j", device=CPU, local_rank=0, link=NoLink())
+    job = Job(name="j", device=CPU, local_rank=0, link=Link())
     with pytest.raises(error, match=said):
         job.ddp(nn.Linear(1, 1), compress=given[0], hook=given[1])
 
@@ -141,7 +141,7 @@ def gradients(rank: int, world_size: int, port: int, kinds: list[str], steps: in
     found = {}
     for kind in kinds:
         state = build()
-        job = Job(name="j", device=CPU, local_rank=rank, link=NoLink())
+        job = Job(name="j", device=CPU, local_rank=rank, link=Link())
         job.enter(rank=rank, world_size=world_size, generation=1, checkpoint_scheduler=None)
         state.begin()
         model, lone = job.ddp(state.model, **options(kind)), copy.deepcopy(state.model)
@@ -192,7 +192,7 @@ def fails(rank: int, world_size: int, port: int, kinds: list[str]) -> Any:
     made = []
     for kind in kinds:
         state = build()
-        job = Job(name="j", device=CPU, local_rank=rank, link=NoLink())
+        job = Job(name="j", device=CPU, local_rank=rank, link=Link())
         state.watch_optimizers(job.guard())
         job.enter(rank=rank, world_size=world_size, generation=1, checkpoint_scheduler=None)
         state.begin()

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from elastic.worker.job.job import Job
-from elastic.worker.standalone import NoLink
+from elastic.worker.link.link import Link
 from elastic.worker.state.guards.optimizer_marks import WINDOW as COMPARED
 from elastic.worker.state.guards.optimizer_marks import OptimizerMarks
 from elastic.worker.state.guards.watch import WINDOW, TensorWatch
@@ -552,7 +552,7 @@ EPOCH = 3  # steps
 
 def enter(state: State) -> Job:
     """`train` is entered, in a process of its own."""
-    job = Job(name="j", device=torch.device("cpu"), local_rank=0, link=NoLink())
+    job = Job(name="j", device=torch.device("cpu"), local_rank=0, link=Link())
     state.forget_gradients()
     job.enter(rank=0, world_size=1, generation=1, checkpoint_scheduler=None, state=state)
     state.begin()

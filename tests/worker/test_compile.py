@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from elastic.worker.job.job import Job
+from elastic.worker.link.link import Link
 from elastic.worker.link.misuse import MisuseRuntimeError
-from elastic.worker.standalone import NoLink
 from elastic.worker.state.state import State
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -44,7 +44,7 @@ def test_entering_train_again_does_not_compile_again(where: str) -> None:
         model.compile(backend=backend)
     state = State(model=model, optimizer=torch.optim.AdamW(model.parameters()))
     assert not [name for name in model.state_dict() if "_orig_mod" in name], "checkpoints keep their names"
-    job = Job(name="j", device=torch.device("cpu"), local_rank=0, link=NoLink())
+    job = Job(name="j", device=torch.device("cpu"), local_rank=0, link=Link())
     state.watch_optimizers(job.guard())
     for generation in (1, 2, 3):
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -77,7 +77,7 @@ def trained(where: str, backend: str, *, aborted: set[int], longer: int) -> list
     torch.manual_seed(0)
     model = Net()
     state = State(model=model, optimizer=torch.optim.AdamW(model.parameters()))
-    job = Job(name="j", device=torch.device("cpu"), local_rank=0, link=NoLink())
+    job = Job(name="j", device=torch.device("cpu"), local_rank=0, link=Link())
     state.watch_optimizers(job.guard())
     lost = False
 
@@ -136,7 +136,7 @@ def test_a_rank_lost_within_a_backward_leaves_nothing_in_the_compiled_model(
 
 def test_a_wrapper_of_an_earlier_entry_of_train_is_refused() -> None:
     model = Net()
-    job = Job(name="j", device=torch.device("cpu"), local_rank=0, link=NoLink())
+    job = Job(name="j", device=torch.device("cpu"), local_rank=0, link=Link())
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         job.enter(rank=0, world_size=1, generation=1, checkpoint_scheduler=None)

@@ -11,7 +11,7 @@ from torch import nn
 
 from elastic.worker.comm.group import Group
 from elastic.worker.job.job import Job
-from elastic.worker.standalone import NoLink
+from elastic.worker.link.link import Link
 from elastic.worker.state.state import State
 
 pytestmark = pytest.mark.slow
@@ -26,7 +26,7 @@ def wrapped(rank: int, world_size: int, port: int, alone: bool, steps: int) -> A
     made.form()
     for _ in range(steps):
         state.committed(1)
-    job = Job(name="job", device=torch.device("cpu"), local_rank=rank, link=NoLink())
+    job = Job(name="job", device=torch.device("cpu"), local_rank=rank, link=Link())
     job.enter(rank=rank, world_size=world_size, generation=1, checkpoint_scheduler=None, state=state)
     if rank == 0 and alone:
         with torch.no_grad():
@@ -63,7 +63,7 @@ def in_groups(rank: int, world_size: int, port: int) -> Any:
         backend="gloo", rank=rank, world_size=world_size, store_host="127.0.0.1", store_port=port, generation=1
     )
     made.form()
-    job = Job(name="job", device=torch.device("cpu"), local_rank=rank, link=NoLink())
+    job = Job(name="job", device=torch.device("cpu"), local_rank=rank, link=Link())
     job.enter(rank=rank, world_size=world_size, generation=1, checkpoint_scheduler=None, state=state)
     pair, everyone = job.new_group([0, 1]), job.new_group()
     said = ""

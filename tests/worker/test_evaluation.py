@@ -19,7 +19,7 @@ from torch import nn
 
 from elastic.worker.job.evaluation import exact_sum
 from elastic.worker.job.job import Job
-from elastic.worker.standalone import NoLink
+from elastic.worker.link.link import Link
 from elastic.worker.state.state import State
 
 CPU = torch.device("cpu")
@@ -43,7 +43,7 @@ def build() -> State:
 
 
 def alone(state: State) -> Job:
-    job = Job(name="j", device=CPU, local_rank=0, link=NoLink())
+    job = Job(name="j", device=CPU, local_rank=0, link=Link())
     state.watch_optimizers(job.guard())
     job.enter(rank=0, world_size=1, generation=1, checkpoint_scheduler=None)
     state.begin()
@@ -149,7 +149,7 @@ def on_ranks(rank: int, world_size: int, port: int) -> Any:
     """In a group, after a training forward that left each rank with buffers of its own."""
     group = formed(rank, world_size, port)
     state = build()
-    job = Job(name="j", device=CPU, local_rank=rank, link=NoLink())
+    job = Job(name="j", device=CPU, local_rank=rank, link=Link())
     job.enter(rank=rank, world_size=world_size, generation=1, checkpoint_scheduler=None)
     state.begin()
     model = job.ddp(state.model)

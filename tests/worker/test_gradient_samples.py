@@ -12,7 +12,7 @@ from elastic.contract.worker.messages import MAX_MESSAGE_BYTES, GradientSample, 
 from elastic.worker.checks.first_bad import FirstBad
 from elastic.worker.checks.gradient_samples import ROWS, GradientSampler
 from elastic.worker.job.job import Job
-from elastic.worker.standalone import NoLink
+from elastic.worker.link.link import Link
 from elastic.worker.state import state as elastic_state
 
 
@@ -191,7 +191,7 @@ def test_finite_outputs_of_all_layers_point_to_the_loss() -> None:
 
 
 def test_a_job_without_debug_sets_no_hook_and_reads_no_gradient() -> None:
-    job = Job(name="j", device=torch.device("cpu"), local_rank=0, link=NoLink())
+    job = Job(name="j", device=torch.device("cpu"), local_rank=0, link=Link())
     job.enter(rank=0, world_size=1, generation=1, checkpoint_scheduler=None)
     assert not job.sampler.on
     assert not job._first_bad.on

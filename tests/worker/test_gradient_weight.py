@@ -18,7 +18,7 @@ from torch import nn
 
 from elastic.worker.comm.ddp import GradientWeight
 from elastic.worker.job.job import Job
-from elastic.worker.standalone import NoLink
+from elastic.worker.link.link import Link
 from elastic.worker.state.state import State
 
 
@@ -26,7 +26,7 @@ def alone(rank: int = 0, world_size: int = 1, lr: float = 0.1) -> tuple[Job, Sta
     """(job, state, model, other model), as `job.ddp` gives them."""
     torch.manual_seed(0)
     net, other = (nn.Linear(4, 1, dtype=torch.float64) for _ in range(2))
-    job = Job(name="job", device=torch.device("cpu"), local_rank=0, link=NoLink())
+    job = Job(name="job", device=torch.device("cpu"), local_rank=0, link=Link())
     optimizers = {name: torch.optim.SGD(m.parameters(), lr=lr) for name, m in (("opt", net), ("opt_other", other))}
     state = State(model=net, other=other, **optimizers)
     state.watch_optimizers(job.guard())

@@ -16,13 +16,13 @@ import torch
 from elastic.contract.worker.beat import PAGE_BYTES
 from elastic.contract.worker.messages import AbortGroup
 from elastic.worker.job.job import Job
+from elastic.worker.link.link import Link
 from elastic.worker.link.session import GenerationEnded, Session
 from elastic.worker.run import AgentLink
-from elastic.worker.standalone import NoLink
 from elastic.worker.state.state import State
 
 
-class FakeLink(NoLink):
+class FakeLink(Link):
     def __init__(self, log: list[str]) -> None:
         self.log = log
         self.aborted = False

@@ -20,6 +20,7 @@ from elastic.worker.comm import group as groups
 from elastic.worker.comm.errors import GroupAborted, is_communication_error
 from elastic.worker.comm.group import Backend, Group
 from elastic.worker.comm.in_flight import IN_FLIGHT, InFlight
+from elastic.worker.link.link import Link
 
 
 class Stuck:
@@ -57,34 +58,32 @@ def alone() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def backward(model: nn.Module, failed: list[str], **options: Any) -> None:
-    wrapped = ddp.wrap(
-        model, weight=lambda: 1.0, on_contributed=lambda: None, on_failed=lambda: failed.append("failed"), **options
-    )
+def backward(model: nn.Module, weight: ddp.GradientWeight, **options: Any) -> None:
+    wrapped = ddp.wrap(model, weight=weight, link=Link(), **options)
     wrapped(torch.ones(2, 4)).sum().backward()
 
 
 @pytest.mark.parametrize("options", [{}, {"static_graph": True}], ids=str)
 def test_a_backward_is_freed(alone: None, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
-    flight, failed, found = InFlight(), list[str](), list[bool]()
+    flight, weight, found = InFlight(), ddp.GradientWeight(), list[bool]()
     monkeypatch.setattr(comm_hooks, "IN_FLIGHT", flight)  # what another test has left in flight would be failed instead
     thread = threading.Thread(target=lambda: found.append(flight.fail("rank 1 died")))
     monkeypatch.setattr(dist.ProcessGroup, "allreduce", lambda *args: Stuck(awaited=thread.start))
     monkeypatch.setattr(dist, "all_reduce", lambda *args, **options: Stuck(awaited=thread.start))
     with pytest.raises((RuntimeError, GroupAborted), match="rank 1 died") as caught:
-        backward(nn.Linear(4, 4), failed, **options)
+        backward(nn.Linear(4, 4), weight, **options)
     thread.join()
-    assert (failed, found) == (["failed"], [True])
+    assert (weight.failed, found) == (True, [True])
     assert is_communication_error(caught.value)
 
 
 @pytest.mark.parametrize("options", [{}, {"static_graph": True}], ids=str)
 def test_in_flight_sums_equal_those_of_gloo(alone: None, options: dict[str, Any]) -> None:
-    model, failed = nn.Linear(4, 4), list[str]()
-    backward(model, failed, **options)
+    model, weight = nn.Linear(4, 4), ddp.GradientWeight()
+    backward(model, weight, **options)
     assert model.weight.grad is not None
     assert torch.equal(model.weight.grad, torch.full((4, 4), 2.0))
-    assert (failed, IN_FLIGHT.fail("nothing is in flight")) == ([], False)
+    assert (weight.failed, IN_FLIGHT.fail("nothing is in flight")) == (False, False)
 
 
 def test_in_flight_result_after_the_abort_is_ignored() -> None:

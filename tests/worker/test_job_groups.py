@@ -17,27 +17,27 @@ from support.ranks import ranks, run_ranks  # noqa: F401 - a fixture
 from elastic.worker.comm.errors import is_communication_error
 from elastic.worker.comm.group import Group
 from elastic.worker.job.job import Job
-from elastic.worker.standalone import NoLink
+from elastic.worker.link.link import Link
 
 CPU = torch.device("cpu")
 
 
 def test_alone_there_is_no_group() -> None:
-    job = Job(name="j", device=CPU, local_rank=0, link=NoLink())
+    job = Job(name="j", device=CPU, local_rank=0, link=Link())
     job.enter(rank=0, world_size=1, generation=1, checkpoint_scheduler=None)
     assert job.new_group([0]) is None
 
 
 @pytest.mark.parametrize("chosen", [[], [0, 0], [-1], [0, 2]])
 def test_ranks_that_do_not_exist_are_named(chosen: list[int]) -> None:
-    job = Job(name="j", device=CPU, local_rank=0, link=NoLink())
+    job = Job(name="j", device=CPU, local_rank=0, link=Link())
     job.enter(rank=0, world_size=2, generation=1, checkpoint_scheduler=None)
     with pytest.raises(ValueError, match=r"job\.new_group\(\[.*distinct ranks of 0 to 1"):
         job.new_group(chosen)
 
 
 def test_in_setup_it_is_refused() -> None:
-    job = Job(name="j", device=CPU, local_rank=0, link=NoLink())
+    job = Job(name="j", device=CPU, local_rank=0, link=Link())
     with pytest.raises(RuntimeError, match=r"job\.new_group belongs in train"):
         job.new_group()
 
@@ -45,7 +45,7 @@ def test_in_setup_it_is_refused() -> None:
 def entered(forming: str, rank: int, world_size: int, port: int, generation: int) -> tuple[Group, Job]:
     group = make(forming, rank, world_size, port, generation)
     group.form()
-    job = Job(name="j", device=CPU, local_rank=rank, link=NoLink())
+    job = Job(name="j", device=CPU, local_rank=rank, link=Link())
     job.enter(rank=rank, world_size=world_size, generation=generation, checkpoint_scheduler=None, group_s=77.0)
     return group, job
 

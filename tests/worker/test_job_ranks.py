@@ -8,13 +8,14 @@ from torch import nn
 
 from elastic.checkpoint.interval import IntervalRule
 from elastic.worker.job.job import Job
+from elastic.worker.link.link import Link
 from elastic.worker.link.misuse import MisuseError
-from elastic.worker.standalone import NoLink, run_standalone
+from elastic.worker.standalone import run_standalone
 from elastic.worker.state.state import State
 
 
 def test_before_and_between_generations_there_is_no_rank() -> None:
-    job = Job(name="job", device=torch.device("cpu"), local_rank=0, link=NoLink())
+    job = Job(name="job", device=torch.device("cpu"), local_rank=0, link=Link())
     for _ in range(2):
         with pytest.raises(MisuseError, match=r"job\.rank in setup\(\): .* job\.local_rank == 0"):
             _ = job.rank

@@ -10,7 +10,7 @@ from torch import nn
 
 from elastic.worker.checks.kept_gradients import LOOKS
 from elastic.worker.job.job import Job
-from elastic.worker.standalone import NoLink
+from elastic.worker.link.link import Link
 from elastic.worker.state.state import State
 
 
@@ -18,7 +18,7 @@ class Loop:
     def __init__(self, **more: nn.Module) -> None:
         torch.manual_seed(0)
         self.net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
-        self.job = Job(name="job", device=torch.device("cpu"), local_rank=0, link=NoLink())
+        self.job = Job(name="job", device=torch.device("cpu"), local_rank=0, link=Link())
         self.state = State(model=self.net, optimizer=torch.optim.SGD(self.net.parameters(), lr=0.1), **more)
         self.state.watch_optimizers(self.job.guard())
         self.enter()
@@ -114,7 +114,7 @@ class Gan:
     def __init__(self, *, every: int, drops: bool = True) -> None:
         torch.manual_seed(0)
         self.made, self.told = nn.Linear(4, 4), nn.Linear(4, 1)
-        self.job = Job(name="job", device=torch.device("cpu"), local_rank=0, link=NoLink())
+        self.job = Job(name="job", device=torch.device("cpu"), local_rank=0, link=Link())
         first, second = (torch.optim.SGD(module.parameters(), lr=0.1) for module in (self.made, self.told))
         self.state = State(made=self.made, told=self.told, first=first, second=second)
         self.state.watch_optimizers(self.job.guard())

@@ -17,9 +17,9 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Subset
 
 from elastic.worker.job.job import Job
+from elastic.worker.link.link import Link
 from elastic.worker.link.misuse import MisuseError
 from elastic.worker.link.session import GenerationEnded
-from elastic.worker.standalone import NoLink
 from elastic.worker.state.state import State
 
 Loop = Callable[[Job, State], Iterator[Any]]
@@ -31,7 +31,7 @@ def setup(_: Job) -> State:
 
 
 def new_job(state: State, rank: int = 0, world_size: int = 1) -> Job:
-    job = Job(name="job", device=torch.device("cpu"), local_rank=0, link=NoLink())
+    job = Job(name="job", device=torch.device("cpu"), local_rank=0, link=Link())
     job.enter(rank=rank, world_size=world_size, generation=1, checkpoint_scheduler=None, state=state)
     state.begin()
     return job

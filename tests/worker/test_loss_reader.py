@@ -11,7 +11,7 @@ import torch
 
 from elastic.worker.job import logged as loss_reader
 from elastic.worker.job.job import Job
-from elastic.worker.standalone import NoLink
+from elastic.worker.link.link import Link
 
 
 class OnGpu(torch.Tensor):
@@ -41,7 +41,7 @@ def loss(value: float) -> torch.Tensor:
 
 @pytest.mark.usefixtures("gpu")
 def test_a_loss_that_was_not_read_before_a_rollback_is_not_taken_for_one_after_it() -> None:
-    job = Job(name="job", device=torch.device("cpu"), local_rank=0, link=NoLink())
+    job = Job(name="job", device=torch.device("cpu"), local_rank=0, link=Link())
     job.enter(rank=0, world_size=1, generation=1, checkpoint_scheduler=None)
     assert job._loss.read(loss(1.0)) is None
     assert job._loss.read(loss(math.nan)) == 1.0
@@ -53,7 +53,7 @@ def test_a_loss_that_was_not_read_before_a_rollback_is_not_taken_for_one_after_i
 @pytest.mark.usefixtures("gpu")
 def test_a_loss_of_one_element_is_read_whatever_its_shape() -> None:
     """As on the CPU, where `item()` reads it."""
-    job = Job(name="job", device=torch.device("cpu"), local_rank=0, link=NoLink())
+    job = Job(name="job", device=torch.device("cpu"), local_rank=0, link=Link())
     job.enter(rank=0, world_size=1, generation=1, checkpoint_scheduler=None)
     assert job._loss.read(torch.tensor([1.0]).as_subclass(OnGpu)) is None
     assert job._loss.read(torch.tensor([[2.0]]).as_subclass(OnGpu)) == 1.0

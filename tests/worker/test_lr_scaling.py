@@ -10,7 +10,7 @@ from torch import nn
 
 from elastic.worker.job.job import Job
 from elastic.worker.job.lr_scaling import factor
-from elastic.worker.standalone import NoLink
+from elastic.worker.link.link import Link
 from elastic.worker.state.state import State
 
 
@@ -34,7 +34,7 @@ def build() -> tuple[Job, State]:
     optimizer = torch.optim.SGD([{"params": [model.weight]}, {"params": [model.bias], "lr": 0.3}], lr=0.1, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.9)  # each rate from the one before
     state = State(model=model, optimizer=optimizer, scheduler=scheduler)
-    job = Job(name="j", device=torch.device("cpu"), local_rank=0, link=NoLink())
+    job = Job(name="j", device=torch.device("cpu"), local_rank=0, link=Link())
     state.watch_optimizers(job.guard())
     return job, state
 

@@ -12,7 +12,7 @@ from support.pairs import Pairs
 from torch import nn
 
 from elastic.worker.job.job import Job
-from elastic.worker.standalone import NoLink
+from elastic.worker.link.link import Link
 from elastic.worker.state.state import State
 
 STEPS = 8
@@ -20,7 +20,7 @@ STEPS = 8
 
 def entered() -> tuple[Job, State, Any]:
     """(job, state, a loop over batches)"""
-    job = Job(name="job", device=torch.device("cpu"), local_rank=0, link=NoLink())
+    job = Job(name="job", device=torch.device("cpu"), local_rank=0, link=Link())
     state = State(model=nn.Linear(4, 1))
     job.enter(rank=0, world_size=1, generation=1, checkpoint_scheduler=None, state=state)
     state.begin()

@@ -7,11 +7,11 @@ import torch
 
 from elastic.contract.timeouts import QUIET_S, Timeouts
 from elastic.worker.job.job import Job
-from elastic.worker.standalone import NoLink
+from elastic.worker.link.link import Link
 from elastic.worker.state.state import State
 
 
-class Link(NoLink):
+class FakeLink(Link):
     def __init__(self) -> None:
         self.said: list[float] = []
 
@@ -19,8 +19,8 @@ class Link(NoLink):
         self.said.append(limit_s)
 
 
-def make(world_size: int, group_s: float) -> tuple[Job, Link]:
-    link = Link()
+def make(world_size: int, group_s: float) -> tuple[Job, FakeLink]:
+    link = FakeLink()
     job = Job(name="j", device=torch.device("cpu"), local_rank=0, link=link)
     job.enter(rank=0, world_size=world_size, generation=1, checkpoint_scheduler=None, group_s=group_s)
     return job, link
@@ -29,7 +29,7 @@ def make(world_size: int, group_s: float) -> tuple[Job, Link]:
 class Settles:
     """A scheduler with a copy under way."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: FakeLink) -> None:
         self.link = link
         self.settled_in: list[list[float]] = []
 

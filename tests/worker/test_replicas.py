@@ -19,8 +19,8 @@ from elastic.checkpoint.interval import IntervalRule
 from elastic.worker.checks import replicas
 from elastic.worker.checks.replicas import ELEMENTS
 from elastic.worker.job.job import Job
+from elastic.worker.link.link import Link
 from elastic.worker.snapshots.checkpoint_scheduler import CheckpointScheduler, RankPosition
-from elastic.worker.standalone import NoLink
 from elastic.worker.state.state import State
 
 CPU = torch.device("cpu")
@@ -127,7 +127,7 @@ def train(job: Job, how: str, steps: int, backend: NoBackend | None = None) -> S
 def on_ranks(rank: int, world_size: int, port: int, *, how: str, steps: int, ignore: bool = False) -> list[Any]:
     """[error, committed steps, what elastic has printed]"""
     group = formed(rank, world_size, port)
-    job = Job(name="j", device=CPU, local_rank=rank, link=NoLink(), ignore_bad_numbers=ignore)
+    job = Job(name="j", device=CPU, local_rank=rank, link=Link(), ignore_bad_numbers=ignore)
     job.rank, job.world_size = rank, world_size
     said, error, state = io.StringIO(), "", None
     with contextlib.redirect_stderr(said):
@@ -223,7 +223,7 @@ def test_what_a_rank_changes_by_itself_is_said_once_though_its_gradients_are_exc
 def saved(rank: int, world_size: int, port: int, *, how: str) -> list[int]:
     """The steps that are saved, of three."""
     group, backend = formed(rank, world_size, port), NoBackend()
-    job = Job(name="j", device=CPU, local_rank=rank, link=NoLink())
+    job = Job(name="j", device=CPU, local_rank=rank, link=Link())
     job.rank, job.world_size = rank, world_size
     with contextlib.redirect_stderr(io.StringIO()):
         train(job, how, 3, backend)
@@ -282,7 +282,7 @@ def test_a_job_that_ignores_bad_numbers_is_told_and_trains_on() -> None:
 def drifts(rank: int, world_size: int, port: int, *, weights: bool) -> str:
     """What the fingerprint says of a model whose BatchNorm is each rank's own, by `sync_buffers=False`."""
     group = formed(rank, world_size, port)
-    job = Job(name="j", device=CPU, local_rank=rank, link=NoLink(), fingerprint_every_steps=1)
+    job = Job(name="j", device=CPU, local_rank=rank, link=Link(), fingerprint_every_steps=1)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     state = State(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))

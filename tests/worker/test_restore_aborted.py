@@ -20,8 +20,8 @@ from elastic.contract.worker import messages
 from elastic.contract.worker.beat import PAGE_BYTES
 from elastic.util.descriptors import receive, send
 from elastic.worker.job.job import Job
+from elastic.worker.link.link import Link
 from elastic.worker.link.session import GenerationEnded, Session
-from elastic.worker.standalone import NoLink
 from elastic.worker.state.handover.restore import Disk, Store
 from elastic.worker.state.handover.sync import Saved
 from elastic.worker.state.state import State
@@ -131,7 +131,7 @@ def test_nothing_keeps_a_state_that_is_built_anew(asking: Asking) -> None:
     gone = weakref.ref(net)
     store = Store(asking.session, None, state, GENERATION)
     asking.session.on(messages.InMemorySnapshot, store._on_kept)  # as `saved` leaves it
-    job = Job(name="job", device=torch.device("cpu"), local_rank=0, link=NoLink())
+    job = Job(name="job", device=torch.device("cpu"), local_rank=0, link=Link())
     job.enter(rank=0, world_size=1, generation=1, checkpoint_scheduler=None, state=state)
     job.ddp(net)
     store.close()

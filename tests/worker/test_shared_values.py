@@ -21,7 +21,7 @@ from elastic.contract.worker.tensor_table import TensorInfo
 from elastic.worker.comm.errors import is_communication_error
 from elastic.worker.comm.group import Group
 from elastic.worker.job.job import Job
-from elastic.worker.standalone import NoLink
+from elastic.worker.link.link import Link
 from elastic.worker.state.handover import shared_values
 
 CPU = torch.device("cpu")
@@ -115,13 +115,13 @@ def test_a_header_that_contradicts_itself_allocates_nothing(shape: tuple[int, ..
 
 
 def test_broadcast_in_setup_is_refused() -> None:
-    job = Job(name="j", device=CPU, local_rank=0, link=NoLink())
+    job = Job(name="j", device=CPU, local_rank=0, link=Link())
     with pytest.raises(RuntimeError, match=r"job\.broadcast belongs in train"):
         job.broadcast(1)
 
 
 def test_alone_the_value_is_checked_and_returned() -> None:
-    job = Job(name="j", device=CPU, local_rank=0, link=NoLink())
+    job = Job(name="j", device=CPU, local_rank=0, link=Link())
     job.enter(rank=0, world_size=1, generation=1, checkpoint_scheduler=None)
     value = {"a": torch.ones(2)}
     assert job.broadcast(value) is value
@@ -134,7 +134,7 @@ def test_alone_the_value_is_checked_and_returned() -> None:
 
 def entered(rank: int, world_size: int, port: int) -> tuple[Group, Job]:
     group = formed(rank, world_size, port)
-    job = Job(name="j", device=CPU, local_rank=rank, link=NoLink())
+    job = Job(name="j", device=CPU, local_rank=rank, link=Link())
     job.enter(rank=rank, world_size=world_size, generation=1, checkpoint_scheduler=None)
     return group, job
 

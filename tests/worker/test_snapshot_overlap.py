@@ -17,10 +17,10 @@ from elastic.checkpoint.interval import IntervalRule
 from elastic.checkpoint.memory.arena import Fullness
 from elastic.contract.worker.tensor_table import Table, TensorInfo
 from elastic.worker.job.job import Job
+from elastic.worker.link.link import Link
 from elastic.worker.link.session import GenerationEnded
 from elastic.worker.snapshots.agent_snapshots import AgentSnapshots
 from elastic.worker.snapshots.checkpoint_scheduler import CheckpointScheduler, RankPosition
-from elastic.worker.standalone import NoLink
 from elastic.worker.state.state import State
 
 SIZE = 64
@@ -263,7 +263,7 @@ class Settles:
         self.log.append("settled")
 
 
-class Link(NoLink):
+class FakeLink(Link):
     def __init__(self, log: list[str]) -> None:
         self.log, self.over = log, False
 
@@ -275,7 +275,7 @@ class Link(NoLink):
 
 def test_the_optimizers_guard_settles_before_the_first_byte_changes() -> None:
     scheduler = Settles()
-    link = Link(scheduler.log)
+    link = FakeLink(scheduler.log)
     job = Job(name="j", device=torch.device("cpu"), local_rank=0, link=link)  # type: ignore[arg-type]
     job.enter(rank=0, world_size=1, generation=1, checkpoint_scheduler=scheduler)
     model = torch.nn.Linear(2, 2)

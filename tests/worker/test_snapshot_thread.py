@@ -19,9 +19,9 @@ from elastic.checkpoint.memory import memcpy
 from elastic.checkpoint.memory.arena import Arena
 from elastic.checkpoint.memory.fill import Fill
 from elastic.worker.job.job import Job
+from elastic.worker.link.link import Link
 from elastic.worker.snapshots.agent_snapshots import AgentSnapshots
 from elastic.worker.snapshots.checkpoint_scheduler import CheckpointScheduler, RankPosition
-from elastic.worker.standalone import NoLink
 from elastic.worker.state.state import State
 
 LIMIT_S = 60.0
@@ -83,7 +83,7 @@ class Training:
         self.state = State(model=self.model, optimizer=self.optimizer, seen=torch.zeros(3))
         self.scheduler = CheckpointScheduler(AgentSnapshots(agent), IntervalRule(every_steps=every), shared=True)  # type: ignore[arg-type]
         self.scheduler.enter(RankPosition(1, 0, 1, 0, 1), 0)
-        self.job = Job(name="j", device=torch.device("cpu"), local_rank=0, link=NoLink())
+        self.job = Job(name="j", device=torch.device("cpu"), local_rank=0, link=Link())
         self.job.enter(rank=0, world_size=1, generation=1, checkpoint_scheduler=self.scheduler)  # type: ignore[arg-type]
         self.state.watch_optimizers(self.job.guard())
         self.truth: dict[int, dict[str, torch.Tensor]] = {}

@@ -12,7 +12,7 @@ from support.forming import formed
 from support.ranks import ranks, run_ranks  # noqa: F401 - a fixture
 
 from elastic.worker.job.job import Job
-from elastic.worker.standalone import NoLink
+from elastic.worker.link.link import Link
 from elastic.worker.state.state import State
 
 pytest.importorskip("torchdata")
@@ -69,7 +69,7 @@ def make(shape: str, stream: int, count: int) -> Any:
 def reads(rank: int, world_size: int, port: int, shape: str, kept: Any, step: int, until: int) -> Any:
     """(samples of this rank by step, the state's streams)."""
     group = formed(rank, world_size, port)
-    job = Job(name="j", device=torch.device("cpu"), local_rank=rank, link=NoLink())
+    job = Job(name="j", device=torch.device("cpu"), local_rank=rank, link=Link())
     job.enter(rank=rank, world_size=world_size, generation=1, checkpoint_scheduler=None)
     state = State(model=torch.nn.Linear(1, 1), streams=kept)
     state._step = step
@@ -108,7 +108,7 @@ def own_loader(rank: int, world_size: int, port: int) -> Any:
     group = formed(rank, world_size, port)
     kept, found = None, []
     for generation, until in ((1, 4), (2, 10)):
-        job = Job(name="j", device=torch.device("cpu"), local_rank=rank, link=NoLink())
+        job = Job(name="j", device=torch.device("cpu"), local_rank=rank, link=Link())
         job.enter(rank=rank, world_size=world_size, generation=generation, checkpoint_scheduler=None)
         state = State(model=torch.nn.Linear(1, 1), loaders=kept)
         state._step = 0 if kept is None else 4

@@ -12,7 +12,7 @@ from support.ranks import ranks, run_ranks  # noqa: F401 - a fixture
 from torch import nn
 
 from elastic.worker.job.job import Job
-from elastic.worker.standalone import NoLink
+from elastic.worker.link.link import Link
 from elastic.worker.state.state import State
 
 CPU = torch.device("cpu")
@@ -91,7 +91,7 @@ def wanted(batch_size: int) -> list[list[float]]:
 
 
 def alone() -> Job:
-    job = Job(name="j", device=CPU, local_rank=0, link=NoLink())
+    job = Job(name="j", device=CPU, local_rank=0, link=Link())
     job.enter(rank=0, world_size=1, generation=1, checkpoint_scheduler=None)
     return job
 
@@ -110,7 +110,7 @@ def test_no_token_at_all_is_a_loss_of_zero() -> None:
 
 
 def test_a_total_below_one_is_taken_as_it_is() -> None:
-    job = Job(name="j", device=CPU, local_rank=0, link=NoLink())
+    job = Job(name="j", device=CPU, local_rank=0, link=Link())
     job.enter(rank=0, world_size=1, generation=1, checkpoint_scheduler=None)
     assert job.weighted(torch.tensor(0.5), 0.25).item() == 2.0
 
@@ -132,7 +132,7 @@ CASES = [("whole", 5), ("parts", 7), ("whole", 2), ("twice", 5), ("twice", 2)]
 
 def on_ranks(rank: int, world_size: int, port: int) -> Any:
     group = formed(rank, world_size, port)
-    job = Job(name="j", device=CPU, local_rank=rank, link=NoLink())
+    job = Job(name="j", device=CPU, local_rank=rank, link=Link())
     job.enter(rank=rank, world_size=world_size, generation=1, checkpoint_scheduler=None)
     found = {f"{how} {size}": train(job, how, size) for how, size in CASES}
     group.close()

@@ -111,18 +111,16 @@ class GradientHook:
         on_contributed: Callable[[], None],
         on_received: Callable[[], None],
         on_failed: Callable[[], None],
-        on_last: Callable[[], None] = lambda: None,
         sampler: Sampler | None = None,
         ends_with_backward: bool = True,
     ) -> None:
-        """The functions are described at `ddp.wrap`. `on_last` is called once the last bucket's exchange has begun.
-        `ends_with_backward`: DDP looks at the sums in a callback that it queues after the last bucket; with a static
-        graph it does so at once in the first step."""
+        """`weight` is called once per bucket, `on_contributed` once the exchange of the last one has begun,
+        `on_received` when the sums are there, `on_failed` if they fail. `ends_with_backward`: DDP looks at the sums in
+        a callback that it queues after the last bucket; with a static graph it does so at once in the first step."""
         self._sampler = sampler
         self._exchange, self._group, self._weight = exchange, group, weight
         self._contributed, self._received, self._failed = on_contributed, on_received, on_failed
         self._failures = _Failures(on_failed)
-        self._last = on_last
         self._in_place = exchange is plain and ends_with_backward
         self._works: list[dist.Work] = []
 
@@ -136,7 +134,6 @@ class GradientHook:
         with self._failures:
             future, result = self._exchange(bucket, self._weight(), self._group)
         if bucket.is_last():
-            self._last()
             self._contributed()
             if on_cpu:
                 # DDP's own wait for the sums is queued right after this hook; a callback queued by a callback runs
@@ -169,7 +166,6 @@ class GradientHook:
         IN_FLIGHT.add(work)
         self._works.append(work)
         if bucket.is_last():
-            self._last()
             self._contributed()
             torch_private.at_end_of_backward(self._finish)  # before DDP's own, which is queued after this hook
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future()

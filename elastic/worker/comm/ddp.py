@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from elastic.worker.link.link import Link
 from elastic.worker.link.misuse import MisuseRuntimeError
 from elastic.worker.torch_internals import torch_private
 
@@ -31,8 +32,8 @@ from .parts_loop import (
     TWICE,
     UNEXCHANGED,
     USED,
+    ModelGradients,
     PartsLoop,
-    UnsyncedGradients,
     gradients,
     samples,
     two_loops,
@@ -75,10 +76,14 @@ class GradientWeight:
     """
 
     def __init__(self) -> None:
-        self._models: list[nn.Module] = []
         self._wrapped: list[BufferSyncingDDP] = []
-        """Those of them that `wrap` has wrapped. A list of its own: `isinstance` asks torch's ABC each time."""
+        self._bare: list[nn.Module] = []
+        """Models that train without a group: no hook weights their gradients."""
         self._hooks: list[Any] = []
+        self._enter()
+
+    def _enter(self) -> None:
+        """Nothing of an earlier group is left."""
         self._weight: float | None = None
         self._batch: object = None
         """The newest batch, until its loop is over."""
@@ -87,9 +92,8 @@ class GradientWeight:
         self._unlike: tuple[float, float] | None = None
         """Shares of two loops that were alive at once in this step."""
         self._parts: PartsLoop | None = None
-        self._held = False
-        self._kept = False
-        """Held since an earlier step, which was committed without applying them."""
+        self._held: Literal["", "new", "kept"] = ""
+        """'kept': since an earlier step, which was committed without applying them."""
         self._sums = 0
         self._weighted = False
         """`add_up` was called in this group."""
@@ -107,56 +111,53 @@ class GradientWeight:
         if shares := self._unlike or self._several():
             raise MisuseRuntimeError(two_loops(shares))
         self._serve()
-        self._held, self._kept = True, False
+        self._held = "new"
         return self._weight if self._weight is not None else 1.0 / dist.get_world_size()
 
-    def of(self, model: int) -> float:
-        """The same, for a bucket of the model of this identity. A second backward in the last part is noted: what this
-        rank has in its gradients by now is not the other ranks', so all decide by its sums (`_refuse_twice`)."""
-        parts = self._parts
-        if parts is not None and model in parts.summed() and not self._sums:
-            parts.twice.add(model)
+    def of(self, model: ModelGradients) -> float:
+        """The same, for a bucket of this model. A second backward in the last part is noted: what this rank has in its
+        gradients by now is not the other ranks', so all decide by its sums (`_refuse_twice`)."""
+        if not self._sums and self._sums_again(model):
+            model.twice = True
         return self()
 
-    def _begins(self, model: nn.Module) -> None:
+    def _sums_again(self, model: ModelGradients) -> bool:
+        """Whether a further backward of this model would exchange sums again."""
+        return self._parts is not None and self._parts.last and model.exchanged and not model.done
+
+    def _begins(self, model: BufferSyncingDDP) -> None:
+        """A forward of `model` with gradients: what the script has dropped is not exchanged again."""
         self.refuse_failed()
-        if self._parts is not None:
-            self._parts.begins(model)
+        if self._sums_again(model.grads) and not any(bool(grad.any()) for grad in gradients([model])):
+            model.grads.done = True
 
-    def exchanges_last(self, model: int) -> None:
-        """The last bucket of a backward of the model of this identity is exchanged."""
+    def exchanges_last(self, model: ModelGradients) -> None:
+        """All gradients of a backward of this model are in buckets, whose exchange has begun."""
+        model.own = model.waits = False
         if self._parts is not None and self._parts.last:
-            self._parts.exchanged.add(model)
-
-    def told_by(self, model: nn.Module) -> dict[str, Any]:
-        """Attach `model`. Returns arguments of its `GradientHook`."""
-        self.attach(model)
-        key = id(model)  # DDP holds the hook, and a cycle through it would keep the group
-        if isinstance(model, BufferSyncingDDP):
-            model.own.begins = self._begins
-        return {
-            "weight": functools.partial(self.of, key),
-            "on_last": functools.partial(self.exchanges_last, key),
-        }
+            model.exchanged = True
 
     def attach(self, model: nn.Module) -> None:
         """Register `model`, which is trained on the batches: wrapped for a group, or unwrapped (standalone)."""
-        if any(model is known for known in self._models):
+        if any(model is each for each in (*self._wrapped, *self._bare)):
             return
-        self._models.append(model)
         if isinstance(model, BufferSyncingDDP):
             self._wrapped.append(model)
-        own = model.own if isinstance(model, BufferSyncingDDP) else UnsyncedGradients()
+            model.on_forward = self._begins
+            grads = model.grads
+        else:
+            self._bare.append(model)
+            grads = ModelGradients()
         wanted = [param for param in model.parameters() if param.requires_grad]
         for param in {id(each): each for each in (*wanted[:1], *wanted[-1:])}.values():
-            added: Any = functools.partial(self._added, own)
+            added: Any = functools.partial(self._added, grads)
             self._hooks.append(param.register_post_accumulate_grad_hook(added))  # type: ignore[no-untyped-call]
 
-    def _added(self, own: UnsyncedGradients, _: torch.Tensor) -> None:
+    def _added(self, model: ModelGradients, _: torch.Tensor) -> None:
         """A backward has added to gradients. Of the first and the last parameter of each model."""
-        own.held = True
+        model.own = True
         if self._parts is None and not self._sums:
-            self._held, self._kept = True, False
+            self._held = "new"
 
     def detach_all(self) -> None:
         """Drop the models and the weight: their group is closed."""
@@ -164,13 +165,9 @@ class GradientWeight:
             hook.remove()
         for model in self._wrapped:
             model.end()
-        self._hooks.clear()
-        self._models.clear()
-        self._wrapped.clear()
-        self._weight = self._batch = self._parts = None
-        self._sums, self._held, self._kept = 0, False, False
-        self._step_over()
-        self.failed = self._weighted = False
+        for each in (self._hooks, self._wrapped, self._bare):
+            each.clear()
+        self._enter()
 
     def fail(self) -> None:
         """Gradients may be sums over some ranks only: they must not be applied in this group any more."""
@@ -184,12 +181,12 @@ class GradientWeight:
     @property
     def exchanges(self) -> bool:
         """Whether this group is known to exchange gradients."""
-        return self._weighted or any(isinstance(model, DistributedDataParallel) for model in self._models)
+        return self._weighted or bool(self._wrapped)
 
     @property
     def exchanged(self) -> set[int]:
         """Identities of the parameters whose gradients are exchanged by the models, and were whenever applied."""
-        return {key for model in self._wrapped if not model.own.applied for key in model.exchanged}
+        return {key for model in self._wrapped if not model.grads.applied for key in model.exchanged}
 
     @property
     def own_buffers(self) -> set[int]:
@@ -209,10 +206,12 @@ class GradientWeight:
         """A loop over batches has its next one, of this weight. If another loop has one in this step, of another
         weight, that is refused where the weight is used; sums of `add_up` do not use it. Raises RuntimeError if the
         rank has no sample of one of them only: `empty` is one answer for both."""
-        if other := next((each for each in self._taken if each.alive and each.share != weight), None):
-            self._unlike = other.share, weight
-            if 0.0 in self._unlike:
-                raise MisuseRuntimeError(two_loops(self._unlike))
+        for each in self._taken:
+            if each.alive and each.share != weight:
+                self._unlike = each.share, weight
+                if 0.0 in self._unlike:
+                    raise MisuseRuntimeError(two_loops(self._unlike))
+                break
         self._batch = batch
         self._taken.append(_Taken(batch, weight))
         if self._parts is not None:
@@ -227,9 +226,9 @@ class GradientWeight:
 
     def _set(self, weight: float, *, exchange: bool) -> None:
         self._weight = weight
-        for model in self._models:
-            if isinstance(model, DistributedDataParallel):
-                model.require_backward_grad_sync = exchange  # all that DDP.no_sync() does
+        for model in self._wrapped:
+            if model.require_backward_grad_sync is not exchange:  # all that DDP.no_sync() does
+                model.require_backward_grad_sync = exchange
 
     def release(self, batch: object, *, committed: bool) -> None:
         """The loop over batches whose last one was `batch` is over: further gradients have the weight of a loop of the
@@ -244,12 +243,15 @@ class GradientWeight:
 
     def _next(self) -> list[_Taken]:
         """Of which the next backward is."""
+        if len(self._taken) < 2:
+            return self._taken
         alive = [each for each in self._taken if each.alive]
         return alive or [each for each in self._taken if not each.used]
 
     def _several(self) -> list[float]:
         """Their shares, if these are unlike; those of loops that are alive are `_unlike`."""
-        shares = {each.share for each in self._next()}
+        batches = self._next()
+        shares = {each.share for each in batches} if len(batches) > 1 else ()
         return sorted(shares) if len(shares) > 1 else []
 
     def _serve(self) -> None:
@@ -264,7 +266,7 @@ class GradientWeight:
         its weight already. Its backward is scaled to balance the weight that the exchange applies; without samples
         it is zero. Raises RuntimeError as `counts_nothing`."""
         empty = self.counts_nothing()
-        self._sums, self._weighted, self._held = world_size, True, False
+        self._sums, self._weighted, self._held = world_size, True, ""
         self._serve()
         if loss.requires_grad and (world_size > 1 or empty):
             factor = 0.0 if empty else float(world_size)
@@ -286,39 +288,38 @@ class GradientWeight:
         """An optimizer is about to apply the gradients, or (`applies` False) the script may have done so without one.
         Raises RuntimeError if a loop over `batch.parts()` has not come to its end, and they lack their exchange or the
         weight of their last part; or as `BufferSyncingDDP.refuse_frozen`."""
-        if self._parts is not None:
-            if self._lacking(self._parts):
+        if (parts := self._parts) is not None:
+            if self._lacking(parts):
                 raise MisuseRuntimeError(LEFT)
-            self._refuse_twice(self._parts)
+            self._refuse_twice()
             # Within the last part another model's backward may still come.
-            if self._unexchanged(self._parts, every=not self._parts.open):
+            if self._unexchanged(parts, every=not parts.open):
                 raise MisuseRuntimeError(UNEXCHANGED)
-            if applies and self._parts.last:
-                self._parts.applied |= self._parts.exchanged
-            if not self._parts.open:
+            for model in self._wrapped if applies and parts.last else ():
+                parts.applied |= model.grads.exchanged
+                model.grads.done |= model.grads.exchanged
+            if not parts.open:
                 self._whole_again()
         if applies:
             for model in self._wrapped:
                 model.refuse_frozen()
-                model.own.applied |= model.own.held
+                model.grads.applied |= model.grads.own
             for each in self._taken:
                 each.used = True
-            self._held = self._kept = False
+            self._held = ""
         self.share_buffers()
 
     def committed(self) -> None:
         self._whole_again()
-        self._sums, self._kept = 0, self._held
+        self._sums, self._unlike = 0, None
+        if self._held:
+            self._held = "kept"
         if self._batch is None:
             self._weight = None
-        self._step_over()
-        for model in self._wrapped:
-            model.shared = False
-
-    def _step_over(self) -> None:
-        """No batch of this step counts any more."""
-        self._unlike = None
         self._taken.clear()
+        for model in self._wrapped:
+            if model.shared:
+                model.shared = False
 
     # ── parts of a batch ────────────────────────────────────────────────────────────────────────────────────
 
@@ -331,27 +332,26 @@ class GradientWeight:
         """A loop over several micro-batches of a batch of this weight begins. Raises RuntimeError if gradients are
         held, which it would weight again. Of those kept over a commit not if one of the models has none any more: the
         step was skipped, and the script drops another model's later."""
-        if self._held and not self._sums and self._models:
-            found = [any(bool(grad.any()) for grad in gradients([model])) for model in self._models]
-            if all(found) if self._kept else any(found):
+        models = [*self._wrapped, *self._bare]
+        if self._held and not self._sums and models:
+            held = [any(bool(grad.any()) for grad in gradients([model])) for model in models]
+            if all(held) if self._held == "kept" else any(held):
                 raise MisuseRuntimeError(HELD)
         for model in self._wrapped:
-            model.own.trained = False
-        self._parts = PartsLoop(batch, {id(model) for model in self._wrapped if gradients([model])})
+            model.grads.enter_parts(had=bool(gradients([model])))
+        self._parts = PartsLoop(batch)
         return self._parts
 
     def rescale(self, factor: float) -> None:
         """Multiply the gradients accumulated so far, so that micro-batches of unequal size keep their proportion."""
-        if self._sums:
-            return
-        _scale(self._models, factor)
+        if not self._sums:
+            _scale([*self._wrapped, *self._bare], factor)
 
     def finish(self) -> None:
         """After the last micro-batch: apply its weight to models without a gradient hook. Raises RuntimeError if an
         optimizer may have applied gradients that were not exchanged."""
-        if self._parts is not None:
-            self._refuse_twice(self._parts)
-        _scale(self._unwrapped(), self())
+        self._refuse_twice()
+        _scale(self._bare, self())
         if self._parts is None or not self._unexchanged(self._parts):
             self._whole_again()
         elif self._parts.applied:
@@ -362,43 +362,43 @@ class GradientWeight:
     def leave_parts(self, parts: PartsLoop) -> None:
         """The generator of the loop has ended, also early, or late: then another loop may have begun."""
         parts.open = False
-        if parts is self._parts and not parts.twice and not self._lacking(parts) and not self._unexchanged(parts):
+        twice = any(model.grads.twice for model in self._wrapped)
+        if parts is self._parts and not twice and not self._lacking(parts) and not self._unexchanged(parts):
             self._whole_again()
 
-    def _refuse_twice(self, parts: PartsLoop) -> None:
-        """Raises RuntimeError for a second backward's, unless dropped, or not finite: a GradScaler skips them."""
-        for model in self._wrapped if parts.twice else ():
+    def _refuse_twice(self) -> None:
+        """Raises RuntimeError for a second backward's sums in the last part of a loop, unless dropped, or not finite: a
+        GradScaler skips them."""
+        for model in self._wrapped if self._parts is not None else ():
+            if not model.grads.twice:
+                continue
             sums = [p.grad for p in model.parameters() if id(p) in model.exchanged and p.grad is not None]
             sums = [grad._values() if grad.is_sparse else grad for grad in sums]
-            if id(model) in parts.twice and any(bool(g.any()) for g in sums) and all(g.isfinite().all() for g in sums):
+            if any(bool(g.any()) for g in sums) and all(g.isfinite().all() for g in sums):
                 raise MisuseRuntimeError(TWICE)
 
     def _lacking(self, parts: PartsLoop) -> bool:
         """Whether there are gradients that lack their exchange, or the weight of the last micro-batch."""
         if not parts.last:
-            return bool(gradients(self._models))
-        return not self._sums and bool(gradients(self._unwrapped()))
+            return bool(gradients([*self._wrapped, *self._bare]))
+        return not self._sums and bool(gradients(self._bare))
 
     def _unexchanged(self, parts: PartsLoop, *, every: bool = True) -> bool:
         """Whether the last micro-batch had no backward, so that the gradients of those before lack their exchange: of
         one of the models, or (`every` False) of all."""
-        if not parts.last or (parts.exchanged and not every):
+        exchanged = any(model.grads.exchanged for model in self._wrapped)
+        if not parts.last or (exchanged and not every):
             return False
-        if not parts.exchanged:
-            return bool(gradients(self._wrapped))
         # Others have gradients from elsewhere: a GAN's critic that was called without its wrapper, or parameters that a
         # newer wrapper has.
-        known = parts.exchanged | parts.had
-        return bool(gradients([model for model in self._wrapped if model.own.trained and id(model) not in known]))
+        lack = [each for each in self._wrapped if not exchanged or each.grads.lacks_exchange]
+        return bool(gradients(lack))
 
     def _whole_again(self) -> None:
         """The next backward is of the whole batch, and exchanges its gradients."""
         parts, self._parts = self._parts, None
         if parts is not None:
             self.begin(parts.batch)
-
-    def _unwrapped(self) -> list[nn.Module]:
-        return [model for model in self._models if not isinstance(model, DistributedDataParallel)]
 
 
 def _scale(models: Sequence[nn.Module], factor: float) -> None:
@@ -411,11 +411,8 @@ def wrap(
     model: nn.Module,
     *,
     process_group: dist.ProcessGroup | None = None,
-    weight: Callable[[], float],
-    on_contributed: Callable[[], None],
-    on_received: Callable[[], None] = lambda: None,
-    on_failed: Callable[[], None] = lambda: None,
-    on_buffers: tuple[Callable[[], None], Callable[[], None]] = (lambda: None, lambda: None),
+    weight: GradientWeight,
+    link: Link,
     sync_buffers: bool = True,
     exchange: Exchange = plain,
     sampler: Sampler | None = None,
@@ -423,12 +420,9 @@ def wrap(
 ) -> DistributedDataParallel:
     """Wrap `model`, whose parameters are already equal on all ranks: only the bucket layout is communicated here.
 
-    `weight` is called once per bucket.
-
-    `on_contributed` is called when the last bucket of a backward has been passed to the group: from then on this rank
-    only waits for the others. `on_received` is called when the sums are complete, at the end of that backward: from
-    then on the others may wait for this rank. Not on a GPU, where a backward does not wait for them. `on_failed` is
-    called if the sums fail. `on_buffers` are called before and after the exchange of buffers.
+    `link` is told when the last bucket of a backward has been passed to the group, as from then on this rank only waits
+    for the others, and when the sums are complete, at the end of that backward: from then on the others may wait for
+    this rank. The latter not on a GPU, where a backward does not wait for them. Likewise of the exchange of buffers.
 
     `sync_buffers`: as in stock DDP all ranks keep rank 0's buffers (BatchNorm's running statistics), but they are
     broadcast before the optimizer step and not at the start of the next forward. Without it each rank has its own, and
@@ -450,16 +444,23 @@ def wrap(
     rebuilds = options.get("static_graph", False) or not options.get("find_unused_parameters", False)
     kind = FixedLayout if rebuilds else BufferSyncingDDP
     wrapped = kind(model, process_group=process_group, init_sync=False, **options)
-    wrapped.on_buffers = on_buffers
+    wrapped.link = link
+    weight.attach(wrapped)
     group = process_group if process_group is not None else dist.group.WORLD
     assert group is not None  # DDP has refused to be built without one
+    grads = wrapped.grads  # DDP holds the hook: the wrapper itself in it would be a cycle, and keep the group
+
+    def contributed() -> None:
+        weight.exchanges_last(grads)
+        link.contributed()
+
     hook = GradientHook(
         exchange,
         group,
-        **(weight.told_by(wrapped) if isinstance(weight, GradientWeight) else {"weight": weight}),
-        on_contributed=wrapped.own.exchanged(on_contributed),
-        on_received=on_received,
-        on_failed=on_failed,
+        weight=functools.partial(weight.of, grads),
+        on_contributed=contributed,
+        on_received=link.entered,
+        on_failed=weight.fail,
         sampler=sampler,
         ends_with_backward=not options.get("static_graph", False),
     )

@@ -12,11 +12,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
+from elastic.worker.link.link import Link
 from elastic.worker.link.misuse import MisuseRuntimeError, MisuseValueError
 from elastic.worker.torch_internals import torch_private
 
 from .in_flight import IN_FLIGHT
-from .parts_loop import UnsyncedGradients
+from .parts_loop import ModelGradients
 
 BUCKET_MB = 25
 """MiB in a bucket, but for the first: stock DDP's default."""
@@ -48,8 +49,10 @@ class BufferSyncingDDP(DistributedDataParallel):
     when the step is committed, and the next forward starts from the same values without another exchange.
     """
 
-    on_buffers: tuple[Callable[[], None], Callable[[], None]]
-    own: UnsyncedGradients
+    link: Link
+    on_forward: Callable[[BufferSyncingDDP], None]
+    """Called at a forward with gradients."""
+    grads: ModelGradients
     exchanged: set[int]
     """Identities of the parameters in its buckets: not those that wanted no gradients when it was built."""
     shared = False
@@ -60,7 +63,7 @@ class BufferSyncingDDP(DistributedDataParallel):
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         super().__init__(model, **options)
-        self.own = UnsyncedGradients()
+        self.grads = ModelGradients()
         # A part may train while the whole is in evaluation mode.
         self._writers = [model, *(module for module in model.modules() if any(True for _ in module.buffers(False)))]
 
@@ -83,11 +86,11 @@ class BufferSyncingDDP(DistributedDataParallel):
     def refuse_frozen(self) -> None:
         """Raises RuntimeError if gradients were not exchanged, or cannot be, because parameters that were frozen
         meanwhile have none. Stock DDP raises at its next forward, after this rank's own gradients were applied."""
-        if not self.own.waits:
+        if not self.grads.waits:
             return
         wants = [param.requires_grad for param in self._exchanged_parameters]
         # A backward may still come. It fills all buckets if the unused are looked for, and none if all are frozen.
-        if all(wants) or not (self.own.held or (any(wants) and not self.find_unused_parameters)):
+        if all(wants) or not (self.grads.own or (any(wants) and not self.find_unused_parameters)):
             return
         named = self.module.named_parameters()
         frozen = [name for name, param in named if id(param) in self.exchanged and not param.requires_grad]
@@ -108,16 +111,16 @@ class BufferSyncingDDP(DistributedDataParallel):
             self._alike, self.shared = True, last
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        if self.own.begins is not None and torch.is_grad_enabled():
-            self.own.begins(self)  # before anything of DDP's, which fails after a backward that has failed
+        if torch.is_grad_enabled():
+            self.on_forward(self)  # before anything of DDP's, which fails after a backward that has failed
         return super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
 
     def _check_sync_bufs_pre_fwd(self) -> bool:
         due = not self._alike and super()._check_sync_bufs_pre_fwd()  # type: ignore[no-untyped-call]
         trains = torch.is_grad_enabled()
-        self.own.trained |= trains
+        self.grads.trained |= trains
         if trains:
-            self.own.waits = self.require_backward_grad_sync
+            self.grads.waits = self.require_backward_grad_sync
         if trains and any(module.training for module in self._writers):
             self._alike = False
         elif due:
@@ -125,10 +128,9 @@ class BufferSyncingDDP(DistributedDataParallel):
         return bool(due)
 
     def _sync_buffers(self) -> None:
-        waits, goes_on = self.on_buffers
-        waits()
+        self.link.contributed()
         super()._sync_buffers()  # type: ignore[no-untyped-call]
-        goes_on()
+        self.link.entered()
 
     def _distributed_broadcast_coalesced(
         self, tensors: Sequence[torch.Tensor], buffer_size: int, authoritative_rank: int = 0

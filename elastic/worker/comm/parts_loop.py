@@ -2,35 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 
-class UnsyncedGradients:
-    """Whether a model's gradients have what only this rank has computed: a backward that no exchange has followed, as
-    of the module itself in place of its wrapper, or in `no_sync`."""
+class ModelGradients:
+    """What is known of the gradients of one model of `job.ddp`."""
 
-    held = False
-    trained = False
-    """The wrapper has had a forward with gradients in the newest loop over parts."""
-    begins: Callable[[nn.Module], None] | None = None
-    """Called at a forward with gradients of the wrapper."""
+    own = False
+    """They have what only this rank has computed: a backward that no exchange has followed, as of the module itself in
+    place of its wrapper, or in `no_sync`."""
     waits = False
-    """An exchange was begun, by such a forward outside `no_sync`, and its backward has not filled all buckets."""
+    """An exchange was begun, by a forward with gradients outside `no_sync`, and its backward has not filled all
+    buckets."""
     applied = False
-    """An optimizer has stepped meanwhile. The ranks' parameters are then alike only if the script has seen to it."""
+    """An optimizer has stepped while they were this rank's own: the ranks' parameters are then alike only if the script
+    has seen to it."""
 
-    def exchanged(self, then: Callable[[], None]) -> Callable[[], None]:
-        """To be called when all gradients of a backward are in buckets; calls `then`."""
+    had = False
+    """As of here, of the newest loop over parts. There were gradients before it: whether it has added to them is not
+    known."""
+    trained = False
+    """The wrapper has had a forward with gradients."""
+    exchanged = False
+    """A backward has run in the last micro-batch."""
+    done = False
+    """The sums of that one were applied there, or dropped, as those that a GradScaler has not applied: what a further
+    backward adds is dropped later, as a GAN's, or exchanges none of them again."""
+    twice = False
+    """A second backward has run there before they were done with."""
 
-        def contributed() -> None:
-            self.held = self.waits = False
-            then()
+    @property
+    def lacks_exchange(self) -> bool:
+        """Gradients that the wrapper has added in this loop have had no exchange."""
+        return self.trained and not self.exchanged and not self.had
 
-        return contributed
+    def enter_parts(self, *, had: bool) -> None:
+        """A loop over parts begins."""
+        self.had, self.trained, self.exchanged, self.done, self.twice = had, False, False, False, False
 
 
 HELD = (
@@ -82,33 +94,14 @@ def gradients(models: Sequence[nn.Module]) -> list[torch.Tensor]:
 
 
 class PartsLoop:
-    """A loop over the micro-batches of a batch. Models are named by their identities."""
+    """A loop over the micro-batches of a batch."""
 
-    def __init__(self, batch: float, had: Set[int]) -> None:
+    def __init__(self, batch: float) -> None:
         self.batch = batch
         """The share of the whole batch, or of a newer one: the weight after the loop."""
         self.last = False
         """It stands in its last micro-batch, whose backward exchanges the gradients."""
-        self.had = had
-        """Models with gradients of before the loop: whether it has added to them is not known."""
-        self.exchanged: set[int] = set()
-        """Models whose backward has run in the last micro-batch."""
-        self.twice: set[int] = set()
-        """Those with a second one there, while no optimizer had stepped."""
-        self.dropped: set[int] = set()
-        """Those of them whose sums were dropped there, as those that a GradScaler has not applied: a further backward
-        exchanges none of them again."""
-        self.applied: set[int] = set()
-        """Those of them after which an optimizer has stepped there: what a further backward adds to their gradients is
-        dropped later, as a GAN's."""
+        self.applied = False
+        """An optimizer has stepped there after an exchange."""
         self.open = True
         """Its generator may go on."""
-
-    def summed(self) -> set[int]:
-        """Models of which a further backward would exchange sums again."""
-        return self.exchanged - self.applied - self.dropped if self.last else set()
-
-    def begins(self, model: nn.Module) -> None:
-        """A forward of `model` with gradients: what the script has dropped is not exchanged again."""
-        if id(model) in self.summed() and not any(bool(grad.any()) for grad in gradients([model])):
-            self.dropped.add(id(model))

@@ -183,10 +183,7 @@ class Job(JobCalls):
         wrapped = ddp.wrap(
             model,
             weight=self._gradient_weight,
-            on_contributed=link.contributed,
-            on_received=link.entered,
-            on_failed=self._gradient_weight.fail,
-            on_buffers=(link.contributed, link.entered),
+            link=link,
             exchange=exchange,
             sampler=self.sampler,
             **options,

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from elastic.contract.worker.messages import GradientSample, LoggedRow
 
 
-class Link(Protocol):
-    """Receiver of this worker's progress: an agent, or none."""
+class Link:
+    """Receiver of this worker's progress: an agent, or (this class) none."""
 
     def entered(self) -> None:
         """The script's own code runs."""
@@ -17,7 +16,8 @@ class Link(Protocol):
     def contributed(self) -> None:
         """This rank has contributed to the current collective: it can now only wait for the other ranks."""
 
-    def applying(self) -> None: ...
+    def applying(self) -> None:
+        """An optimizer is about to change the state."""
 
     def quiet(self, limit_s: float) -> None:
         """No sign of progress is expected for `limit_s` seconds; 0 ends the span."""
@@ -25,9 +25,12 @@ class Link(Protocol):
     def waited(self, data_s: float) -> None:
         """The script has waited so long for its next batch."""
 
-    def committed(self, step: int, step_s: float, loss: float | None) -> None: ...
+    def committed(self, step: int, step_s: float, loss: float | None) -> None:
+        """A step is committed, which has taken `step_s`."""
 
-    def bad_numbers(self, step: int, kind: str, detail: str, ranks: tuple[int, ...]) -> None: ...
+    def bad_numbers(self, step: int, kind: str, detail: str, ranks: tuple[int, ...]) -> None:
+        """Numbers of these ranks are wrong at `step`. Raises FloatingPointError where there is no agent to decide."""
+        raise FloatingPointError(f"{kind} at step {step} on rank {', '.join(map(str, ranks))}: {detail}")
 
     def sampled(self, sample: GradientSample) -> None:
         """Norms of the gradients of a step."""
