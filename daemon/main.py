@@ -18,7 +18,7 @@ import msgspec
 import elastic
 from elastic.contract.agent_files import EtcdAccess
 from elastic.contract.timeouts import RELATIONS
-from elasticd.base.answers import SCHEMA, Json
+from elasticd.base.answers import Json
 from elasticd.base.errors import AlreadyRuns, CannotStart, DaemonError, InvalidConfig, Unsaved
 from elasticd.base.masking import masked_setting
 from elasticd.base.safe_text import block
@@ -247,7 +247,6 @@ def describe(settings: Settings, sources: Mapping[str, config.SettingSource]) ->
 
     times = settings.timeouts
     return {
-        "schema": SCHEMA,
         "settings": [
             {"name": name, "value": value(name), "source": source, "doc": docs[name]}
             for name, source in sources.items()

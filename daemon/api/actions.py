@@ -404,6 +404,13 @@ def _all_but_spec_and_state(keys: JobKeys) -> list[Op]:
     return gone + [Delete(prefix, prefix=True) for prefix in below]
 
 
+def job_of(snapshot: Snapshot, name: str) -> Job:
+    """Raises Refused (404, 503)."""
+    if (job := snapshot.cluster.jobs.get(name)) is None:
+        raise no_job(name, snapshot)
+    return job
+
+
 def no_job(job: str, snapshot: Snapshot) -> Refused:
     """The refusal for a job that does not exist, or is not known yet."""
     return _absent(job, snapshot.cluster) if snapshot.cluster.revision else _not_read(f"job {job!r}")

@@ -10,7 +10,7 @@ import msgspec
 import elastic
 from elastic.contract.keys import ClusterKeys
 from elastic.etcd.client import Etcd, EtcdError
-from elasticd.base.answers import SCHEMA, Diagnosis, Finding, Json
+from elasticd.base.answers import Diagnosis, Finding, Json
 from elasticd.base.config import port_range
 from elasticd.base.log import Log
 from elasticd.base.settings import Settings
@@ -105,7 +105,6 @@ class Doctor:
         """What another node's doctor asks of this one. `connect`: host:port of a listener there."""
         unreached, mbit_s = reach.try_it(connect, {n.record.address for n in snapshot.cluster.nodes.values()})
         return {
-            "schema": SCHEMA,
             "node": self._settings.node,
             "findings": [*self.here(), *self._latency()],
             "versions": versions(),

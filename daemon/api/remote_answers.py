@@ -70,5 +70,5 @@ def answer(service: Service, path: str, query: Mapping[str, str], by: User) -> t
         raise Refused(403, f"{path} is not answered to other nodes")
     function, names = routes.find("GET", path)
     captured = Captured(service, by)
-    function(captured, {**query, "follow": "0", "here": "1"}, **names)
+    routes.respond(captured, "GET", {**query, "follow": "0", "here": "1"}, function, names)
     return captured.status, json.dumps(captured.content).encode()

@@ -66,10 +66,7 @@ class Handler:
     def handle(self) -> None:
         self._request = request = self._connection.receive()
         answer, names = routes.find(request.method, request.path)
-        if request.method == "GET":
-            answer(self, request.query, **names)
-        else:
-            routes.change(self, answer, request.query, names)
+        routes.respond(self, request.method, request.query, answer, names)
         self.service.log.debug(
             "api.request", method=request.method, path=request.path, uid=_user(self._connection.sock),
             status=self._connection.status,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import msgspec
 
 from elastic.contract.agent_files import History
@@ -14,20 +16,25 @@ MOST_BYTES = 1024 * 1024
 NODES_NAMED = 8
 
 _DECODER = msgspec.json.Decoder(History)
+T = TypeVar("T")
 
 
 def read(logs: Folder, spec: SpecRecord | None = None) -> answers.History | None:
     """`logs`: the job's folder of logs, beside the agent's; `spec`: the job, if etcd has it: the file may be that of an
     earlier one of its name. None: no agent of the job has written a point here."""
+    history = agent_file(logs, "history.json", MOST_BYTES, _DECODER)
+    if history is None or (spec is not None and history.submitted_wall_s != spec.submitted_wall_s):
+        return None
+    points = [msgspec.convert(msgspec.structs.asdict(point), answers.Point) for point in history.points]
+    return answers.History(every_s=history.every_s, points=points)
+
+
+def agent_file(logs: Folder, name: str, most_bytes: int, decoder: msgspec.json.Decoder[T]) -> T | None:
+    """What the job's agent has written to a file of its own; None: nothing that is valid. `logs`: as for `read`."""
     try:
-        agent = Folder(logs.root, (*logs.names[:-1], "agent"))
-        found = _DECODER.decode(read_file(agent, "history.json", MOST_BYTES))
+        return decoder.decode(read_file(Folder(logs.root, (*logs.names[:-1], "agent")), name, most_bytes))
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
-    if spec is not None and found.submitted_wall_s != spec.submitted_wall_s:
-        return None
-    points = [msgspec.convert(msgspec.structs.asdict(point), answers.Point) for point in found.points]
-    return answers.History(every_s=found.every_s, points=points)
 
 
 def nowhere(job: str, generation: GenerationRecord | None, node: str) -> str:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Protocol
 
 from elastic.contract.keys import check_name
 from elastic.contract.records.node_records import EventRecord
 from elasticd.api.actions import known_nodes, no_job, no_node
+from elasticd.api.request import Request
 from elasticd.base import answers
 from elasticd.base.errors import Refused
 from elasticd.cluster.cluster import Cluster
@@ -16,15 +16,6 @@ from elasticd.diagnosis import timeline
 
 FOLLOW_S = 1.0
 """Longest time between two looks at whether the client is still there."""
-
-
-class StreamedAnswer(Protocol):
-    """An answer of several lines: see `routes.Request`."""
-
-    def begin_stream(self) -> None: ...
-    def stream(self, content: answers.Answer | answers.Json) -> None: ...
-    def end_stream(self) -> None: ...
-    def still_there(self) -> bool: ...
 
 
 def chosen(cluster: Cluster, job: str, node: str, since_wall_s: float) -> Iterator[tuple[str, EventRecord]]:
@@ -56,7 +47,7 @@ def listed(cluster: Cluster, job: str, node: str, since_wall_s: float, last: int
     return [timeline.answer(event) for _, event in chosen(cluster, job, node, since_wall_s)][-last:]
 
 
-def follow(h: StreamedAnswer, published: PublishedState, job: str, node: str, since_wall_s: float, last: int) -> None:
+def follow(h: Request, published: PublishedState, job: str, node: str, since_wall_s: float, last: int) -> None:
     """Answer with the chosen events, and with each new one, until the client has gone."""
     cluster = published.now.cluster
     h.begin_stream()

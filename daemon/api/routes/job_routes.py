@@ -3,42 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
-from elasticd.api.actions import no_job
-from elasticd.api.http import query_values
-from elasticd.base.answers import SCHEMA, Json
+from elasticd.api import request
+from elasticd.api.actions import job_of
+from elasticd.api.request import Query, Request
+from elasticd.base.answers import Json
 from elasticd.base.errors import Refused
 from elasticd.cluster.published_state import Snapshot
 from elasticd.node.asks import User, ask_each
 
 from . import stacks
 
-if TYPE_CHECKING:
-    from elasticd.api.request import Request
 
-
-def get_stacks(h: Request, query: Mapping[str, str], job: str) -> None:
-    snapshot, me = h.service.published.now, h.service.identity.node
-    if job not in snapshot.cluster.jobs:
-        raise no_job(job, snapshot)
-    h.service.authority.check_job(h.peer(), job, snapshot.cluster.jobs[job].spec, "read the stacks of")
-    rank = query_values.count(query, "rank", 0) if "rank" in query else None
+def get_stacks(h: Request, query: Query, job: str) -> Json:
+    snapshot = h.service.published.now
+    h.service.authority.check_job(h.peer(), job, job_of(snapshot, job).spec, "read the stacks of")
+    rank = request.count(query, "rank", 0) if "rank" in query else None
     rows = stacks.of_workers(snapshot.agents.get(job), rank, stacks.dump)
-    unanswered: dict[str, str] = {}
-    if "here" not in query:
-        asked: Json = {"rank": rank} if rank is not None else {}
-        for node, answer in ask_each(
-            h.service.asker, other_nodes(snapshot, job, me, rank), f"/v1/jobs/{job}/stacks", asked, asking(h)
-        ).items():
-            if "error" in answer:
-                unanswered[node] = str(answer["error"])
-            else:
-                rows += answer["stacks"]
-        if not rows and not unanswered:
-            raise Refused(404, f"job {job!r} has no {'worker' if rank is None else f'rank {rank}'} now")
+    further, unanswered = rows_elsewhere(h, query, job, "stacks", {"rank": rank} if rank is not None else {}, rank)
+    rows += further
+    if not rows and not unanswered and "here" not in query:
+        raise Refused(404, f"job {job!r} has no {'worker' if rank is None else f'rank {rank}'} now")
     rows.sort(key=lambda row: (row["rank"] < 0, row["rank"], row["node"], row["slot"]))
-    h.send_json(200, {"schema": SCHEMA, "job": job, "stacks": rows, "unanswered": unanswered})
+    return {"job": job, "stacks": rows, "unanswered": unanswered}
+
+
+def rows_elsewhere(
+    h: Request, query: Query, job: str, what: str, asked: Mapping[str, object], rank: int | None = None
+) -> tuple[list[Json], dict[str, str]]:
+    """(the rows that the other nodes with workers of the job answer, node -> why it has not answered); none where
+    another node asks."""
+    if "here" in query:
+        return [], {}
+    nodes = other_nodes(h.service.published.now, job, h.service.identity.node, rank)
+    answers = ask_each(h.service.asker, nodes, f"/v1/jobs/{job}/{what}", asked, asking(h))
+    key = {"gradients": "samples"}.get(what, what)
+    rows = [row for answer in answers.values() for row in answer.get(key, ())]
+    return rows, {node: str(answer["error"]) for node, answer in answers.items() if "error" in answer}
 
 
 def asking(h: Request) -> User:

@@ -6,15 +6,16 @@ import json
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from elastic.contract.records.job_records import Phase
 from elasticd.access.authority import owns
 from elasticd.agents.logs import PAST_BYTES, Line, Tail
+from elasticd.api import request
 from elasticd.api.actions import no_job
-from elasticd.api.http import query_values
+from elasticd.api.request import Query, Request
 from elasticd.base import answers
 from elasticd.base.errors import Refused
 from elasticd.cluster.cluster import Job
@@ -24,11 +25,6 @@ from elasticd.views import views
 from elasticd.views.instant import now
 
 from .job_routes import asking, other_nodes
-
-if TYPE_CHECKING:
-    from elasticd.api.request import Request
-
-Query = Mapping[str, str]
 
 FAR_S = 1.0
 """Interval at which the daemon of another node is asked for more lines."""
@@ -48,7 +44,7 @@ NAME_REUSED = "a newer job uses this name; its log is not shown here"
 def get_logs(h: Request, query: Query, job: str) -> None:
     """Lines of this node's workers, then, unless another node's daemon asks, of the other nodes' workers."""
     published, here = h.service.published, "here" in query
-    rank = query_values.count(query, "rank", 0) if "rank" in query else None
+    rank = request.count(query, "rank", 0) if "rank" in query else None
     slot = _slot_of(h, job, rank) if rank is not None else None
     if rank is not None and slot is None:
         _far_rank(h, query, job, rank)
@@ -57,12 +53,12 @@ def get_logs(h: Request, query: Query, job: str) -> None:
     folder_uid = _folder_uid(h, job)
     peer, authority, submission = h.peer(), h.service.authority, _submission(known)
     authority.check_logs(peer, job, known.spec if known else None, folder_uid)
-    since_s = query_values.seconds(query, "since_s")
-    tail = Tail(folder, slot, previous=query_values.flag(query, "previous"),
+    since_s = request.seconds(query, "since_s")
+    tail = Tail(folder, slot, previous=request.flag(query, "previous"),
                 since_wall_s=time.time() - since_s if since_s else 0.0,
                 owner=None if authority.is_admin(peer) else peer.uid,
-                submission="" if query_values.flag(query, "earlier") else submission or "")  # fmt: skip
-    last = tail.more_from(_offsets(query)) if "offsets" in query else tail.last(query_values.count(query, "tail", 100))
+                submission="" if request.flag(query, "earlier") else submission or "")  # fmt: skip
+    last = tail.more_from(_offsets(query)) if "offsets" in query else tail.last(request.count(query, "tail", 100))
     if not last and job not in published.now.cluster.jobs:
         raise no_job(job, published.now)
     h.begin_stream()
@@ -74,9 +70,9 @@ def get_logs(h: Request, query: Query, job: str) -> None:
     elsewhere = _elsewhere(h, job) if rank is None else {}
     if not here:
         elsewhere = _other_nodes_lines(h, query, job, elsewhere)
-    if query_values.flag(query, "follow"):
+    if request.flag(query, "follow"):
         _follow(h, tail, query, job, submission)
-    if not here or query_values.flag(query, "rest"):
+    if not here or request.flag(query, "rest"):
         for line in tail.rest():
             h.stream(_line(h, job, line))
     known = None if _name_is_reused(published.now, job, submission) else published.now.cluster.jobs.get(job)
@@ -90,7 +86,7 @@ def _follow(h: Request, tail: Tail, query: Query, job: str, submission: str | No
     the same name may be another user's: the reader was checked for this `submission` only."""
     published, follow = h.service.published, True
     told, waits = _incident_messages(published.now, job), Waits(job)
-    progress = ProgressReports(job) if query_values.flag(query, "progress") else None
+    progress = ProgressReports(job) if request.flag(query, "progress") else None
     while follow and h.still_there() and not _name_is_reused(published.now, job, submission):
         if note := waits.look(published.now, time.monotonic()):
             h.stream({"note": note})
@@ -134,13 +130,13 @@ def _other_nodes_lines(h: Request, query: Query, job: str, elsewhere: Mapping[st
             h.stream({"note": f"no lines from {node}: {answer['error']}", "cut": True})
         else:
             _far_lines(h, node, answer)
-    return missing if not query_values.flag(query, "follow") else dict(elsewhere)
+    return missing if not request.flag(query, "follow") else dict(elsewhere)
 
 
 def _asked(query: Query) -> dict[str, object]:
     """What another node is asked for first; also a last line that has not ended, if nothing follows."""
     asked: dict[str, object] = {key: query[key] for key in ("tail", "since_s", "previous", "earlier") if key in query}
-    return asked if query_values.flag(query, "follow") else asked | {"rest": 1}
+    return asked if request.flag(query, "follow") else asked | {"rest": 1}
 
 
 def _far_rank(h: Request, query: Query, job: str, rank: int) -> None:
@@ -156,7 +152,7 @@ def _far_rank(h: Request, query: Query, job: str, rank: int) -> None:
     answer = h.service.asker.ask(nodes[0], f"/v1/jobs/{job}/logs", _asked(query) | {"rank": rank}, asking(h))
     h.begin_stream()
     _far_lines(h, nodes[0], answer)
-    if query_values.flag(query, "follow"):
+    if request.flag(query, "follow"):
         _follow_far(h, job, rank, nodes[0], _offsets_in(answer), submission)
     known = None if _name_is_reused(published.now, job, submission) else published.now.cluster.jobs.get(job)
     h.stream({"end": True, "phase": str(known.state.phase) if known else None, "elsewhere": {}})

@@ -1,36 +1,37 @@
-"""The API's answers about one node. See docs/api.md."""
+"""The API's answers about one node, and the checks of all of them. See docs/api.md."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import msgspec
 
+from elasticd.api import request
 from elasticd.api.actions import known_nodes, no_node
-from elasticd.api.http import query_values
+from elasticd.api.request import LONGEST_WAIT_S, Query, Request
 from elasticd.base import answers
-from elasticd.base.answers import SCHEMA
+from elasticd.base.answers import Diagnosis, Json
 from elasticd.cluster import drain_effects
 from elasticd.cluster.published_state import Snapshot
 from elasticd.views import views
 
-if TYPE_CHECKING:
-    from elasticd.api.request import Request
-
-Query = Mapping[str, str]
-
-LONGEST_WAIT_S = 60.0
+from .job_routes import asking
 
 
-def get_node(h: Request, query: Query, node: str) -> None:
+def get_doctor(h: Request, query: Query) -> Diagnosis:
+    return h.service.doctor.whole(h.service.published.now, asking(h))
+
+
+def get_doctor_local(h: Request, query: Query) -> Json:
+    return h.service.doctor.answer(query.get("connect", ""), h.service.published.now)
+
+
+def get_node(h: Request, query: Query, node: str) -> Json:
     snapshot = _with_node(h, node)
-    if (wait_s := query_values.seconds(query, "wait_empty_s")) > 0:
+    if (wait_s := request.seconds(query, "wait_empty_s")) > 0:
         snapshot = h.service.published.wait(lambda s: s.cluster.is_empty(node), min(wait_s, LONGEST_WAIT_S))
-    found = row(snapshot, h.service.identity.node, node)
     there = {"jobs": snapshot.cluster.jobs_on(node), "empty": snapshot.cluster.is_empty(node)}
-    h.send_json(200, {"schema": SCHEMA} | msgspec.structs.asdict(found) | there)
+    return msgspec.structs.asdict(row(snapshot, h.service.identity.node, node)) | there
 
 
 def row(snapshot: Snapshot, me: str, node: str) -> answers.Node:
@@ -39,27 +40,29 @@ def row(snapshot: Snapshot, me: str, node: str) -> answers.Node:
     return next((row for row in views.nodes(snapshot, me, time.time()) if row.node == node), gone)
 
 
-def changed(h: Request, node: str) -> None:
-    """Answer a request that has changed the node: with its state since."""
+def changed(h: Request, node: str) -> Json:
+    """The answer to a request that has changed the node: its state since."""
     seen = row(h.service.published.now, h.service.identity.node, node)
-    h.send_json(200, {"schema": SCHEMA, "node": seen.node, "state": seen.state, "reason": seen.reason})
+    return {"node": seen.node, "state": seen.state, "reason": seen.reason}
 
 
-def get_drain(h: Request, query: Query, node: str) -> None:
-    found = drain_effects.effects(_with_node(h, node).cluster, node)
-    rows = [msgspec.to_builtins(effect) | {"text": effect.text} for effect in found]
-    h.send_json(200, {"schema": SCHEMA, "node": node, "jobs": rows})
+def get_drain(h: Request, query: Query, node: str) -> Json:
+    effects = drain_effects.effects(_with_node(h, node).cluster, node)
+    return {"node": node, "jobs": [msgspec.to_builtins(effect) | {"text": effect.text} for effect in effects]}
 
 
-def get_gc(h: Request, query: Query) -> None:
+def get_gc(h: Request, query: Query) -> Json:
     """What would be removed here. Names of other users' jobs are in it: only for users that may remove these."""
-    h.service.authority.check_node(h.peer(), h.service.identity.node, "clean up")
-    h.send_json(200, {"schema": SCHEMA} | h.service.cleaner.clean(dry_run=True))
+    return _clean(h, dry_run=True)
 
 
-def post_gc(h: Request, query: Query) -> None:
+def post_gc(h: Request, query: Query) -> Json:
+    return _clean(h, dry_run=False)
+
+
+def _clean(h: Request, *, dry_run: bool) -> Json:
     h.service.authority.check_node(h.peer(), h.service.identity.node, "clean up")
-    h.send_json(200, {"schema": SCHEMA} | h.service.cleaner.clean(dry_run=False))
+    return h.service.cleaner.clean(dry_run=dry_run)
 
 
 def _with_node(h: Request, node: str) -> Snapshot:

@@ -46,4 +46,5 @@ def in_words(kind: Any) -> str:
 
 def _limits(meta: msgspec.Meta) -> str:
     said = [(" from", meta.ge), (" above", meta.gt), (" to", meta.le), (" below", meta.lt)]
-    return "".join(f"{word} {limit}" for word, limit in said if limit is not None)
+    length = f" of {meta.min_length or 0} to {meta.max_length} characters" if meta.max_length is not None else ""
+    return length + "".join(f"{word} {limit}" for word, limit in said if limit is not None)
