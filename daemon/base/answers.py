@@ -27,9 +27,9 @@ class Answer(msgspec.Struct, kw_only=True):
 A = TypeVar("A", bound=Answer)
 
 
-def read(data: Any, kind: type[A]) -> A:
+def read(data: Any, kind: type[A], *, safe: bool = True) -> A:
     """An answer as JSON in its class, with every text made safe for a terminal. Raises msgspec.ValidationError."""
-    return msgspec.convert(shown(data), kind)
+    return msgspec.convert(shown(data) if safe else data, kind)
 
 
 def printable(answer: A) -> A:
@@ -418,6 +418,9 @@ class Rank(Answer):
     age_s: float | None = None
     """of a rank of another node: how old its values are, as its agent publishes them every 10 s, or the leader has been
     silent for more than 5 s; null: they are of now"""
+    behind: int | None = None
+    """steps behind the foremost rank; null: not known here, as while etcd is away, through which the steps of other
+    nodes come"""
     time: SlotTime | None = None
     """where this slot's time went by its own agent's account"""
 
@@ -505,6 +508,18 @@ class Status(Answer):
     jobs: list[Job] = []
     jobs_left_out: int = 0
     """older jobs that are over: `?all=1` has them"""
+
+
+class Top(Answer):
+    """Ranks of jobs, as `elasticctl top --json` prints them"""
+
+    schema: int = SCHEMA
+    cluster: str = ""
+    wall_s: float = 0.0
+    etcd: EtcdContact = msgspec.field(default_factory=EtcdContact)
+    nodes: list[Node] = []
+    jobs: list[JobDetail] = []
+    """those that are not over"""
 
 
 class Event(Answer):

@@ -11,7 +11,6 @@ import importlib
 import io
 import os
 import sys
-import time
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -37,7 +36,6 @@ from .output import (
     WITHOUT_DAEMON,
     as_json,
     as_of,
-    length,
     read,
 )  # fmt: skip
 from .output import print_json as _print
@@ -65,6 +63,7 @@ LATE = {
     "restart": ".jobs.lifecycle:restart",
     "run": ".jobs.run_command:run",
     "stacks": ".nodes.doctor:stacks",
+    "stop": ".jobs.lifecycle:stop",
     "top": ".jobs.top:top",
     "wait": ".jobs.lifecycle:wait",
 }
@@ -253,32 +252,6 @@ def submit(client: Client, file: str, settings: tuple[str, ...], replace: bool, 
     data = client.post("/v1/jobs", {"spec": raw, "replace": replace, "as": user})
     note = f"; it {data['note']}" if data.get("note") else ""
     _say(data, as_json, f"{data['job']} is submitted{note}; see: elasticctl status {data['job']}")
-
-
-@main.command()
-@JOB
-@click.option("--reason", default="", help="Why, for the record.")
-@click.option(
-    "--wait",
-    "wait_s",
-    type=length,
-    default="0",
-    metavar="TIME",
-    help="Wait until it has ended; exit code 1: it has not.",
-)
-@as_json
-@click.pass_obj
-def stop(client: Client, job: str, reason: str, wait_s: float, as_json: bool) -> None:
-    """End JOB: its workers get SIGTERM, and SIGKILL after its stop_grace_s."""
-    data = client.post(f"/v1/jobs/{name(job)}/stop", {"reason": reason} if reason else {})
-    until_s = time.monotonic() + wait_s
-    while data["phase"] not in OVER and (left_s := min(until_s - time.monotonic(), 60.0)) > 0:  # 60: the longest answer
-        data = client.get(f"/v1/jobs/{name(job)}", {"wait_over_s": left_s}, timeout_s=left_s + 10)
-    if wait_s and data["phase"] not in OVER:
-        _say(data, as_json, f"{job} is still {data['phase']} after {wait_s:g} s; the stop goes on", err=True)
-        sys.exit(ERROR)
-    is_over = data["phase"] in ("succeeded", "failed")
-    _say(data, as_json, f"{job} {'has' if is_over else 'is'} {data['phase']}")
 
 
 @main.command()

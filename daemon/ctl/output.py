@@ -35,14 +35,14 @@ def print_json(data: Json) -> None:
     click.echo(json.dumps(data, indent=2))
 
 
-def read(data: Any, kind: type[A]) -> A:
+def read(data: Any, kind: type[A], *, safe: bool = True) -> A:
     """An answer in its class. Raises Failed if it is one of another version."""
     import msgspec
 
     from elasticd.base import answers
 
     try:
-        return answers.read(data, kind)
+        return answers.read(data, kind, safe=safe)
     except msgspec.ValidationError as error:
         raise Failed(0, f"elasticd's answer is not understood ({error}): install the same elasticd version") from None
 

@@ -8,21 +8,23 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 from urllib.parse import quote
 
-from elasticd.base.answers import Event, History, Incident, Job, JobDetail, Node, Rank, Status, printable
-from elasticd.base.safe_text import shown
-from elasticd.diagnosis import goodput
+import msgspec
 
-from . import report, svg
-from .report import clock, text
+from elasticd.base.answers import Event, History, Incident, Job, JobDetail, Node, Status, printable
+from elasticd.base.safe_text import shown
+from elasticd.views import columns
+from elasticd.views.columns import Column
+
+from . import report
+from .report import Html, class_of, clock, table, text
 
 MOST_JOBS, MOST_NODES, MOST_RANKS = 100, 300, 256
 """Rows of a table; the rest is counted in its last line."""
 LAST_EVENTS = 20
-PROBLEM = ("failed", "degraded")
-"""A job's health that matters more than its phase."""
 
 STYLE = (
     report.STYLE
@@ -34,10 +36,9 @@ nav { display: flex; justify-content: space-between; gap: 20px; margin-bottom: 1
 .healthy, .ready, .running, .succeeded { color: var(--good); } .failed, .unhealthy, .lost { color: var(--bad); }
 .degraded, .waiting, .draining, .cordoned, .nodaemon { color: var(--warn); }
 .problems { border-left: 3px solid var(--warn); padding-left: 10px; margin: 1rem 0; }
-.fit { overflow-x: auto; } td.word { overflow-wrap: normal; } .near { display: none; }
+.word { overflow-wrap: normal; }
 td.why { color: var(--dim); padding-top: 0; } tr.first td { border-bottom: 0; padding-bottom: 0; }
-@media (max-width: 640px) { body { padding: 14px; } .far { display: none; } .near { display: table-row; }
-  th, td { padding-right: 8px; } tr.narrow td { border-bottom: 0; padding-bottom: 0; } }
+@media (max-width: 640px) { body { padding: 14px; } .far { display: none; } th, td { padding-right: 8px; } }
 """
 )
 
@@ -46,7 +47,7 @@ SCRIPT = """
 {
   const main = document.querySelector("main"), note = document.getElementById("live");
   let source = null, later = 0;
-  const parts = () => [...main.querySelectorAll(".fit, .wide, .plot, pre")];
+  const parts = () => [...main.querySelectorAll(".fit, .plot, pre")];
   const show = event => {
     const chosen = getSelection();
     if (!chosen.isCollapsed && main.contains(chosen.anchorNode)) return;
@@ -123,7 +124,7 @@ def cluster(status: Status, events: Sequence[Event]) -> str:
     etcd = status.etcd
     contact = "etcd answers" if etcd.connected else f"etcd does not answer: {etcd.error or 'no contact yet'}"
     head = (
-        f"<h1>Cluster {text(status.cluster)} <span class={_class(status.health)}>{text(status.health)}</span>"
+        f"<h1>Cluster {text(status.cluster)} <span class={class_of(status.health)}>{text(status.health)}</span>"
         f"</h1>\n<p class=dim>seen from node {text(status.node)}, elasticd {text(status.version)}; "
         f"{text(contact)}</p>"
     )
@@ -147,10 +148,9 @@ def job(
     """Arguments as for `report.page`, and the job's newest events."""
     head, sections = report.parts(detail, incidents, history, now_s)
     detail = printable(detail)
-    why = f"<p class={_class(detail.health)}>{text(detail.why)}</p>" if detail.why else ""
-    ranks = ["<h2>Ranks</h2>", _ranks(detail.ranks)] if detail.ranks else []
-    told = ["<h2>Newest events</h2>", _events([printable(event) for event in events])]
-    return "\n".join([head, why, *ranks, sections, *told]) + "\n"
+    ranks = ["<h2>Ranks</h2>", _ranks(detail)] if detail.ranks else []
+    newest = ["<h2>Newest events</h2>", _events([printable(event) for event in events])]
+    return "\n".join([head, *ranks, sections, *newest]) + "\n"
 
 
 def server_sent(fragment: str) -> bytes:
@@ -162,102 +162,51 @@ def server_sent(fragment: str) -> bytes:
 # ── tables ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _class(state: str) -> str:
-    """A state as a class of the style: letters only."""
-    return "".join(c for c in state if "a" <= c <= "z") or "none"
-
-
-def _table(head: str, rows: Iterable[str], columns: int, left_out: int = 0) -> str:
-    more = f"<tr><td colspan={columns} class=dim>and {left_out} more</td></tr>" if left_out > 0 else ""
-    return f"<div class=fit><table><tr>{head}</tr>{''.join(rows)}{more}</table></div>"
-
-
-def _number(value: float | None, unit: str = "") -> str:
-    return "-" if value is None else svg.number(value) + unit
+JOBS = (
+    *columns.picked(columns.JOBS, "job", "phase", "step", "step/s", "loss", "world"),
+    Column("goodput", lambda row: columns.share(row.goodput.goodput if row.goodput else None), 1, right=True),
+    Column("incidents", lambda row: row.incidents, 1, right=True),
+    Column("owner", lambda row: row.owner, 1),
+)
+NODES = columns.picked(columns.NODES, "node", "state", "slots", "address", "jobs")
+RANKS = ("rank", "node", "slot", "phase", "step", "step time", "memory", "pid", "as of")
+EVENTS = (
+    Column("when", lambda row: clock(row.when_wall_s)),
+    Column("event", lambda row: Html(f"<span class=word>{text(row.kind).replace('.', '.<wbr>')}</span>")),
+    Column("about", lambda row: Html(" ".join(filter(None, (_link(row.job) if row.job else "", text(row.node)))))),
+    Column("what", lambda row: f"{row.text} by {row.user}" if row.user else row.text, flex=True),
+)
 
 
 def _link(name: str) -> str:
     return f'<a href="/job/{quote(name, safe="")}">{text(name)}</a>'
 
 
+def _linked(column: Column) -> Column:
+    """The column with each job as a link to its page."""
+    cells: dict[str, Callable[[Any], object]] = {
+        "job": lambda row: Html(_link(row.job)),
+        "jobs": lambda row: Html(", ".join(map(_link, row.jobs))),
+    }
+    return msgspec.structs.replace(column, cell=cells.get(column.title, column.cell))
+
+
 def _jobs(rows: Sequence[Job]) -> str:
     if not rows:
         return "<p class=dim>none: submit one with elasticctl run</p>"
-    head = (
-        "<th>job<th>phase<th class=n>step<th class=n>steps/s<th class='n far'>loss<th class=n>ranks"
-        "<th class='n far'>goodput<th class='n far'>incidents<th class=far>owner"
-    )
-    return _table(head, (_job(row) for row in rows[:MOST_JOBS]), 9, len(rows) - MOST_JOBS)
-
-
-def _job(row: Job) -> str:
-    state = row.health if row.health in PROBLEM else row.phase
-    good = goodput.percent(row.goodput.goodput) if row.goodput else "-"
-    step = "-" if row.step is None or (row.managed is False and not row.step) else row.step
-    why = f"<tr><td colspan=9 class=why>{text(row.why)}</td></tr>" if row.why else ""
-    return (
-        f"<tr{' class=first' if why else ''}><td>{_link(row.job)}</td>"
-        f"<td class='now {_class(state)}'>{text(row.phase)}</td><td class=n>{step}</td>"
-        f"<td class=n>{_number(row.steps_per_s)}</td><td class='n far'>{_number(row.loss)}</td>"
-        f"<td class=n>{row.world_size}</td><td class='n far'>{good}</td>"
-        f"<td class='n far'>{row.incidents}</td><td class=far>{text(row.owner)}</td></tr>{why}"
-    )
+    return table([_linked(column) for column in JOBS], rows, MOST_JOBS, why=lambda row: row.why)
 
 
 def _nodes(rows: Sequence[Node]) -> str:
     """Those that need attention first."""
     ordered = sorted(rows, key=lambda row: (row.state == "ready", row.node))
-    head = "<th>node<th>state<th class=n>slots<th class=far>address<th>jobs<th class=far>why"
-    out = []
-    for row in ordered[:MOST_NODES]:
-        slots = f"{row.slots_used}/{row.slots if row.slots is not None else '?'}"
-        tells = row.state != "ready" and row.why
-        why = f"<tr class=near><td colspan=6 class=why>{text(row.why)}</td></tr>" if tells else ""
-        out.append(
-            f"<tr{' class=narrow' if why else ''}><td>{text(row.node)}</td>"
-            f"<td class='now {_class(row.state)}'>{text(row.state)}</td>"
-            f"<td class=n>{slots}</td><td class=far>{text(row.address)}</td>"
-            f"<td>{', '.join(map(_link, row.jobs))}</td><td class=far>{text(row.why)}</td></tr>{why}"
-        )
-    return _table(head, out, 6, len(rows) - MOST_NODES)
+    return table([_linked(column) for column in NODES], ordered, MOST_NODES, why=lambda row: row.why)
 
 
-def _ranks(rows: Sequence[Rank]) -> str:
-    head = (
-        "<th class=n>rank<th>node<th class=n>slot<th>phase<th class=n>step<th class=n>step time"
-        "<th class='n far'>memory<th class='n far'>process"
-    )
-    out = []
-    for row in rows[:MOST_RANKS]:
-        step_s = row.step_s
-        out.append(
-            f"<tr><td class=n>{row.rank if row.rank >= 0 else '-'}</td><td>{text(row.node)}</td>"
-            f"<td class=n>{row.slot}</td><td>{text(row.phase or '-')}{_as_of(row.age_s)}</td>"
-            f"<td class=n>{row.step if row.step is not None else '-'}</td>"
-            f"<td class=n>{_number(step_s * 1000 if step_s else None, ' ms')}</td>"
-            f"<td class='n far'>{_number(row.rss_mb, ' MB')}</td>"
-            f"<td class='n far'>{row.pid if row.pid is not None else '-'}</td></tr>"
-        )
-    return _table(head, out, 8, len(rows) - MOST_RANKS)
-
-
-def _as_of(age_s: float | None) -> str:
-    return f" <span class=dim>{age_s:.0f} s ago</span>" if age_s else ""
+def _ranks(detail: JobDetail) -> str:
+    return table(columns.picked(list(columns.ranks(detail.managed).values()), *RANKS), detail.ranks, MOST_RANKS)
 
 
 def _events(rows: Sequence[Event]) -> str:
     """Newest first."""
-    if not rows:
-        return "<p class=dim>none</p>"
-    out = []
-    for row in reversed(rows):
-        job_, node = row.job, row.node
-        about = " ".join(([_link(job_)] if job_ else []) + ([text(node)] if node else []))
-        day, _, hour = clock(row.when_wall_s).rpartition(" ")
-        kind = text(row.kind).replace(".", ".<wbr>")
-        user = f" by {row.user}" if row.user else ""
-        out.append(
-            f"<tr><td class='now dim'><span class=far>{day} </span>{hour}</td><td class=word>{kind}</td>"
-            f"<td>{about}</td><td class=what>{text(row.text + user)}</td></tr>"
-        )
-    return f"<div class=long>{_table('<th>when<th>event<th>about<th>what', out, 4)}</div>"
+    return f"<div class=long>{table(EVENTS, rows[::-1], LAST_EVENTS)}</div>" if rows else "<p class=dim>none</p>"

@@ -8,8 +8,8 @@ Every text that comes from a user, a worker or a record is escaped.
 from __future__ import annotations
 
 import html
-import time
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from msgspec import structs
@@ -24,7 +24,9 @@ from elasticd.base.answers import (
     WorkerError,
     printable,
 )  # fmt: skip
-from elasticd.diagnosis import goodput, step_time
+from elasticd.diagnosis import goodput
+from elasticd.views import columns
+from elasticd.views.columns import Column
 
 from . import svg
 
@@ -32,8 +34,6 @@ BUCKETS = ("stepping", *goodput.WORDS)
 LONGEST_TEXT = 4_000
 MOST_RANKS = 64
 """Accounts of ranks that are shown one by one."""
-OVER = ("succeeded", "failed", "stopped")
-
 STYLE = """
 :root { color-scheme: light dark; --bg: #fff; --text: #1c2024; --dim: #60666d; --grid: #e3e6ea; --line: #2563a8;
   --stepping: #2e8b57; --checkpoint: #3b82c4; --detect: #c0392b; --abort: #a9673a; --form: #e59a3c; --sync: #d9b83a;
@@ -46,9 +46,6 @@ body { margin: 0 auto; max-width: 1040px; padding: 20px; background: var(--bg); 
   font: 15px/1.45 system-ui, sans-serif; }
 h1 { font-size: 1.5rem; margin: 0; overflow-wrap: anywhere; } h2 { font-size: 1.05rem; margin: 2rem 0 .5rem; }
 p { margin: .3rem 0; } .dim, th { color: var(--dim); font-weight: normal; }
-.facts { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 10px 20px; margin: 1rem 0; }
-.facts div span { display: block; color: var(--dim); font-size: .82rem; }
-.facts div { font-size: 1.08rem; overflow-wrap: anywhere; }
 svg { width: 100%; height: auto; display: block; } svg text { fill: var(--text); font-size: 12px; }
 svg .tick { fill: var(--dim); } svg .inside { fill: #fff; } .grid { stroke: var(--grid); }
 .line { fill: none; stroke: var(--line); stroke-width: 1.6; stroke-linejoin: round; } .dot { fill: var(--line); }
@@ -57,7 +54,7 @@ svg .tick { fill: var(--dim); } svg .inside { fill: #fff; } .grid { stroke: var(
 table { border-collapse: collapse; width: 100%; font-size: .92rem; }
 th, td { text-align: left; padding: 4px 10px 4px 0; border-bottom: 1px solid var(--grid); vertical-align: top; }
 td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
-td { overflow-wrap: anywhere; } td.now { white-space: nowrap; } .wide, .plot { overflow-x: auto; }
+td { overflow-wrap: anywhere; } td.now { white-space: nowrap; } .fit, .plot { overflow-x: auto; }
 @media (max-width: 640px) { .plot svg { min-width: 620px; }
   .long table, .long tbody, .long td { display: block; border: 0; } .long tr:first-child { display: none; }
   .long tr { display: flex; flex-wrap: wrap; gap: 0 12px; border-bottom: 1px solid var(--grid); padding: 6px 0; }
@@ -99,8 +96,6 @@ def parts(job: JobDetail, incidents: Sequence[Incident], history: History | None
         body += ["<h2>Loss</h2>", _plot(svg.curve(axis, loss, marks, "Loss over time"))]
     if rate:
         body += ["<h2>Steps per second</h2>", _plot(svg.curve(axis, rate, marks, "Steps per second", from_zero=True))]
-    if job.step_time:
-        body += ["<h2>Time of a step</h2>", f"<p>{text(step_time.text(job.step_time))}</p>"]
     body += _ledger(job.goodput) + _accounts(job)
     body += _incidents(incidents) + _error(job.error) + _spec(job.spec)
     return _head(job), "\n".join(body)
@@ -120,7 +115,7 @@ def _axis(job: JobDetail, incidents: Sequence[Incident], history: History | None
     points = history.points if history else []
     known = [row.wall_s for row in incidents] + [p.wall_s for p in points]
     begin = job.submitted_wall_s or min(known, default=now_s - 1)
-    end = job.since_wall_s if job.phase in OVER and job.since_wall_s > begin else now_s
+    end = job.since_wall_s if job.phase in columns.OVER and job.since_wall_s > begin else now_s
     return svg.Axis(begin, max(end, begin + 1))
 
 
@@ -156,26 +151,8 @@ def _generation(begin: float, end: float, number: int, ranks: int) -> svg.Span:
 
 
 def _head(job: JobDetail) -> str:
-    checkpoint = job.checkpoint
-    saved = f"step {checkpoint.step}" if checkpoint and checkpoint.step is not None else "none"
-    good = job.goodput
-    facts: list[tuple[str, object]] = [
-        ("phase", job.phase),
-        ("step", job.step if job.step is not None else "none"),
-        ("loss", svg.number(job.loss) if job.loss is not None else "not reported"),
-        ("steps per second", svg.number(job.steps_per_s) if job.steps_per_s is not None else "-"),
-        ("goodput", goodput.percent(good.goodput) if good else "not known"),
-        ("ranks", job.world_size),
-        ("generation", job.generation),
-        ("incidents", job.incidents),
-        ("restarts charged", job.restarts),
-        ("newest checkpoint", saved),
-    ]
-    rows = "".join(f"<div><span>{text(name)}</span>{text(value)}</div>" for name, value in facts)
-    why = f"<p>{text(job.reason)}</p>" if job.reason else ""
-    waits = f"<p>waits for {text(job.waiting_for)}</p>" if job.waiting_for else ""
-    by = f"submitted {clock(job.submitted_wall_s)} by {text(job.submitted_by)}"
-    return f"<h1>{text(job.job)}</h1>\n<p class=dim>{by}</p>\n{why}{waits}\n<div class=facts>{rows}</div>"
+    state = f"<span class={class_of(job.phase)}>{text(job.phase)}</span>"
+    return f"<h1>{text(job.job)} {state}</h1>\n{_facts(columns.job_facts(job))}"
 
 
 def _ledger(known: Goodput | None) -> list[str]:
@@ -211,51 +188,58 @@ def _accounts(job: JobDetail) -> list[str]:
     least = sorted(rows, key=lambda row: 1.0 if row.goodput is None else row.goodput)[:MOST_RANKS]
     whole = {name: seconds for name, seconds in summed.rank_seconds.items() if name != "stepping"}
     whole[goodput.STANDSTILL] = summed.open_rank_seconds if stands else 0
-    body = _account("all", "", summed.rank_wall_s, summed.goodput, whole)
+    accounts: list[Account_] = [("all", "", summed.rank_wall_s, summed.goodput, whole)]
     for row in least:
         lost = {name: seconds for name, seconds in row.seconds.items() if name != "stepping"}
         lost[goodput.STANDSTILL] = row.open_seconds if stands else 0
-        rank = row.rank if row.rank >= 0 else "none now"
+        rank = str(row.rank) if row.rank >= 0 else "none now"
         spent_s = row.until_wall_s - row.since_wall_s
-        body += _account(rank, f"{row.node}, slot {row.slot}", spent_s, row.goodput, lost)
+        accounts.append((rank, f"{row.node}, slot {row.slot}", spent_s, row.goodput, lost))
     few = f"; the {len(least)} with the least goodput" if len(least) < len(rows) else ""
-    told = f"{summed.ranks} ranks, each by its own agent's account from the first agent of its node on{few}"
-    head = "<tr><th>rank<th>where<th class=n>time<th class=n>goodput<th>badput</tr>"
+    about = f"{summed.ranks} ranks, each by its own agent's account from the first agent of its node on{few}"
     return [
         f"<h2>Rank by rank: {goodput.percent(summed.goodput)} goodput</h2>",
-        f"<p class=dim>{text(told)}</p>",
-        f"<div class=wide><table>{head}{body}</table></div>",
+        f"<p class=dim>{text(about)}</p>",
+        table(ACCOUNTS, accounts),
     ]
 
 
-def _account(rank: object, where: str, spent_s: float, good: float | None, lost_s: dict[str, float]) -> str:
+Account_ = tuple[str, str, float, float | None, dict[str, float]]
+"""Rank, node and slot, seconds, goodput, bucket -> seconds of badput."""
+ACCOUNTS = (
+    Column("rank", lambda row: row[0]),
+    Column("where", lambda row: row[1]),
+    Column("time", lambda row: length(row[2]), right=True),
+    Column("goodput", lambda row: columns.share(row[3]), right=True),
+    Column("badput", lambda row: _badput(row[4], row[2])),
+)
+
+
+def _badput(lost_s: dict[str, float], spent_s: float) -> str:
     causes = [(name, seconds) for name, seconds in lost_s.items() if seconds > 0 and spent_s > 0]
-    lost = ", ".join(
+    return ", ".join(
         f"{goodput.WORDS.get(name, name)} {goodput.percent(min(1.0, seconds / spent_s))}"
         for name, seconds in sorted(causes, key=lambda item: -item[1])
     )
-    share = goodput.percent(good) if good is not None else "-"
-    return (
-        f"<tr><td>{text(rank)}</td><td>{text(where)}</td><td class=n>{length(spent_s)}</td>"
-        f"<td class=n>{share}</td><td>{text(lost)}</td></tr>"
-    )
+
+
+INCIDENTS = (
+    Column("when", lambda row: clock(row.wall_s)),
+    *columns.picked(columns.INCIDENTS, "class", "node"),
+    Column("took", lambda row: "open" if row.open else length(row.took_s), right=True),
+    Column("lost", lambda row: "so far" if row.open else row.lost, right=True),
+    Column("what happened", lambda row: _what(row), flex=True),
+)
+
+
+def _what(row: Incident) -> Html:
+    fix = f"<p class=dim>{text(row.verdict.fix)}</p>" if row.verdict.fix else ""
+    return Html(f"{text(row.verdict.what or row.detail)}{fix}")
 
 
 def _incidents(rows: Sequence[Incident]) -> list[str]:
-    if not rows:
-        return ["<h2>Incidents</h2>", "<p class=dim>none</p>"]
-    out = []
-    for row in rows:
-        what = row.verdict.what or row.detail
-        fix = f"<p class=dim>{text(row.verdict.fix)}</p>" if row.verdict.fix else ""
-        out.append(
-            f"<tr><td class=now>{clock(row.wall_s)}</td><td class=now>{text(row.verdict.cls)}</td>"
-            f"<td>{text(row.node)}</td><td class=n>{'open' if row.open else length(row.took_s)}</td>"
-            f"<td class=n>{text('so far' if row.open else row.lost)}</td>"
-            f"<td class=what>{text(what)}{fix}</td></tr>"
-        )
-    head = "<tr><th>when<th>class<th>node<th class=n>took<th class=n>lost<th>what happened</tr>"
-    return ["<h2>Incidents</h2>", f"<div class='wide long'><table>{head}{''.join(out)}</table></div>"]
+    shown = f"<div class=long>{table(INCIDENTS, rows)}</div>" if rows else "<p class=dim>none</p>"
+    return ["<h2>Incidents</h2>", shown]
 
 
 def _error(error: WorkerError | None) -> list[str]:
@@ -269,12 +253,47 @@ def _error(error: WorkerError | None) -> list[str]:
 def _spec(spec: dict[str, Any] | None) -> list[str]:
     if not spec:
         return []
-    rows = "".join(
-        f"<tr><td class=now>{text(name)}</td><td>{text(setting(value))}</td></tr>"
-        for name, value in sorted(spec.items())
-        if value not in ("", [], {})
-    )
-    return ["<h2>Settings of the job</h2>", f"<div class=wide><table>{rows}</table></div>"]
+    given = [(name, setting(value)) for name, value in sorted(spec.items()) if value not in ("", [], {})]
+    return ["<h2>Settings of the job</h2>", _facts(given)]
+
+
+def _facts(facts: columns.Facts) -> str:
+    """Names and values; those that say nothing are left out."""
+    shown = ((name, value) for name, value in facts if value.strip("-"))
+    rows = "".join(f"<tr><td class='now dim'>{text(name)}</td><td>{text(value)}</td></tr>" for name, value in shown)
+    return f"<div class=fit><table>{rows}</table></div>"
+
+
+class Html(str):
+    """Markup: all text in it is escaped."""
+
+
+def table(
+    columns: Sequence[Column], rows: Sequence[Any], most: int = sys.maxsize, why: Callable[[Any], str] = lambda _: ""
+) -> str:
+    """The first `most` rows. `why`: a sentence below a row, '' for none."""
+    body = []
+    for row in rows[:most]:
+        values = [(column, column.cell(row)) for column in columns]
+        cells = "".join(f"<td{_classes(c, v)}>{v if isinstance(v, Html) else text(v)}</td>" for c, v in values)
+        below = f"<tr><td colspan={len(columns)} class=why>{text(said)}</td></tr>" if (said := why(row)) else ""
+        body.append(f"<tr{' class=first' if below else ''}>{cells}</tr>{below}")
+    head = "".join(f"<th{_classes(column)}>{text(column.title)}" for column in columns)
+    left_out = len(rows) - most
+    more = f"<tr><td colspan={len(columns)} class=dim>and {left_out} more</td></tr>" if left_out > 0 else ""
+    return f"<div class=fit><table><tr>{head}</tr>{''.join(body)}{more}</table></div>"
+
+
+def _classes(column: Column, value: object = None) -> str:
+    """Of a cell, or without `value` of the column's head."""
+    state = ["now", class_of(str(value))] if column.state and value else []
+    names = ["n"] * column.right + ["far"] * bool(column.spare) + ["what"] * column.flex + state
+    return "" if not names else f" class={names[0]}" if len(names) == 1 else f" class='{' '.join(names)}'"
+
+
+def class_of(state: str) -> str:
+    """A state as a class of the style: letters only."""
+    return "".join(c for c in state if "a" <= c <= "z") or "none"
 
 
 def setting(value: Any) -> str:
@@ -292,15 +311,8 @@ def _keys(known: Iterable[tuple[str, str]]) -> str:
 
 
 def clock(wall_s: float | None) -> str:
-    try:
-        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(wall_s)) if wall_s else "?"
-    except (OverflowError, ValueError, OSError):  # a record may hold any number
-        return "?"
+    return columns.clock(wall_s, "%Y-%m-%d %H:%M:%S")
 
 
 def length(seconds: float | None) -> str:
-    if seconds is None:
-        return "?"
-    return (
-        f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.2f} s" if seconds < 120 else goodput.length(seconds)
-    )
+    return goodput.length(seconds) if seconds is not None and seconds >= 120 else columns.seconds(seconds)

@@ -41,6 +41,9 @@ def of_job(snapshot: Snapshot, job: Job, *, still: bool, wall_s: float) -> list[
     for key, time in goodput.of_ranks(job.ranks, own_account(snapshot, job), still=still).items():
         if key in rows:
             rows[key].time = time
+    steps = [row.step for row in rows.values() if row.step is not None] if snapshot.contact.connected else []
+    for row in rows.values():
+        row.behind = max(steps) - row.step if steps and row.step is not None and not row.age_s else None
     return sorted(rows.values(), key=lambda row: (row.rank < 0, row.rank, row.node, row.slot))  # without one: last
 
 

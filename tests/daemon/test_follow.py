@@ -12,9 +12,11 @@ from support.pictures import job, progress, snapshot
 from elastic.contract.origin import Origin
 from elastic.contract.records.job_records import JobState, Phase
 from elasticd.api.routes.log_routes import PROGRESS_S, ProgressReports, _incident_messages
+from elasticd.base import answers
 from elasticd.ctl.client import Client, Failed
 from elasticd.ctl.jobs import follow as follow_job
 from elasticd.ctl.jobs.follow import ProgressLine, Tracebacks
+from elasticd.views import views
 from elasticd.views.instant import Now
 
 
@@ -27,17 +29,21 @@ def test_follow_reports_progress_on_change_at_a_limited_rate() -> None:
     told = ProgressReports("train")
     at = lambda step: snapshot(job(progress=progress(step)))  # noqa: E731
     row = told.look(at(40), 10.0)
-    assert (row["step"], row["loss"], row["world_size"], row["phase"]) == (40, 0.25, 3, "running")
-    assert told.look(at(41), 10.0 + PROGRESS_S / 2) == {}
-    assert told.look(at(42), 10.0 + PROGRESS_S)["step"] == 42
-    assert told.look(at(42), 20.0) == {}
-    assert ProgressReports("other").look(at(42), 20.0) == {}
+    assert row == answers.Progress(
+        phase="running", step=40, steps_per_s=row and row.steps_per_s, loss=0.25, world_size=3
+    )
+    assert told.look(at(41), 10.0 + PROGRESS_S / 2) is None
+    assert (later := told.look(at(42), 10.0 + PROGRESS_S))
+    assert later.step == 42
+    assert told.look(at(42), 20.0) is None
+    assert ProgressReports("other").look(at(42), 20.0) is None
 
 
 def test_progress_in_words() -> None:
     row = ProgressReports("train").look(snapshot(job()), 10.0)
+    assert row
     assert follow_job.progress_text(row) == "running  step 40  9.9 steps/s  loss 0.25  world 3"
-    pending = row | {"phase": "pending", "step": None, "loss": None, "world_size": 0, "waiting_for": "a node"}
+    pending = answers.Progress(phase="pending", waiting_for="a node")
     assert follow_job.progress_text(pending) == "pending  waits for: a node"
 
 
@@ -67,11 +73,12 @@ def test_a_job_that_is_stopped_during_a_recovery_is_not_said_to_be_given_up(phas
 
 def test_follow_result_line_states_the_last_step() -> None:
     done = job(state=JobState(phase=Phase.SUCCEEDED))
-    data = plain_views.job_detail(snapshot(done), done, Now(100.0, 1000.0))
-    assert follow_job.result_text(data) == "── train has succeeded at step 40, loss 0.25"
-    assert follow_job.result_text(data | {"step": 0, "loss": None}) == "── train has succeeded"  # as a plain script's
-    stopped = data | {"phase": "stopped", "reason": "enough", "loss": None, "step": None}
-    assert follow_job.result_text(stopped) == "── train has been stopped: enough"
+    data = views.job_detail(snapshot(done), done, Now(100.0, 1000.0))
+    assert follow_job.ended(data) == "train has succeeded at step 40, loss 0.25"
+    plain = msgspec.structs.replace(data, step=0, loss=None)
+    assert follow_job.ended(plain) == "train has succeeded"
+    stopped = msgspec.structs.replace(data, phase="stopped", reason="enough", loss=None, step=None)
+    assert follow_job.ended(stopped) == "train has been stopped: enough"
 
 
 @pytest.mark.parametrize(("stepped_in", "says"), [(0, "without a step: all were made already; "), (3, "")])
@@ -84,10 +91,10 @@ def test_a_resume_is_said_and_a_result_without_a_step_is_told_apart(stepped_in: 
         stepped_in=stepped_in,  # type: ignore[type-var]
     )
     done = job(state=JobState(phase=Phase.SUCCEEDED), progress=progress)
-    data = plain_views.job_detail(snapshot(done), done, Now(100.0, 1000.0))
-    told = f"── train has succeeded at step 40, loss 0.25 ({says}resumed from step 40: {source})"
-    assert follow_job.result_text(data) == told
-    assert ("without a step" in data["why"]) == (not stepped_in)
+    data = views.job_detail(snapshot(done), done, Now(100.0, 1000.0))
+    told = f"train has succeeded at step 40, loss 0.25 ({says}resumed from step 40: {source})"
+    assert follow_job.ended(data) == told
+    assert ("without a step" in data.why) == (not stepped_in)
 
 
 def test_progress_line_fits_one_terminal_line_and_can_be_cleared(monkeypatch: pytest.MonkeyPatch) -> None:

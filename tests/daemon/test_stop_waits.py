@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from elasticd.ctl import main as ctl
+from elasticd.ctl.jobs import lifecycle as ctl
 
 
 class Client:

@@ -94,7 +94,7 @@ def _follow(h: Request, tail: Tail, query: Query, job: str, submission: str | No
         for note in new_messages(before, told):
             h.stream({"note": note})
         if progress and (row := progress.look(published.now, time.monotonic())):
-            h.stream({"progress": row})
+            h.stream({"progress": msgspec.to_builtins(row)})
         for line in tail.more():
             h.stream(_line(h, job, line))
         seen = published.wait(lambda s: _ended(s, job) or _name_is_reused(s, job, submission), FOLLOW_S)
@@ -249,20 +249,19 @@ class ProgressReports:
 
     def __init__(self, job: str) -> None:
         self._job = job
-        self._said: dict[str, Any] = {}
+        self._sent: answers.Progress | None = None
         self._due_s = 0.0
 
-    def look(self, snapshot: Snapshot, now_s: float) -> dict[str, Any]:
-        """The progress to send now; {} if there is nothing new."""
+    def look(self, snapshot: Snapshot, now_s: float) -> answers.Progress | None:
+        """The progress to send now; None if there is nothing new."""
         known = snapshot.cluster.jobs.get(self._job)
         if known is None or now_s < self._due_s:
-            return {}
-        row = views.job_row(snapshot, known, now())
-        said = {key: getattr(row, key) for key in answers.Progress.__struct_fields__}
-        if said == self._said:
-            return {}
-        self._said, self._due_s = said, now_s + PROGRESS_S
-        return said
+            return None
+        progress = msgspec.convert(views.job_row(snapshot, known, now()), answers.Progress, from_attributes=True)
+        if progress == self._sent:
+            return None
+        self._sent, self._due_s = progress, now_s + PROGRESS_S
+        return progress
 
 
 def _incident_messages(snapshot: Snapshot, job: str) -> tuple[str, ...]:

@@ -15,8 +15,10 @@ from typing import NoReturn, TextIO
 import click
 
 from elasticd.base import safe_text
+from elasticd.base.answers import Job, JobDetail, Progress
 from elasticd.ctl.client import Client, Failed, Json, Unreachable, name
 from elasticd.ctl.output import INTERRUPTED, OF_PHASE, TERMINATED, read
+from elasticd.views.columns import failed_first
 
 RECONNECT_S = 30.0
 """How long the daemon may be unreachable (a restart, an upgrade) before following ends."""
@@ -120,7 +122,7 @@ def show(
             if as_json:
                 sys.stdout.write(json.dumps(message) + "\n")
             elif "progress" in message:
-                foot.show(progress_text(message["progress"]))
+                foot.show(progress_text(read(message["progress"], Progress)))
                 continue
             elif "note" in message:
                 if notes or message.get("cut"):
@@ -141,37 +143,31 @@ def show(
         said = f"({what}: rank {where}; one of them: elasticctl logs {job} --rank N{' -f' if follow else ''})"
         click.secho(safe_text.line(said), dim=True, err=True)
     if not as_json and end.get("phase") == "failed":
-        _tell_error(client.get(f"/v1/jobs/{name(job)}"), tracebacks)
+        _tell_error(read(client.get(f"/v1/jobs/{name(job)}"), JobDetail), tracebacks)
     return end
 
 
-def progress_text(row: Json) -> str:
+def progress_text(row: Progress | Job) -> str:
     """'running  step 120  8.3 steps/s  loss 0.0123  world 4'."""
-    parts = [str(row["phase"])]
-    if row["step"] is not None:
-        parts.append(f"step {row['step']}")
-    if row["steps_per_s"] and row["phase"] == "running":
-        parts.append(f"{row['steps_per_s']:.1f} steps/s")
-    if row["loss"] is not None:
-        parts.append(f"loss {row['loss']:.4g}")
-    if row["world_size"]:
-        parts.append(f"world {row['world_size']}")
-    if row["waiting_for"]:
-        parts.append(f"waits for: {row['waiting_for']}")
-    return "  ".join(parts)
+    parts = (
+        row.phase,
+        f"step {row.step}" if row.step is not None else "",
+        f"{row.steps_per_s:.1f} steps/s" if row.steps_per_s and row.phase == "running" else "",
+        f"loss {row.loss:.4g}" if row.loss is not None else "",
+        f"world {row.world_size}" if row.world_size else "",
+        f"waits for: {row.waiting_for}" if row.waiting_for else "",
+    )
+    return "  ".join(filter(None, parts))
 
 
-def _tell_error(data: Json, tracebacks: Tracebacks) -> None:
+def _tell_error(job: JobDetail, tracebacks: Tracebacks) -> None:
     """The rank that failed first, with its traceback unless that was shown."""
-    if error := data["error"]:
-        from elasticd.base.answers import WorkerError
-        from elasticd.ctl.show.render import failed_first
-
-        shown = tracebacks.shown(error["message"])
-        then = f"; all frames: elasticctl incidents {data['job']} --full" if shown else ":"
-        click.secho(safe_text.line(f"── {failed_first(read(error, WorkerError))}{then}"), fg="red", err=True)
+    if error := job.error:
+        shown = tracebacks.shown(error.message)
+        then = f"; all frames: elasticctl incidents {job.job} --full" if shown else ":"
+        click.secho(f"── {failed_first(error)}{then}", fg="red", err=True)
         if not shown:
-            click.echo(safe_text.block(error["traceback"].rstrip() or error["message"]), err=True)
+            click.echo(error.traceback.rstrip() or error.message, err=True)
 
 
 def until_over(
@@ -193,10 +189,9 @@ def until_over(
                 )  # fmt: skip
                 data = client.get(f"/v1/jobs/{name(job)}", {"wait_over_s": 30}, timeout_s=40)
                 gone_s, tail = None, 0
-                if taken(data, submitted_wall_s):
-                    raise Failed(409, NAME_REUSED.format(job))
+                check_same(data, submitted_wall_s)
                 if end and data["phase"] in OF_PHASE:
-                    return _result(data, as_json)
+                    return _result(read(data, JobDetail), as_json)
             except Unreachable:
                 now_s = time.monotonic()
                 gone_s = gone_s or now_s
@@ -210,10 +205,11 @@ def until_over(
                 tail = 0
 
 
-def taken(data: Json, submitted_wall_s: float | None) -> bool:
-    """Whether `data` is of another job than that of `submitted_wall_s`; no, as long as one of the two is not known."""
-    found_wall_s = data.get("submitted_wall_s")
-    return bool(found_wall_s and submitted_wall_s and found_wall_s != submitted_wall_s)
+def check_same(data: Json, submitted_wall_s: float | None) -> None:
+    """Raises Failed if `data` is of another job than that of `submitted_wall_s`, and both are known."""
+    its_wall_s = data.get("submitted_wall_s")
+    if its_wall_s and submitted_wall_s and its_wall_s != submitted_wall_s:
+        raise Failed(409, NAME_REUSED.format(data["job"]))
 
 
 @contextmanager
@@ -252,21 +248,21 @@ def _ask(client: Client, job: str) -> int | None:
     return INTERRUPTED
 
 
-def _result(data: Json, as_json: bool) -> int:
+def _result(job: Job, as_json: bool) -> int:
     if not as_json:
-        click.secho(safe_text.line(result_text(data)), fg="green" if data["phase"] == "succeeded" else "red", err=True)
-    return OF_PHASE[data["phase"]]
+        click.secho(f"── {ended(job)}", fg="green" if job.phase == "succeeded" else "red", err=True)
+    return OF_PHASE[job.phase]
 
 
-def result_text(data: Json) -> str:
-    """'── train has succeeded at step 468, loss 0.01234 (resumed from step 400: checkpoint step 400 at …)'."""
-    at = f" at step {data['step']}" if data["step"] else ""  # 0: none was made, or none is known of a plain script
-    loss = f", loss {data['loss']:.6g}" if data["loss"] is not None else ""
-    reason = f": {data['reason']}" if data["reason"] else ""
-    if resumed := data.get("resumed"):
-        none = "without a step: all were made already; " if resumed["complete"] else ""
-        reason += f" ({none}resumed from step {resumed['step']}: {resumed['source']})"
-    return f"── {data['job']} has {'been stopped' if data['phase'] == 'stopped' else data['phase']}{at}{loss}{reason}"
+def ended(job: Job) -> str:
+    """'train has succeeded at step 468, loss 0.01234 (resumed from step 400: checkpoint step 400 at …)'."""
+    at = f" at step {job.step}" if job.step else ""  # 0: none was made, or none is known of a plain script
+    loss = f", loss {job.loss:.6g}" if job.loss is not None else ""
+    reason = f": {job.reason}" if job.reason else ""
+    if resumed := job.resumed:
+        none = "without a step: all were made already; " if resumed.complete else ""
+        reason += f" ({none}resumed from step {resumed.step}: {resumed.source})"
+    return f"{job.job} has {'been stopped' if job.phase == 'stopped' else job.phase}{at}{loss}{reason}"
 
 
 EARLIER_S = 0.5

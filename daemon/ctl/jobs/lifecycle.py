@@ -1,20 +1,41 @@
-"""Commands on a job as a whole: wait for its end, start it again, remove its records."""
+"""Commands on a job as a whole: stop it, wait for its end, start it again, remove its records."""
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 
 import click
 
+from elasticd.base.answers import JobDetail, Status
 from elasticd.ctl.client import Client, Failed, name
 from elasticd.ctl.completion import JOB, job_names
-from elasticd.ctl.output import ERROR, OF_PHASE, OVER, Json, as_json, length, print_json, say
+from elasticd.ctl.output import ERROR, OF_PHASE, OVER, Json, as_json, length, read, say
 
 from . import follow
 
 LONGEST_ANSWER_S = 60.0
 """The daemon answers a request that waits after this time at the latest."""
+
+
+@click.command()
+@JOB
+@click.option("--reason", default="", help="Why, for the record.")
+@click.option("--wait", "wait_s", type=length, default="0", metavar="TIME",
+              help="Wait until it has ended; exit code 1: it has not.")  # fmt: skip
+@as_json
+@click.pass_obj
+def stop(client: Client, job: str, reason: str, wait_s: float, as_json: bool) -> None:
+    """End JOB: its workers get SIGTERM, and SIGKILL after its stop_grace_s."""
+    data = client.post(f"/v1/jobs/{name(job)}/stop", {"reason": reason} if reason else {})
+    if wait_s and data["phase"] not in OVER:
+        data = until_over(client, job, wait_s)
+    phase = data["phase"]
+    if wait_s and phase not in OVER:
+        say(data, as_json, f"{job} is still {phase} after {wait_s:g} s; the stop goes on", err=True)
+        sys.exit(ERROR)
+    say(data, as_json, f"{job} {'has' if phase in ('succeeded', 'failed') else 'is'} {phase}")
 
 
 @click.command()
@@ -26,34 +47,23 @@ def wait(client: Client, job: str, timeout_s: float | None, as_json: bool) -> No
     """Wait until JOB is over. Exit code: 0 succeeded, 4 failed, 1 stopped or still running at the timeout."""
     data = until_over(client, job, timeout_s)
     phase = data["phase"]
-    if as_json:
-        print_json(data)
-    elif phase in OVER:
-        say(data, False, ended(data))
-    else:
-        say(data, False, f"{job} is still {phase} after {timeout_s:g} s", err=True)
+    late = f"{job} is still {phase} after {timeout_s or 0:g} s"
+    say(data, as_json, follow.ended(read(data, JobDetail)) if phase in OVER else late, err=phase not in OVER)
     sys.exit(OF_PHASE.get(phase, ERROR))
 
 
 def until_over(client: Client, job: str, timeout_s: float | None) -> Json:
     """The job once it is over, or as it is at the timeout. Raises Failed if another job takes the name meanwhile: how
     that one ends is not the result of this one."""
-    end_s = time.monotonic() + timeout_s if timeout_s is not None else None
-    submitted_wall_s = client.get(f"/v1/jobs/{name(job)}").get("submitted_wall_s")
+    end_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+    left_s, submitted_wall_s = 0.0, None
     while True:
-        left_s = LONGEST_ANSWER_S if end_s is None else min(LONGEST_ANSWER_S, max(0.0, end_s - time.monotonic()))
         data = client.get(f"/v1/jobs/{name(job)}", {"wait_over_s": left_s}, timeout_s=left_s + 10)
-        if follow.taken(data, submitted_wall_s):
-            raise Failed(409, follow.NAME_REUSED.format(job))
-        if data["phase"] in OVER or (end_s is not None and time.monotonic() >= end_s):
+        follow.check_same(data, submitted_wall_s)
+        if data["phase"] in OVER or (now_s := time.monotonic()) >= end_s:
             return data
-
-
-def ended(data: Json) -> str:
-    """'train has failed at step 468: crash loop …'."""
-    at = f" at step {data['step']}" if data["step"] else ""
-    reason = f": {data['reason']}" if data["reason"] else ""
-    return f"{data['job']} has {'been stopped' if data['phase'] == 'stopped' else data['phase']}{at}{reason}"
+        submitted_wall_s = submitted_wall_s or data.get("submitted_wall_s")
+        left_s = min(LONGEST_ANSWER_S, end_s - now_s)
 
 
 @click.command()
@@ -101,7 +111,8 @@ def forget(client: Client, jobs: tuple[str, ...], over: bool, older_s: float, as
 
 def _forget_over(client: Client, older_s: float, as_json: bool) -> None:
     """In pages, and on stderr how far it is."""
-    names = old_enough(client.get("/v1/status", {"all": 1}, timeout_s=60.0), older_s)
+    status = read(client.get("/v1/status", {"all": 1}, timeout_s=60.0), Status)
+    names = [row.job for row in status.jobs if row.phase in OVER and status.wall_s - row.since_wall_s >= older_s]
     forgotten: list[str] = []
     for at in range(0, len(names), PAGE):
         forgotten += client.post("/v1/forget", {"jobs": names[at : at + PAGE]}, timeout_s=60.0)["forgotten"]
@@ -110,15 +121,6 @@ def _forget_over(client: Client, older_s: float, as_json: bool) -> None:
     shown = ", ".join(forgotten) if len(forgotten) <= NAMED else f"{len(forgotten)} jobs"
     text = f"forgotten: {shown}" if forgotten else "no job is over for that long"
     say({"schema": 1, "forgotten": forgotten}, as_json, text if forgotten or older_s else "no job is over")
-
-
-def old_enough(status: Json, older_s: float) -> list[str]:
-    """Names of the jobs in an answer of /v1/status that ended at least `older_s` seconds ago."""
-    return [
-        row["job"]
-        for row in status["jobs"]
-        if row["phase"] in OVER and status["wall_s"] - (row["since_wall_s"] or 0.0) >= older_s
-    ]
 
 
 PAGE = 512
