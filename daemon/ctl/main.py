@@ -36,6 +36,7 @@ from .output import (
     WITHOUT_DAEMON,
     as_json,
     as_of,
+    command,
     read,
 )  # fmt: skip
 from .output import print_json as _print
@@ -128,12 +129,10 @@ def main(ctx: click.Context, socket: str | None) -> None:
     ctx.obj = Client(socket or "")
 
 
-@main.command()
+@command(group=main)
 @click.argument("job", required=False, shell_complete=job_names)
 @click.option("-w", "--watch", is_flag=True, help="Show it anew every second, until Ctrl-C.")
 @click.option("--all", "every", is_flag=True, help="Also the jobs that are over beyond the newest hundred.")
-@as_json
-@click.pass_obj
 def status(client: Client, job: str | None, watch: bool, every: bool, as_json: bool) -> None:
     """Show the cluster, or one JOB with its ranks."""
     from elasticd.base.answers import JobDetail, Status
@@ -161,9 +160,7 @@ def status(client: Client, job: str | None, watch: bool, every: bool, as_json: b
     sys.exit(max(HEALTH[seen.health], OK if seen.etcd.connected else DEGRADED))
 
 
-@main.command()
-@as_json
-@click.pass_obj
+@command(group=main)
 def jobs(client: Client, as_json: bool) -> None:
     """All jobs, running ones first."""
     data = client.get("/v1/jobs")
@@ -196,21 +193,17 @@ def nodes(ctx: click.Context, as_json: bool) -> None:
     return as_of(data)
 
 
-@nodes.command("forget")
+@command("forget", group=nodes)
 @NODE
-@as_json
-@click.pass_obj
 def nodes_forget(client: Client, node: str, as_json: bool) -> None:
     """Forget NODE, which is lost or off and does not come back, with its cordon or drain."""
     _say(client.delete(f"/v1/nodes/{name(node)}"), as_json, f"{node} is forgotten")
 
 
-@main.command()
+@command(group=main)
 @click.argument("job", required=False, shell_complete=job_names)
 @click.option("--last", default=0, help="Only the newest N.")
 @click.option("--full", is_flag=True, help="With verdict, time line, stacks and traceback of each.")
-@as_json
-@click.pass_obj
 def incidents(client: Client, job: str | None, last: int, full: bool, as_json: bool) -> None:
     """Failures and planned changes, with the cost of each."""
     data = client.get("/v1/incidents", {"job": job or "", "last": last})
@@ -229,13 +222,11 @@ def incidents(client: Client, job: str | None, last: int, full: bool, as_json: b
     return as_of(data)
 
 
-@main.command()
+@command(group=main)
 @click.argument("file")
 @click.option("--set", "settings", multiple=True, metavar="FIELD=VALUE", help="Override a field: checkpoint.keep=5.")
 @click.option("--replace", is_flag=True, help="Take the name of a job that is over; its records go.")
 @AS_USER
-@as_json
-@click.pass_obj
 def submit(client: Client, file: str, settings: tuple[str, ...], replace: bool, user: str, as_json: bool) -> None:
     """Submit the job that FILE (job.toml) describes."""
     from pathlib import Path
@@ -254,11 +245,9 @@ def submit(client: Client, file: str, settings: tuple[str, ...], replace: bool, 
     _say(data, as_json, f"{data['job']} is submitted{note}; see: elasticctl status {data['job']}")
 
 
-@main.command()
+@command(group=main)
 @JOB
 @click.argument("nodes", metavar="MIN:MAX")
-@as_json
-@click.pass_obj
 def scale(client: Client, job: str, nodes: str, as_json: bool) -> None:
     """Change the number of nodes that JOB may have; no step is lost."""
     data = client.post(f"/v1/jobs/{name(job)}/scale", {"nodes": nodes})
@@ -267,21 +256,17 @@ def scale(client: Client, job: str, nodes: str, as_json: bool) -> None:
     _say(data, as_json, f"{job} may have {many} {when}")
 
 
-@main.command()
+@command(group=main)
 @NODE
 @click.option("--reason", default="", help="Why, for the record and for status.")
-@as_json
-@click.pass_obj
 def cordon(client: Client, node: str, reason: str, as_json: bool) -> None:
     """Assign no new work to NODE; running work continues."""
     data = client.post(f"/v1/nodes/{name(node)}/cordon", {"reason": reason} if reason else {})
     _say(data, as_json, f"{node} takes no new work")
 
 
-@main.command()
+@command(group=main)
 @NODE
-@as_json
-@click.pass_obj
 def uncordon(client: Client, node: str, as_json: bool) -> None:
     """Undo a cordon or drain of NODE, and let the jobs that excluded it use it again."""
     data = client.post(f"/v1/nodes/{name(node)}/uncordon")
@@ -298,19 +283,15 @@ def checkpoint() -> None:
     """Checkpoints: take one now, list, verify, export."""
 
 
-@checkpoint.command("now")
+@command("now", group=checkpoint)
 @JOB
-@as_json
-@click.pass_obj
 def checkpoint_now(client: Client, job: str, as_json: bool) -> None:
     """Request a checkpoint of JOB at the next step that all ranks agree on."""
     _say(client.post(f"/v1/jobs/{name(job)}/checkpoint"), as_json, f"{job} is asked for a checkpoint")
 
 
-@checkpoint.command("list")
+@command("list", group=checkpoint)
 @click.argument("where", metavar="DIR|JOB")
-@as_json
-@click.pass_obj
 def checkpoint_list(client: Client, where: str, as_json: bool) -> None:
     """The checkpoints in DIR, or in JOB's directory: newest first, then quarantined ones."""
     from .jobs import checkpoint_commands
@@ -318,10 +299,8 @@ def checkpoint_list(client: Client, where: str, as_json: bool) -> None:
     sys.exit(checkpoint_commands.show_list(client, where, as_json))
 
 
-@checkpoint.command("verify")
+@command("verify", group=checkpoint)
 @click.argument("where", metavar="PATH|DIR|JOB")
-@as_json
-@click.pass_obj
 def checkpoint_verify(client: Client, where: str, as_json: bool) -> None:
     """Check every byte of one checkpoint, or of all in a directory. Exit code 1: one is damaged."""
     from .jobs import checkpoint_commands

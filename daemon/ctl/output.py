@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -28,6 +29,22 @@ OF_PHASE = {"succeeded": OK, "failed": FAILED, "stopped": ERROR}
 OVER = ("succeeded", "failed", "stopped")
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, as docs/api.md describes it.")
+
+
+def command(name: str | None = None, group: Any = click) -> Callable[[Callable[..., Any]], click.Command]:
+    """Decorator: a command with --json, which is given the client, its options as further decorators have them, and
+    `as_json`."""
+
+    def made(function: Callable[..., Any]) -> click.Command:
+        with_json = as_json(click.pass_obj(function))
+        parameters: list[click.Parameter] = with_json.__click_params__
+        parameters.insert(0, parameters.pop())  # --json comes last in the help
+        decorated: click.Command = group.command(name)(with_json)
+        return decorated
+
+    return made
+
+
 AS_USER = click.option("--as", "user", default="", metavar="USER", help="Submit a job of this user; for root only.")
 
 

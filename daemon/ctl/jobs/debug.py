@@ -10,7 +10,7 @@ import click
 from elasticd.base import safe_text
 from elasticd.ctl.client import Client, Failed, name
 from elasticd.ctl.completion import JOB
-from elasticd.ctl.output import Json, as_json, print_json
+from elasticd.ctl.output import Json, command, print_json
 
 LEAST_WAIT_S = 20.0
 POLL_S = 0.5
@@ -19,14 +19,12 @@ TRIES = 3
 failure is faster than it was."""
 
 
-@click.command()
+@command()
 @JOB
 @click.option("--gradients", is_flag=True, help="Sample a step that is a few seconds ahead, and show it.")
 @click.option(
     "--ranks", "by_rank", is_flag=True, help="The norm of each rank, instead of the smallest and the largest."
 )
-@as_json
-@click.pass_obj
 def debug(client: Client, job: str, gradients: bool, by_rank: bool, as_json: bool) -> None:
     """Show the norms of JOB's gradients and weights by layer and rank, and what is wrong with them.
 

@@ -11,17 +11,15 @@ from elasticd.base import answers
 from elasticd.base.safe_text import line
 from elasticd.ctl.client import Client
 from elasticd.ctl.completion import job_names, node_names
-from elasticd.ctl.output import Json, as_json, as_of, length, print_json, read
+from elasticd.ctl.output import Json, as_of, command, length, print_json, read
 
 
-@click.command()
+@command()
 @click.option("-f", "--follow", is_flag=True, help="Go on with new ones as they come, until Ctrl-C.")
 @click.option("--job", default="", shell_complete=job_names, help="Only those of this job.")
 @click.option("--node", default="", shell_complete=node_names, help="Only those of this node.")
 @click.option("--since", "since_s", type=length, metavar="TIME", help="Only those of the last TIME, e.g. 2h.")
 @click.option("--last", default=0, help="Only the newest N.")
-@as_json
-@click.pass_obj
 def events(client: Client, follow: bool, job: str, node: str, since_s: float | None, last: int, as_json: bool) -> None:
     """One time line: requests and their users, nodes, etcd, generations, incidents. Oldest first."""
     query: Json = {"job": job, "node": node, "last": last}

@@ -11,7 +11,7 @@ import click
 from elasticd.base.answers import JobDetail, Status
 from elasticd.ctl.client import Client, Failed, name
 from elasticd.ctl.completion import JOB, job_names
-from elasticd.ctl.output import ERROR, OF_PHASE, OVER, Json, as_json, length, read, say
+from elasticd.ctl.output import ERROR, OF_PHASE, OVER, Json, command, length, read, say
 
 from . import follow
 
@@ -19,13 +19,11 @@ LONGEST_ANSWER_S = 60.0
 """The daemon answers a request that waits after this time at the latest."""
 
 
-@click.command()
+@command()
 @JOB
 @click.option("--reason", default="", help="Why, for the record.")
 @click.option("--wait", "wait_s", type=length, default="0", metavar="TIME",
               help="Wait until it has ended; exit code 1: it has not.")  # fmt: skip
-@as_json
-@click.pass_obj
 def stop(client: Client, job: str, reason: str, wait_s: float, as_json: bool) -> None:
     """End JOB: its workers get SIGTERM, and SIGKILL after its stop_grace_s."""
     data = client.post(f"/v1/jobs/{name(job)}/stop", {"reason": reason} if reason else {})
@@ -38,11 +36,9 @@ def stop(client: Client, job: str, reason: str, wait_s: float, as_json: bool) ->
     say(data, as_json, f"{job} {'has' if phase in ('succeeded', 'failed') else 'is'} {phase}")
 
 
-@click.command()
+@command()
 @JOB
 @click.option("--timeout", "timeout_s", type=length, metavar="TIME", help="Give up after this long, e.g. 10m.")
-@as_json
-@click.pass_obj
 def wait(client: Client, job: str, timeout_s: float | None, as_json: bool) -> None:
     """Wait until JOB is over. Exit code: 0 succeeded, 4 failed, 1 stopped or still running at the timeout."""
     data = until_over(client, job, timeout_s)
@@ -66,12 +62,10 @@ def until_over(client: Client, job: str, timeout_s: float | None) -> Json:
         left_s = min(LONGEST_ANSWER_S, end_s - now_s)
 
 
-@click.command()
+@command()
 @JOB
 @click.option("--timeout", "timeout_s", type=length, default="10m", show_default=True, metavar="TIME",
               help="How long to wait for a running job to stop.")  # fmt: skip
-@as_json
-@click.pass_obj
 def restart(client: Client, job: str, timeout_s: float, as_json: bool) -> None:
     """Start JOB again, with the same description: stops it first if it runs.
 
@@ -86,13 +80,11 @@ def restart(client: Client, job: str, timeout_s: float, as_json: bool) -> None:
     say(client.post(f"/v1/jobs/{name(job)}/restart"), as_json, f"{job} is submitted again")
 
 
-@click.command()
+@command()
 @click.argument("jobs", metavar="[JOB]...", nargs=-1, shell_complete=job_names)
 @click.option("--over", is_flag=True, help="All jobs that are over and that you may forget.")
 @click.option("--older-than", "older_s", type=length, default="0", metavar="TIME",
               help="With --over: only those that ended this long ago, e.g. 7d.")  # fmt: skip
-@as_json
-@click.pass_obj
 def forget(client: Client, jobs: tuple[str, ...], over: bool, older_s: float, as_json: bool) -> None:
     """Remove the records of finished JOBs. Checkpoints stay; logs stay for as long as `retention` in the settings
     says."""

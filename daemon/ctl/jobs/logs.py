@@ -6,12 +6,12 @@ import click
 
 from elasticd.ctl.client import Client
 from elasticd.ctl.completion import JOB
-from elasticd.ctl.output import as_json, length
+from elasticd.ctl.output import command, length
 
 from . import follow as follow_job
 
 
-@click.command()
+@command()
 @JOB
 @click.option("-f", "--follow", is_flag=True, help="Go on as more is written, until the job is over.")
 @click.option("--rank", type=int, help="Only this rank, on whatever node it runs.")
@@ -21,8 +21,6 @@ from . import follow as follow_job
 @click.option("-p", "--previous", is_flag=True, help="The worker before the present one, in each slot.")
 @click.option("--earlier", is_flag=True, help="Also of earlier jobs of this name.")
 @click.option("-t", "--timestamps", is_flag=True, help="With -f: put before each line the time at which it arrived.")
-@as_json
-@click.pass_obj
 def logs(
     client: Client, job: str, follow: bool, rank: int | None, tail: int, since_s: float | None, previous: bool,
     earlier: bool, timestamps: bool, as_json: bool,

@@ -10,7 +10,7 @@ import msgspec
 from elasticd.base import answers
 from elasticd.ctl.client import Client, Failed, name
 from elasticd.ctl.completion import job_names
-from elasticd.ctl.output import OVER, as_json, print_json, read
+from elasticd.ctl.output import OVER, command, print_json, read
 from elasticd.ctl.show.screen import HOME_AND_CLEAR, Console, Rows, Text
 from elasticd.diagnosis import step_time
 from elasticd.views import columns
@@ -21,13 +21,11 @@ OTHER_SCREEN, FIRST_SCREEN = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 """To the terminal's other screen, without a cursor, and back: what was there before stays."""
 
 
-@click.command()
+@command()
 @click.argument("job", required=False, shell_complete=job_names)
 @click.option("--once", is_flag=True, help="Print it once, without clearing the screen.")
 @click.option("--every", "every_s", default=1.0, show_default=True, metavar="SECONDS",
               type=click.FloatRange(0.2, 3600), help="Time between two looks.")  # fmt: skip
-@as_json
-@click.pass_obj
 def top(client: Client, job: str | None, once: bool, every_s: float, as_json: bool) -> None:
     """Show the ranks of JOB, or of all running jobs, until Ctrl-C: phase, step, time of a step, memory."""
     if as_json:

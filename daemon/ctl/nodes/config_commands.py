@@ -11,7 +11,7 @@ import click
 
 from elasticd.base import safe_text
 from elasticd.ctl.client import Client, Failed
-from elasticd.ctl.output import ERROR, OK, Json, as_json, print_json
+from elasticd.ctl.output import ERROR, OK, Json, command, print_json
 
 PLACES = ("/etc/elasticd/elasticd.toml",)
 OF_A_NODE = frozenset({"node", "address", "interface", "slots", "socket", "state_dir", "http.listen", "page.listen",
@@ -25,10 +25,8 @@ def config() -> None:
     """The daemon's settings."""
 
 
-@config.command("show")
+@command("show", group=config)
 @click.option("--explain", is_flag=True, help="With what each setting means.")
-@as_json
-@click.pass_obj
 def show(client: Client, explain: bool, as_json: bool) -> None:
     """Settings in effect, the source of each, and the hierarchy of timeouts."""
     data = client.get("/v1/config")
@@ -58,10 +56,8 @@ def check(file: Path | None) -> None:
     click.echo(safe_text.line(f"{path}: good ({given_here} settings, the others have their defaults)"))
 
 
-@config.command("diff")
+@command("diff", group=config)
 @click.option("--all", "every", is_flag=True, help="Also what is expected to differ: names, addresses, folders.")
-@as_json
-@click.pass_obj
 def diff(client: Client, every: bool, as_json: bool) -> None:
     """Settings in which the nodes of the cluster differ. Exit code 1: there are some."""
     data = client.get("/v1/config", {"nodes": 1}, timeout_s=ANSWER_S)

@@ -9,7 +9,7 @@ import click
 from elasticd.base import answers, safe_text
 from elasticd.ctl.client import Client, name
 from elasticd.ctl.completion import JOB
-from elasticd.ctl.output import DEGRADED, ERROR, OK, as_json, print_json, read
+from elasticd.ctl.output import DEGRADED, ERROR, OK, command, print_json, read
 
 CODES = {"ok": OK, "warning": DEGRADED, "error": ERROR}
 """Exit codes by the worst finding."""
@@ -17,10 +17,8 @@ COLOURS = {"ok": "green", "warning": "yellow", "error": "red"}
 ANSWER_S = 60.0
 
 
-@click.command()
+@command()
 @click.option("--all", "every", is_flag=True, help="Passed checks, too.")
-@as_json
-@click.pass_obj
 def doctor(client: Client, every: bool, as_json: bool) -> None:
     """Check all nodes and etcd: names, addresses, disk, limits, clocks, versions. Each finding comes with its fix.
 
@@ -55,11 +53,9 @@ def lines(data: answers.Diagnosis, every: bool) -> list[tuple[str, str]]:
     return said
 
 
-@click.command()
+@command()
 @JOB
 @click.option("--rank", type=click.IntRange(0), help="Only this rank.")
-@as_json
-@click.pass_obj
 def stacks(client: Client, job: str, rank: int | None, as_json: bool) -> None:
     """Print the Python stack of each thread of JOB's workers, on all nodes. They are not paused for it."""
     data = client.get(f"/v1/jobs/{name(job)}/stacks", {} if rank is None else {"rank": rank}, timeout_s=ANSWER_S)

@@ -10,12 +10,12 @@ import click
 from elasticd.base import safe_text
 from elasticd.ctl.client import Client, name
 from elasticd.ctl.completion import NODE
-from elasticd.ctl.output import ABSENT, ERROR, OK, WITHOUT_DAEMON, Json, as_json, length, print_json, say
+from elasticd.ctl.output import ABSENT, ERROR, OK, WITHOUT_DAEMON, Json, command, length, print_json, say
 
 LONGEST_ANSWER_S = 60.0
 
 
-@click.command()
+@command()
 @NODE
 @click.option("--reason", default="", help="Why, for the record and for status.")
 @click.option(
@@ -26,8 +26,6 @@ LONGEST_ANSWER_S = 60.0
 @click.option("--wait", "wait_", is_flag=True, help="Return when no agent of a job runs on NODE any more.")
 @click.option("--timeout", "timeout_s", type=length, default="1h", show_default=True, metavar="TIME",
               help="With --wait: give up after this long, with exit code 1. The drain goes on.")  # fmt: skip
-@as_json
-@click.pass_obj
 def drain(
     client: Client, node: str, reason: str, deadline_s: float, dry_run: bool, wait_: bool, timeout_s: float,
     as_json: bool,

@@ -8,16 +8,14 @@ import click
 
 from elasticd.base import safe_text
 from elasticd.ctl.client import Client
-from elasticd.ctl.output import ERROR, OK, Json, as_json, print_json
+from elasticd.ctl.output import ERROR, OK, Json, command, print_json
 
 ANSWER_S = 300.0
 """A node may have a hundred thousand log files."""
 
 
-@click.command()
+@command()
 @click.option("--dry-run", is_flag=True, help="Only show what it would remove.")
-@as_json
-@click.pass_obj
 def gc(client: Client, dry_run: bool, as_json: bool) -> None:
     """Remove old job folders and logs from this daemon's node.
 

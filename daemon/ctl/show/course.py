@@ -15,18 +15,16 @@ import click
 from elasticd.base import answers, safe_text
 from elasticd.ctl.client import Client, Failed, name
 from elasticd.ctl.completion import JOB
-from elasticd.ctl.output import as_json, print_json, read
+from elasticd.ctl.output import command, print_json, read
 
 BLOCKS, ASCII = "▁▂▃▄▅▆▇█", "_.-~=+*#"
 FIELDS = ("wall_s", "step", "loss", "steps_per_s", "world_size")
 NARROWEST, WIDEST = 20, 200
 
 
-@click.command()
+@command()
 @JOB
 @click.option("--csv", "as_csv", is_flag=True, help="Print the points as CSV, with a header.")
-@as_json
-@click.pass_obj
 def loss(client: Client, job: str, as_csv: bool, as_json: bool) -> None:
     """Show the loss of JOB over its steps, in at most 1,000 points kept on each of its nodes."""
     data = client.get(f"/v1/jobs/{name(job)}/history")
