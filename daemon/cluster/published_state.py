@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from elastic.contract.agent_files import AgentStatus
 from elastic.contract.records.node_records import AskedRecord
 from elastic.etcd.client import MemberHealth
-from elasticd.machine.expiring import Certificate
+from elasticd.base.answers import Certificate
 
 from .assignment import Assignment
 from .cluster import Cluster

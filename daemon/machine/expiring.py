@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from elastic.etcd.expiry import clock, expires_wall_s
-from elasticd.base.answers import Finding
+from elasticd.base.answers import Certificate, Finding
 from elasticd.base.settings import Settings
 
-from .doctor import ERROR, WARNING
+from .doctor import ERROR, OK, WARNING
 
 DAY_S = 86400.0
 WARN_DAYS = 30.0
@@ -19,20 +18,14 @@ SOON_DAYS = 14.0
 FIX = "replace the file, and that of its key: both are taken into use within a minute"
 
 
-@dataclass(frozen=True, slots=True)
-class Certificate:
-    what: str
-    file: str
-    until_wall_s: float
-
-    def left(self, wall_s: float) -> str:
-        """'client certificate /c.pem expires in 9 days, at 2026-12-06 14:52'."""
-        left_s = self.until_wall_s - wall_s
-        name, at = f"{self.what} {self.file}", clock(self.until_wall_s)
-        if left_s <= 0:
-            return f"{name} expired at {at}"
-        left = f"{left_s / DAY_S:.0f} days" if left_s >= 2 * DAY_S else f"{left_s / 3600:.0f} h"
-        return f"{name} expires in {left}, at {at}"
+def left(certificate: Certificate, wall_s: float) -> str:
+    """'client certificate /c.pem expires in 9 days, at 2026-12-06 14:52'."""
+    left_s = certificate.expires_wall_s - wall_s
+    name, at = f"{certificate.what} {certificate.file}", clock(certificate.expires_wall_s)
+    if left_s <= 0:
+        return f"{name} expired at {at}"
+    time_left = f"{left_s / DAY_S:.0f} days" if left_s >= 2 * DAY_S else f"{left_s / 3600:.0f} h"
+    return f"{name} expires in {time_left}, at {at}"
 
 
 def look(settings: Settings) -> tuple[Certificate, ...]:
@@ -47,22 +40,26 @@ def look(settings: Settings) -> tuple[Certificate, ...]:
             ("certificate authority", str(tls / "ca.pem")),
         ]
     found = ((what, path, expires_wall_s(path)) for what, path in named if path)
-    return tuple(Certificate(what, path, until_s) for what, path, until_s in found if until_s is not None)
+    return tuple(
+        Certificate(what=what, file=path, expires_wall_s=until_s)
+        for what, path, until_s in found
+        if until_s is not None
+    )
 
 
 def problems(certificates: Iterable[Certificate], wall_s: float) -> Iterator[str]:
     for each in certificates:
-        if each.until_wall_s <= wall_s:
-            yield f"{each.left(wall_s)}: etcd's next connection with it fails; {FIX}"
-        elif each.until_wall_s - wall_s < SOON_DAYS * DAY_S:
-            yield f"{each.left(wall_s)}: {FIX}"
+        if each.expires_wall_s <= wall_s:
+            yield f"{left(each, wall_s)}: etcd's next connection with it fails; {FIX}"
+        elif each.expires_wall_s - wall_s < SOON_DAYS * DAY_S:
+            yield f"{left(each, wall_s)}: {FIX}"
 
 
 def findings(certificates: Iterable[Certificate], wall_s: float) -> Iterator[Finding]:
     for each in certificates:
-        left_s = each.until_wall_s - wall_s
+        left_s = each.expires_wall_s - wall_s
         if left_s >= WARN_DAYS * DAY_S:
-            yield Finding(check="files", text=each.left(wall_s))
+            yield Finding("files", OK, left(each, wall_s))
         else:
             level = WARNING if left_s > 0 else ERROR
-            yield Finding(check="files", level=level, text=each.left(wall_s), fix=FIX)
+            yield Finding("files", level, left(each, wall_s), FIX)

@@ -4,11 +4,11 @@ nodes. Called by the loop in each turn in which etcd can be reached."""
 from __future__ import annotations
 
 from elastic.contract.records.node_records import NodeRecord
+from elasticd.base.answers import Certificate
 from elasticd.base.settings import Settings
 from elasticd.cluster import inventory, reconcile
 from elasticd.cluster.cluster import Cluster
 from elasticd.machine import expiring
-from elasticd.machine.expiring import Certificate
 
 from .writer import ClusterWriter
 

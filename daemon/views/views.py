@@ -34,17 +34,9 @@ def status(snapshot: Snapshot, identity: Identity, now: Now, every: bool = False
     jobs = [job_row(snapshot, job, now) for job in known if job.name not in left_out]
     nodes_ = nodes(snapshot, identity.node, now.wall_s)
     problems = problems_of(snapshot, identity, nodes_, now)
-    return answers.Status(
-        cluster=identity.cluster,
-        node=identity.node,
-        version=identity.version,
-        pid=identity.pid,
+    return msgspec.structs.replace(
+        _as(answers.Status, identity),
         uptime_s=round(now.monotonic_s - identity.started_s, 1),
-        metrics=identity.metrics,
-        address=identity.address,
-        interface=identity.interface,
-        address_why=identity.address_why,
-        python=identity.python,
         wall_s=now.wall_s,
         etcd=etcd(snapshot, identity, now),
         health="degraded" if problems else "healthy",
@@ -58,6 +50,9 @@ def status(snapshot: Snapshot, identity: Identity, now: Now, every: bool = False
 def etcd(snapshot: Snapshot, identity: Identity, now: Now) -> answers.EtcdContact:
     contact = snapshot.contact
     age_s = now.monotonic_s - contact.as_of_s
+    members = [msgspec.convert(each._asdict(), answers.EtcdMember) for each in contact.members]
+    for member in members:
+        member.database_mb = round(member.database_mb, 1)
     return answers.EtcdContact(
         connected=contact.connected,
         age_s=round(age_s, 1) if math.isfinite(age_s) else None,
@@ -67,19 +62,11 @@ def etcd(snapshot: Snapshot, identity: Identity, now: Now) -> answers.EtcdContac
         endpoints=list(identity.endpoints),
         embedded=identity.embedded,
         anonymous=contact.anonymous,
-        certificates=[
-            answers.Certificate(what=each.what, file=each.file, expires_wall_s=each.until_wall_s)
-            for each in contact.certificates
-        ],
+        certificates=list(contact.certificates),
         signed=bool(identity.key_id),
         key_id=identity.key_id,
         refused=dict(sorted(snapshot.cluster.refused.items())[:SHOWN_REFUSED]),
-        members=[
-            answers.EtcdMember(
-                endpoint=m.endpoint, ok=m.ok, version=m.version, error=m.error, database_mb=round(m.database_mb, 1)
-            )
-            for m in contact.members
-        ],
+        members=members,
         revision=snapshot.cluster.revision,
     )
 
@@ -102,21 +89,18 @@ def nodes(snapshot: Snapshot, me: str, wall_s: float) -> list[answers.Node]:
         node = cluster.nodes.get(name)
         jobs = used.get(name, {})
         row = answers.Node(node=name, jobs=sorted(jobs), slots_used=sum(jobs.values()))
+        record = node.record if node else cluster.known.get(name)
+        if record is not None:
+            row.address, row.hostname, row.version = record.address, record.hostname, record.version
         if node is None:
-            known = cluster.known.get(name)
             down = "no daemon", "its elasticd does not answer; the agents there go on"
             row.state, row.reason = down if jobs else why.absence(cluster, name, wall_s)
-            row.away_since_wall_s = (known.away_wall_s or None) if known else None
-            row.address, row.hostname, row.version = (
-                (known.address, known.hostname, known.version) if known else ("", "", "")
-            )
+            row.away_since_wall_s = (cluster.known[name].away_wall_s or None) if name in cluster.known else None
         else:
-            record = node.record
             state, _, row.reason = node.why_not.partition(": ")
             row.state = state or "ready"
-            row.slots, row.gpus, row.older_agents = record.slots, record.gpus, record.older
-            row.address, row.hostname, row.version = record.address, record.hostname, record.version
-            row.up_since_wall_s = record.started_wall_s
+            row.slots, row.gpus, row.older_agents = node.record.slots, node.record.gpus, node.record.older
+            row.up_since_wall_s = node.record.started_wall_s
         row.why = why.of_node(snapshot, row, me, wall_s)
         rows.append(row)
     return rows
@@ -128,11 +112,9 @@ def job_row(snapshot: Snapshot, job: Job, now: Now) -> answers.Job:
     progress = newest_progress(snapshot, job)
     waiting = _waiting(snapshot, job, progress)
     logged = progress if progress and (progress.logged or progress.logged_not_finite) else job.progress
-    row = answers.Job(
+    row = msgspec.structs.replace(
+        _as(answers.Job, job.state),  # phase, reason, since when, restarts, error
         job=job.name,
-        phase=str(job.state.phase),
-        reason=job.state.reason,
-        since_wall_s=job.state.since_wall_s,
         submitted_wall_s=job.spec.submitted_wall_s if job.spec else None,
         submitted_by=job.spec.submitted_by if job.spec else "",
         owner=authority.owner_name(job.spec) if job.spec else "",
@@ -154,14 +136,12 @@ def job_row(snapshot: Snapshot, job: Job, now: Now) -> answers.Job:
         logged_not_finite=dict(logged.logged_not_finite) if logged else {},
         step_time=step_time.row(progress, job.ranks, job.generation.number if job.generation else 0),
         managed=progress.managed if progress else None,
-        restarts=job.state.restarts,
         waiting_for=waiting,
         queue_position=queue.index(job.name) + 1 if job.name in (queue := snapshot.plan.queue) else None,
         can_never_run=job.name in snapshot.plan.never,
         no_progress=_no_progress(job, progress, now),
         incidents=len(job.incidents),
         last_incident=incident(snapshot, job, job.incidents[-1], now) if job.incidents else None,
-        error=_as(answers.WorkerError, job.state.error) if job.state.error else None,
     )
     row.health = _health(job, row, _starts(job, row, progress, now))
     starting = progress is not None and progress.starting and waiting == progress.waiting_for
@@ -178,10 +158,7 @@ def job_detail(snapshot: Snapshot, job: Job, now: Now, *, secrets: bool = False)
         spec=spec if secrets or spec is None else masking.masked(spec),
         failures_in_window=len(job.state.failures),
         excluded_nodes=list(job.state.excluded_nodes),
-        places=[
-            answers.Place(node=p.node, host=p.host, slots=list(p.slots))
-            for p in (job.generation.nodes if job.generation else ())
-        ],
+        places=[_as(answers.Place, place) for place in (job.generation.nodes if job.generation else ())],
         why_generation=str(job.generation.why) if job.generation else "",
         member_nodes={
             name: answers.Member(
@@ -221,8 +198,8 @@ A = TypeVar("A", bound=answers.Answer)
 
 
 def _as(kind: type[A], record: object) -> A:
-    """A record, or what it is as JSON, as the answer that has its fields."""
-    return msgspec.convert(msgspec.to_builtins(record), kind)
+    """The answer with those of its fields that a record, or what it is as JSON, has too."""
+    return msgspec.convert(record, kind, from_attributes=True)
 
 
 def _seen(snapshot: Snapshot, job: Job, age_s: float, waits_for: str) -> verdict.VerdictContext:
@@ -288,11 +265,8 @@ def _agent(snapshot: Snapshot, job: str) -> answers.Agent | None:
     agent = snapshot.agents.get(job)
     if agent is None:
         return answers.Agent(trouble=snapshot.trouble[job]) if job in snapshot.trouble else None
-    row = answers.Agent(pid=agent.pid, phase="starting", draining=agent.draining, trouble=snapshot.trouble.get(job, ""))
-    if status_ := agent.status:
-        row.version, row.phase, row.reason = status_.version, status_.phase, status_.reason
-        row.leader, row.etcd_ok = status_.leader, status_.etcd_ok
-        row.standbys, row.preloaded = status_.standbys, list(status_.preloaded)
+    row = _as(answers.Agent, agent.status) if agent.status else answers.Agent(phase="starting")
+    row.pid, row.draining, row.trouble = agent.pid, agent.draining, snapshot.trouble.get(job, "")
     return row
 
 
@@ -348,13 +322,8 @@ def _no_progress(job: Job, progress: ProgressRecord | None, now: Now) -> answers
     still = progress.still if progress and not job.over and job.members else None
     if still is None:
         return None
-    return answers.NoProgress(
-        since_wall_s=still.since_wall_s,
-        for_s=round(max(0.0, now.wall_s - still.since_wall_s), 1),
-        rank=still.rank,
-        node=still.node,
-        because=still.because,
-        declared=still.declared,
+    return msgspec.structs.replace(
+        _as(answers.NoProgress, still), for_s=round(max(0.0, now.wall_s - still.since_wall_s), 1)
     )
 
 

@@ -23,10 +23,10 @@ from elastic.etcd.client import MemberHealth
 from elasticd.api.metrics import metrics
 from elasticd.api.metrics.observations import Histories, Requests
 from elasticd.api.routes import routes
+from elasticd.base.answers import Certificate
 from elasticd.cluster.assignment import Assignment
 from elasticd.cluster.cluster import Job, Node
 from elasticd.cluster.published_state import Contact, Snapshot
-from elasticd.machine.expiring import Certificate
 from elasticd.views import views
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -60,7 +60,7 @@ def full() -> str:
     requests = Requests()
     requests.etcd_called("KV.Txn", 0.02, "EtcdUnavailable")
     requests.api.observe(0.004, "GET", "/v1/jobs/{job}", "200")
-    mine = Certificate("client certificate", "/c.pem", 2e9)
+    mine = Certificate(what="client certificate", file="/c.pem", expires_wall_s=2e9)
     contact = Contact(True, 99.5, "", "3.5", members=MEMBERS, certificates=(mine,))
     return text(snapshot(job(**FULL), contact=contact, plan=Assignment(queue=("train",))), requests=requests)
 

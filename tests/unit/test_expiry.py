@@ -10,10 +10,10 @@ import pytest
 
 from elastic.contract.agent_files import EtcdAccess
 from elastic.etcd.expiry import expired, expires_wall_s
+from elasticd.base.answers import Certificate
 from elasticd.base.settings import EtcdSettings, Settings
 from elasticd.machine import expiring
 from elasticd.machine.doctor import ERROR, OK, WARNING
-from elasticd.machine.expiring import Certificate
 
 DAY_S = 86400.0
 
@@ -83,7 +83,7 @@ def test_the_expired_one_is_named(tmp_path: Path) -> None:
     ],
 )
 def test_words_before_and_after(left_s: float, said: str, level: str) -> None:
-    mine = (Certificate("client certificate", "/c.pem", 1e9 + left_s),)
+    mine = (Certificate(what="client certificate", file="/c.pem", expires_wall_s=1e9 + left_s),)
     found = list(expiring.problems(mine, 1e9))
     assert [line.startswith(said) for line in found] == ([True] if said else [])
     assert all("replace the file" in line for line in found)

@@ -20,8 +20,8 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
 from elasticd.base import answers
+from elasticd.base.answers import Certificate
 from elasticd.cluster.published_state import Snapshot
-from elasticd.machine.expiring import Certificate
 from elasticd.views import views
 from elasticd.views.instant import Identity, Now
 
@@ -117,7 +117,7 @@ def _certificates(found: Sequence[Certificate], now: Now) -> GaugeMetricFamily:
         "elasticd_certificate_left_seconds", "Until a certificate that this node uses expires.", labels=["file"]
     )
     for each in found:
-        family.add_metric([each.file], each.until_wall_s - now.wall_s)
+        family.add_metric([each.file], each.expires_wall_s - now.wall_s)
     return family
 
 
