@@ -37,7 +37,7 @@ def command(name: str | None = None, group: Any = click) -> Callable[[Callable[.
 
     def made(function: Callable[..., Any]) -> click.Command:
         with_json = as_json(click.pass_obj(function))
-        parameters: list[click.Parameter] = with_json.__click_params__
+        parameters: list[click.Parameter] = vars(with_json)["__click_params__"]
         parameters.insert(0, parameters.pop())  # --json comes last in the help
         decorated: click.Command = group.command(name)(with_json)
         return decorated

@@ -188,7 +188,7 @@ def _linked(column: Column) -> Column:
         "job": lambda row: Html(_link(row.job)),
         "jobs": lambda row: Html(", ".join(map(_link, row.jobs))),
     }
-    return msgspec.structs.replace(column, cell=cells.get(column.title, column.cell))
+    return msgspec.structs.replace(column, cell=cells[column.title], spare=0) if column.title in cells else column
 
 
 def _jobs(rows: Sequence[Job]) -> str:

@@ -152,7 +152,8 @@ def _generation(begin: float, end: float, number: int, ranks: int) -> svg.Span:
 
 def _head(job: JobDetail) -> str:
     state = f"<span class={class_of(job.phase)}>{text(job.phase)}</span>"
-    return f"<h1>{text(job.job)} {state}</h1>\n{_facts(columns.job_facts(job))}"
+    reason = f"<p>{text(job.reason)}</p>" if job.reason else ""
+    return f"<h1>{text(job.job)} {state}</h1>\n{reason}{_facts(columns.job_facts(job))}"
 
 
 def _ledger(known: Goodput | None) -> list[str]:
