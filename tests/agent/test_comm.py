@@ -20,20 +20,37 @@ def ended(job: Job) -> JobState:
     return state
 
 
+NEVER_FORMS = """
+import torch
+import torch.distributed as dist
+import elastic
+
+def no_route(*args, **more):
+    raise dist.DistNetworkError("connect to 192.0.2.1: No route to host")
+
+def setup(job):
+    dist.init_process_group = no_route
+    return elastic.State(model=torch.nn.Linear(2, 2))
+
+elastic.run(setup, lambda job, state: None)
+"""
+
+
 @pytest.mark.long
-def test_a_group_that_can_never_form_ends_the_job_and_says_why() -> None:
-    spec = {"env": {"GLOO_SOCKET_IFNAME": "nowhere0"}, "restarts": {"budget": 3, "backoff_s": 0.4}}
-    with Job(nodes="1:1", args={"steps": 100}, spec=spec) as job:
+def test_a_group_that_can_never_form_ends_the_job_and_says_why(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(NEVER_FORMS)
+    with Job(nodes="1:1", script=script, spec={"restarts": {"budget": 3, "backoff_s": 0.4}}) as job:
         said = "generations in a row broke before their first step"
         eventually(lambda: any(said in s.reason for s in job.statuses().values()), 40.0, "the reason in status")
         state = ended(job)
         assert "4 failures within" in state.reason
-        assert "nowhere0" in state.reason
+        assert "No route to host" in state.reason
         assert state.restarts == 4
         assert state.excluded_nodes == ()
         (incident,) = eventually(job.incidents, 20.0, "it stands among the incidents")
         assert (incident.kind, incident.restored_from, incident.world_size_after) == ("comm", "nothing", 0)
-        assert "nowhere0" in incident.text
+        assert "No route to host" in incident.text
 
 
 def test_an_error_that_sounds_like_the_networks_is_the_scripts_own() -> None:

@@ -14,7 +14,6 @@ from elastic.contract.records.job_records import Phase
 pytestmark = [pytest.mark.etcd, pytest.mark.chaos]
 
 
-@pytest.mark.long
 def test_an_emptied_checkpoint_folder_is_no_beginning(tmp_path: Path) -> None:
     """All agents with all they hold die, and the folder is empty afterwards, as when a mount is missing."""
     folder = tmp_path / "checkpoints"

@@ -172,10 +172,12 @@ def test_crash_loop_is_detected_before_the_first_step() -> None:
 def test_a_replacement_that_cannot_start_ends_no_job_whose_state_lives() -> None:
     """The data folder is gone, say: survivors wait with their state until it is back."""
 
-    def last(*, survives: bool, step: int | None = 0, stepped: bool | None = True) -> Charge:
+    def last(
+        *, survives: bool, step: int | None = 0, stepped: bool | None = True, fingerprint: str = "E at setup"
+    ) -> Charge:
         state = JobState(phase=Phase.RUNNING)
         for number in range(1, 30):
-            record = broken("E at setup", bug=True, step=step, generation=number)
+            record = broken(fingerprint, bug=True, step=step, generation=number)
             verdict = charge(state, record, RULES, float(number), 1, stepped=stepped, survives=survives)
             state = verdict.state
         return verdict
@@ -186,6 +188,7 @@ def test_a_replacement_that_cannot_start_ends_no_job_whose_state_lives() -> None
     assert last(survives=False).state.phase is Phase.FAILED, "nobody holds anything"
     assert last(survives=True, step=7).state.phase is Phase.FAILED, "the script's own, at a step"
     assert last(survives=True, stepped=False).state.phase is Phase.FAILED, "nothing is lost"
+    assert last(survives=True, fingerprint=LACKING).state.phase is Phase.FAILED, "they live, and hold nothing"
 
 
 def test_setup_failing_in_each_worker_of_a_node_is_charged_once_per_try() -> None:

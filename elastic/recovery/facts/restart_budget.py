@@ -113,7 +113,8 @@ def charge(
         error=error,
         excluded_nodes=_set_aside(state, kept, other_nodes),
     )
-    waits = survives and bool(stepped)
+    # Where no rank of the generation found a state, those that live hold none.
+    waits = survives and bool(stepped) and not broken.no_state
     fault = _at_fault(recent, broken, rules, stepped=stepped, first=not state.restarts, waits=waits)
     if fault := fault or _ends_alike(recent, broken, rules, spared=bool(other_nodes), waits=waits):
         return _stop(charged, wall_s, f"{fault}: {broken.detail}{_said(broken)}")
