@@ -10,29 +10,26 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 
-from elastic.worker.boot.inherited_sockets import leave_parents_sockets
-from elastic.worker.data.reading import take_many
+from elastic.worker.boot.inherited_sockets import process_init
+from elastic.worker.data.reading import Chosen, Reader, as_is, take_many
 from elastic.worker.data.samplers import drawn, refuse_shares
-from elastic.worker.data.seeds import seed_everything
-from elastic.worker.data.sharding import BatchPlan, SampleOrder, rank_range
+from elastic.worker.data.seeds import seed_everything, word
+from elastic.worker.data.sharding import BatchPlan, GlobalBatch, SampleOrder, rank_range
+from elastic.worker.job.job import Job
 from elastic.worker.link.misuse import MisuseValueError
 
 Key = tuple[int, int]
 """(step from the start of training, number of the micro-batch)"""
 
-
-class EpochOrder(Protocol):
-    """The samples of one epoch in their order."""
-
-    def take(self, start: int, stop: int) -> Sequence[int]: ...
+Order = Callable[[int, int], Sequence[int]]
+"""(start, stop) -> the samples at these positions of an epoch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,32 +45,38 @@ class Steps:
     samples: int | None
     """In an epoch; None: a stream, whose epochs follow each other without a gap."""
 
+    @staticmethod
+    def of(job: Job, dataset: Any, sampler: Any, *, batch_size: int, parts: int, drop_last: bool) -> Steps:
+        """Raises ValueError if the data has not one batch."""
+        samples: int | None = None
+        if not isinstance(dataset, IterableDataset):
+            samples = len(dataset if sampler is None else sampler)
+            if drop_last:
+                samples -= samples % batch_size
+            if samples < 1:
+                raise MisuseValueError(f"the training data has not one batch of {batch_size} samples")
+        return Steps(batch_size, parts, job.rank, job.world_size, samples)
+
     @property
     def per_epoch(self) -> int:
         assert self.samples is not None
         return -(-self.samples // self.batch_size)
 
-    def whole(self, step: int) -> tuple[int, int, int]:
-        """(epoch, first position, position behind the last) of the global batch."""
+    def whole(self, step: int) -> GlobalBatch:
+        """The global batch. That of a stream is of one endless epoch."""
         if self.samples is None:
-            return 0, step * self.batch_size, (step + 1) * self.batch_size
-        batch = BatchPlan(self.samples, self.batch_size).at(step)
-        return batch.epoch, batch.start, batch.stop
+            return GlobalBatch(step, 0, step * self.batch_size, (step + 1) * self.batch_size, False)
+        return BatchPlan(self.samples, self.batch_size).at(step)
 
     def part(self, step: int, number: int) -> tuple[int, int]:
         """Positions [start, stop) of micro-batch `number` of this rank; equal: it is empty."""
-        _, start, stop = self.whole(step)
-        start, stop = rank_range(start, stop, self.rank, self.world_size)
+        batch = self.whole(step)
+        start, stop = rank_range(batch.start, batch.stop, self.rank, self.world_size)
         return rank_range(start, stop, number, self.parts)
 
     def sizes(self, step: int) -> list[int]:
         """Samples in each micro-batch of this rank."""
         return [stop - start for start, stop in (self.part(step, number) for number in range(self.parts))]
-
-    def size(self, step: int) -> int:
-        """Samples in the global batch."""
-        _, start, stop = self.whole(step)
-        return stop - start
 
 
 def parts_needed(batch_size: int, world_size: int, most: int) -> int:
@@ -82,40 +85,7 @@ def parts_needed(batch_size: int, world_size: int, most: int) -> int:
     return -(-largest_share // most)
 
 
-class _Shuffled:
-    """A permutation that is computed piece by piece: no epoch is ever listed."""
-
-    _BLOCK = 4096
-
-    def __init__(self, samples: int, seed: int, epoch: int) -> None:
-        self._order = SampleOrder(samples, seed, epoch)
-        self._samples = samples
-        self._block: tuple[int, tuple[int, ...]] = (-1, ())
-
-    def take(self, start: int, stop: int) -> Sequence[int]:
-        if self._samples == 1:
-            return (0,) * (stop - start)
-        found: tuple[int, ...] = ()
-        while start < stop:
-            number, offset = divmod(start, self._BLOCK)
-            if self._block[0] != number:
-                first = number * self._BLOCK
-                self._block = number, take_many(self._order, first, min(first + self._BLOCK, self._samples))
-            piece = self._block[1][offset : offset + stop - start]
-            found += piece
-            start += len(piece)
-        return found
-
-
-class _Listed:
-    def __init__(self, samples: Sequence[int]) -> None:
-        self._samples = samples
-
-    def take(self, start: int, stop: int) -> Sequence[int]:
-        return self._samples[start:stop]
-
-
-def order_of(sampler: Iterable[int] | None, samples: int, seed: int) -> Callable[[int], EpochOrder]:
+def order_of(sampler: Iterable[int] | None, samples: int, seed: int) -> Callable[[int], Order]:
     """epoch -> the order that `sampler` stands for.
 
     A RandomSampler becomes a permutation by (seed, epoch). Any other sampler is run once per epoch, with the random
@@ -124,55 +94,50 @@ def order_of(sampler: Iterable[int] | None, samples: int, seed: int) -> Callable
     """
     refuse_shares(sampler)
     if sampler is None or type(sampler) is SequentialSampler:
-        return functools.partial(_sequential, samples)
+        return _sequential
     if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == samples:
-        return functools.partial(_Shuffled, samples, seed)
+        return functools.partial(_shuffled, samples, seed)
     return functools.partial(_sampled, sampler, samples, seed)
 
 
-def _sequential(samples: int, _epoch: int) -> EpochOrder:
-    return _Listed(range(samples))
+def _sequential(_epoch: int) -> Order:
+    return range
 
 
-def _sampled(sampler: Iterable[int], samples: int, seed: int, epoch: int) -> EpochOrder:
-    found = drawn(sampler, seed, epoch)
-    if len(found) < samples:
-        raise MisuseValueError(f"{type(sampler).__name__} yields {len(found)} samples in epoch {epoch}, not {samples}")
-    return _Listed(found)
+def _shuffled(samples: int, seed: int, epoch: int) -> Order:
+    return functools.partial(take_many, SampleOrder(samples, seed, epoch))
 
 
-def count(dataset: Any, sampler: Any) -> int:
-    """Samples in an epoch, before an incomplete batch is left out."""
-    return len(dataset if sampler is None else sampler)
+def _sampled(sampler: Iterable[int], samples: int, seed: int, epoch: int) -> Order:
+    indices = drawn(sampler, seed, epoch)
+    if len(indices) < samples:
+        raise MisuseValueError(
+            f"{type(sampler).__name__} yields {len(indices)} samples in epoch {epoch}, not {samples}"
+        )
+    return lambda start, stop: indices[start:stop]
 
 
 class _Samples(Dataset[Any]):
     """A dataset that is asked for whole micro-batches, by (step, number)."""
 
-    def __init__(self, dataset: Any, steps: Steps, order: Callable[[int], EpochOrder], seed: int) -> None:
+    def __init__(self, dataset: Any, steps: Steps, order: Callable[[int], Order], seed: int) -> None:
         self.dataset = dataset
-        self._steps = steps
-        self._order_of = order
-        self._seed = seed
+        self._steps, self._order_of, self._seed = steps, order, seed
+        self._reader = Reader(dataset, as_is, seed=seed, rank=steps.rank)
         self._epoch = -1
-        self._order: EpochOrder = _Listed(())
+        self._order: Order = range
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitems__(self, key: Key) -> list[Any]:
-        step, number = key
-        epoch, first, _ = self._steps.whole(step)
-        if epoch != self._epoch:
-            self._epoch, self._order = epoch, self._order_of(epoch)
-        start, stop = self._steps.part(step, number)
+        batch, (start, stop) = self._steps.whole(key[0]), self._steps.part(*key)
+        if batch.epoch != self._epoch:
+            self._epoch, self._order = batch.epoch, self._order_of(batch.epoch)
         if start == stop:
-            start, stop = first, first + 1
-        indices = [int(index) for index in self._order.take(start, stop)]
-        seed_everything(self._seed, 0, epoch, start)  # draws in the dataset and in the collator
-        if (many := getattr(self.dataset, "__getitems__", None)) is not None:
-            return list(many(indices))
-        return [self.dataset[index] for index in indices]
+            start, stop = batch.start, batch.start + 1
+        indices = tuple(map(int, self._order(start, stop)))
+        return self._reader.samples(Chosen(batch.step, word(self._seed, 0, batch.epoch), start, indices, indices[0]))
 
 
 class _Keys:
@@ -245,21 +210,16 @@ def endless(dataset: Iterable[Any]) -> Iterator[Any]:
             raise MisuseValueError(f"the training data yields no sample in epoch {epoch}")
 
 
-class _Collate:
-    """Collates what is there: `None` stands for a micro-batch that is skipped."""
-
-    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
-        self._collate = collate
-
-    def __call__(self, samples: list[Any] | None) -> Any:
-        return None if samples is None else self._collate(samples)
+def _collated(collate: Callable[[list[Any]], Any], samples: list[Any] | None) -> Any:
+    """`None` stands for a micro-batch that is skipped."""
+    return None if samples is None else collate(samples)
 
 
 def loader(
     dataset: Any,
     steps: Steps,
     *,
-    sampler: Iterable[int] | None,
+    sampler: Any,
     collate: Callable[[list[Any]], Any],
     seed: int,
     first_step: int,
@@ -272,18 +232,18 @@ def loader(
     `first_step` on, after `first_step` × parts entries of None if `skipped`; read by one process.
     """
     options.setdefault("generator", torch.Generator())  # otherwise its iterators draw from the global one
-    options.setdefault("worker_init_fn", functools.partial(leave_parents_sockets, parent=os.getpid()))
+    options.setdefault("worker_init_fn", process_init())
     if steps.samples is None:
         options["num_workers"] = min(options.get("num_workers", 0), 1)
         stream = _Stream(dataset, steps, first_step, seed, skipped=skipped)
-        return DataLoader(stream, batch_size=None, collate_fn=_Collate(collate), **options)
-    samples = _Samples(dataset, steps, order_of(sampler, count(dataset, sampler), seed), seed)
+        return DataLoader(stream, batch_size=None, collate_fn=functools.partial(_collated, collate), **options)
+    order = order_of(sampler, len(dataset if sampler is None else sampler), seed)
     keys: Any = _Keys(steps)
-    return Loader(samples, batch_sampler=keys, collate_fn=collate, **options)
+    return Loader(_Samples(dataset, steps, order, seed), batch_sampler=keys, collate_fn=collate, **options)
 
 
 def closed_to_children(data: Any) -> Any:
     """`data`, a DataLoader, whose processes drop the sockets of this one: peers must notice at once when it dies."""
     if getattr(data, "num_workers", 0) and data.worker_init_fn is None:
-        data.worker_init_fn = functools.partial(leave_parents_sockets, parent=os.getpid())
+        data.worker_init_fn = process_init()
     return data

@@ -37,7 +37,7 @@ require("accelerate", "1.15", "2")
 
 import accelerate  # noqa: E402 - only after the check, whose message says what to install
 from accelerate.utils import send_to_device  # noqa: E402
-from torch.utils.data import DataLoader, IterableDataset  # noqa: E402
+from torch.utils.data import DataLoader  # noqa: E402
 
 from . import _data, _place  # noqa: E402
 
@@ -142,7 +142,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             )
         seed_everything(self._seed, 1, step, self._job.rank, part)
         if self._weigh or not size:
-            self._scale = size * steps.parts * steps.world_size / steps.size(step)
+            self._scale = size * steps.parts * steps.world_size / steps.whole(step).size
         else:
             self._scale = 1.0
 
@@ -159,23 +159,22 @@ class _Batches:
                 "the training data: a torch DataLoader with a batch_size, the samples over all ranks"
             )
         job, parts = accelerator._job, accelerator.gradient_accumulation_steps
-        batch_size = data.batch_size * parts
-        samples: int | None = None
-        if not isinstance(data.dataset, IterableDataset):
-            samples = _data.count(data.dataset, data.sampler)
-            if data.drop_last:
-                samples -= samples % batch_size
-            if samples < 1:
-                raise MisuseValueError(f"the training data has not one batch of {batch_size} samples")
         self.dataset = data.dataset
-        self.steps = _data.Steps(batch_size, parts, job.rank, job.world_size, samples)
+        self.steps = _data.Steps.of(
+            job,
+            data.dataset,
+            data.sampler,
+            batch_size=data.batch_size * parts,
+            parts=parts,
+            drop_last=data.drop_last,
+        )
         self.epoch: int | None = None
         """Set by `epochs`; None: that of the state's step."""
         self._accelerator = accelerator
         self._loader = _data.loader(
             data.dataset,
             self.steps,
-            sampler=None if samples is None else data.sampler,
+            sampler=None if self.steps.samples is None else data.sampler,
             collate=data.collate_fn,
             seed=accelerator._seed,
             first_step=accelerator._kept.step,

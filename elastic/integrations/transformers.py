@@ -199,15 +199,9 @@ class ElasticMixin:
         if data is None:
             raise MisuseValueError("Trainer: training requires a train_dataset.")
         sampler = None if isinstance(data, IterableDataset) else self._get_train_sampler()  # type: ignore[attr-defined]
-        samples: int | None = None
-        if not isinstance(data, IterableDataset):
-            samples = _data.count(data, sampler)
-            if self.args.dataloader_drop_last:
-                samples -= samples % batch_size
-            if samples < 1:
-                raise MisuseValueError(f"the training data has not one batch of {batch_size} samples")
         parts = _data.parts_needed(batch_size, job.world_size, self.args.train_batch_size)
-        return _data.Steps(batch_size, parts, job.rank, job.world_size, samples), sampler
+        drop_last = self.args.dataloader_drop_last
+        return _data.Steps.of(job, data, sampler, batch_size=batch_size, parts=parts, drop_last=drop_last), sampler
 
     # ── what the stock loop calls ───────────────────────────────────────────────────────────────────────────
 
@@ -264,8 +258,7 @@ class ElasticMixin:
         size, step = run.sizes[run.part], self.state.global_step
         run.part += 1
         # The stock step divides a mean loss by this: so it becomes its part in the mean over the global batch.
-        whole = run.steps.size(step)
-        self.current_gradient_accumulation_steps = whole / (max(size, 1) * run.job.world_size)
+        self.current_gradient_accumulation_steps = run.steps.whole(step).size / (max(size, 1) * run.job.world_size)
         with contextlib.nullcontext() if size else _muted(self.accelerator):
             loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
         loss = loss if size else torch.zeros_like(loss)

@@ -24,7 +24,7 @@ def test_each_sample_of_an_epoch_is_taken_once_over_any_sequence_of_worlds(
 ) -> None:
     plan = BatchPlan(samples, batch_size)
     taken: dict[int, Counter[int]] = {epoch: Counter() for epoch in range(epochs)}
-    for step in range(plan.total_steps(epochs=epochs)):
+    for step in range(epochs * plan.steps_per_epoch):
         batch, world_size = plan.at(step), world_sizes[step % len(world_sizes)]
         order = SampleOrder(samples, seed, batch.epoch)
         for rank in range(world_size):
@@ -96,10 +96,7 @@ def test_steps_and_epochs() -> None:
     plan = BatchPlan(10, 4)
     assert [plan.at(s).size for s in range(6)] == [4, 4, 2, 4, 4, 2]
     assert [plan.at(s).epoch for s in range(6)] == [0, 0, 0, 1, 1, 1]
-    assert plan.total_steps() == 3
-    assert plan.total_steps(epochs=2, steps=5) == 5
-    assert plan.total_steps(epochs=1, steps=5) == 3
-    assert plan.total_steps(steps=0) == 0
+    assert plan.steps_per_epoch == 3
 
 
 def test_wrong_arguments_are_named() -> None:

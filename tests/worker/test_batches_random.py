@@ -52,7 +52,7 @@ KINDS: dict[str, Callable[[int], float]] = {
 
 
 def read(dataset: Drawing, *, seeded: bool, collate: Callable[[list[Any]], Any] = default_collate) -> list[Any]:
-    parts = Reader(dataset, BatchPlan(COUNT, BATCH), 0, 1, 3, True, collate)
+    parts = Reader(dataset, collate, seed=3, plan=BatchPlan(COUNT, BATCH), shuffle=True)
     parts._random = seeded
     found = []
     for step in range(2 * COUNT // BATCH):

@@ -37,10 +37,10 @@ def test_ranks_and_parts_take_each_sample_of_a_step_once(
 ) -> None:
     parts = _data.parts_needed(batch, world, most)
     ranks = [_data.Steps(batch, parts, rank, world, samples) for rank in range(world)]
-    epoch, start, stop = ranks[0].whole(step)
-    assert epoch == step // ranks[0].per_epoch
-    assert [p for steps in ranks for p in taken(steps, step)] == list(range(start, stop))
-    assert sum(sum(steps.sizes(step)) for steps in ranks) == ranks[0].size(step) == stop - start
+    whole = ranks[0].whole(step)
+    assert whole.epoch == step // ranks[0].per_epoch
+    assert [p for steps in ranks for p in taken(steps, step)] == list(range(whole.start, whole.stop))
+    assert sum(sum(steps.sizes(step)) for steps in ranks) == whole.size
     assert all(size <= most for steps in ranks for size in steps.sizes(step))
 
 
@@ -110,7 +110,7 @@ def test_a_sampler_with_a_generator_of_its_own_draws_the_same_in_each_epoch_wher
     def orders(*epochs: int) -> list[list[int]]:
         sampler = WeightedRandomSampler([1.0] * 40, 40, generator=torch.Generator().manual_seed(7))
         made = _data.order_of(sampler, 40, seed=3)
-        return [list(made(epoch).take(0, 40)) for epoch in epochs]
+        return [list(made(epoch)(0, 40)) for epoch in epochs]
 
     assert orders(0, 1, 2)[2] == orders(2)[0]
     assert orders(0)[0] != orders(1)[0]
@@ -120,7 +120,7 @@ def test_a_sampler_with_a_generator_of_its_own_draws_the_same_in_each_epoch_wher
 def test_a_sampler_that_is_one_ranks_share_already_is_refused(replicas: int, fits: bool) -> None:
     sampler = DistributedSampler(Numbers(40), num_replicas=replicas, rank=0)
     if fits:
-        assert sorted(_data.order_of(sampler, 40, seed=3)(0).take(0, 40)) == list(range(40))
+        assert sorted(_data.order_of(sampler, 40, seed=3)(0)(0, 40)) == list(range(40))
         return
     with pytest.raises(ValueError, match=r"DistributedSampler\(num_replicas=2\).*give the dataset without it"):
         _data.order_of(sampler, 20, seed=3)

@@ -6,15 +6,22 @@ gone; and torch's own loader processes notice their parent's death only after se
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 import stat
+from collections.abc import Callable
 
 from elastic.util.processes import die_with
 
 
+def process_init() -> Callable[[int], None]:
+    """`worker_init_fn` of a DataLoader whose processes are children of this one."""
+    return functools.partial(leave_parents_sockets, parent=os.getpid())
+
+
 def leave_parents_sockets(_loader: int = 0, *, parent: int) -> None:
-    """Usable as `worker_init_fn` of a DataLoader. Replaces each inherited internet socket by /dev/null.
+    """Replaces each inherited internet socket by /dev/null.
 
     Replaced, not closed: C++ objects copied by the fork still hold the descriptors and must not hit another file.
     """

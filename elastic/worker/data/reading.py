@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -12,7 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, StackDataset, Subset, default_collate
 
-from elastic.worker.boot.inherited_sockets import leave_parents_sockets
+from elastic.worker.boot.inherited_sockets import process_init
 from elastic.worker.torch_internals import torch_private
 
 from .containers import collated, moved
@@ -47,15 +45,17 @@ class Reader:
     def __init__(
         self,
         dataset: Any,
-        plan: BatchPlan,
-        rank: int,
-        world_size: int,
-        seed: int,
-        shuffle: bool,
         collate: Callable[[list[Any]], Any],
+        *,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        plan: BatchPlan = BatchPlan(1, 1),  # noqa: B008 - frozen
+        shuffle: bool = False,
         at: tuple[int, int, int] = (0, 0, 1),
     ) -> None:
-        """`at`: (first epoch, step of the loop's begin, commits of a batch)."""
+        """`plan`: of the batches that are read by their number. `at`: (first epoch, step of the loop's begin, commits
+        of a batch)."""
         self._dataset = dataset
         self._plan = plan
         self._first_epoch, self._begin, self._commits = at
@@ -91,8 +91,7 @@ class Reader:
 
     def __getitem__(self, key: int | Chosen) -> tuple[tuple[int, ...], Any]:
         if isinstance(key, Chosen):
-            self._draws, indices = key.draws, key.indices
-            samples = self._fetch(key.step, key.start, indices or (key.spare,))
+            indices, samples = key.indices, self.samples(key)
         else:
             place = key - self._ahead_of
             if not 0 <= place < len(self._ahead):
@@ -103,6 +102,11 @@ class Reader:
             read = indices or (self._order[self._plan.at(key).start],)
             samples = self._fetch(self._begin + key * self._commits, start, read)
         return indices, collated(samples) if self._collate is default_collate else self._collate(samples)
+
+    def samples(self, chosen: Chosen) -> list[Any]:
+        """Those that are chosen, not collated."""
+        self._draws = chosen.draws
+        return self._fetch(chosen.step, chosen.start, chosen.indices or (chosen.spare,))
 
     def _look_ahead(self, number: int) -> None:
         """Determine this rank's samples in a batch, and in as many full batches after it as fit into a block."""
@@ -195,7 +199,8 @@ def _at(order: SampleOrder, positions: Any) -> Any:
     """The samples at `positions` of a shuffled order; both are arrays of unsigned 64-bit integers."""
     permute: Callable[[Any], Any] = order.permute
     few = _FEW
-    if order.domain <= _BLOCK:  # of so few, all are permuted once, and the passes after that only look them up
+    # Of so few, all are permuted once, and the passes after that only look them up.
+    if order.domain <= min(_BLOCK, 8 * len(positions)):
         permute, few = permute(np.arange(order.domain, dtype=np.uint64)).take, 0
     samples = permute(positions)
     outside = np.flatnonzero(samples >= order.samples)
@@ -225,7 +230,7 @@ def loaded(
     if num_workers == 0:
         yield map(parts.__getitem__, keys)
         return
-    options.setdefault("worker_init_fn", functools.partial(leave_parents_sockets, parent=os.getpid()))
+    options.setdefault("worker_init_fn", process_init())
     loader: DataLoader[Any] = DataLoader(
         parts,  # type: ignore[arg-type]  # __getitem__ is all that is asked of it
         batch_size=None,

@@ -79,13 +79,6 @@ class BatchPlan:
         stop = start + size
         return GlobalBatch(step, epoch, start, stop if stop < samples else samples, turn == each - 1)
 
-    def total_steps(self, *, epochs: int | None = None, steps: int | None = None) -> int:
-        """Where training ends: the smaller of the two limits; one epoch when neither is given."""
-        if epochs is None and steps is None:
-            epochs = 1
-        limits = [n for n in (steps, None if epochs is None else epochs * self.steps_per_epoch) if n is not None]
-        return min(limits)
-
 
 def rank_range(start: int, stop: int, rank: int, world_size: int) -> tuple[int, int]:
     """`rank`'s contiguous part of [start, stop). Sizes differ by at most one sample; the low ranks have the larger."""

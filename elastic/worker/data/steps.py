@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
 from torch.utils.data import DataLoader, IterableDataset
 
-from elastic.worker.boot.inherited_sockets import leave_parents_sockets
+from elastic.worker.boot.inherited_sockets import process_init
 from elastic.worker.link.misuse import MisuseValueError
 from elastic.worker.state.parts.data_progress import DataProgress
 from elastic.worker.torch_internals import torch_private
@@ -21,7 +20,6 @@ from .batches import HasStep, refuse_uncommitted
 from .reading import Reader
 from .samplers import drawn, set_epoch, whole_indices
 from .seeds import seed_everything
-from .sharding import BatchPlan
 from .turns import Loop, own
 
 _OPTIONS = ("timeout", "multiprocessing_context", "prefetch_factor", "persistent_workers")
@@ -51,13 +49,13 @@ def steps(
     ends = contextlib.ExitStack()
     if _has_indices(loader):
         of = functools.partial(_batches, loader, seed)
-        reader = Reader(loader.dataset, BatchPlan(1, 1), rank, world_size, seed, False, loader.collate_fn)
+        reader = Reader(loader.dataset, loader.collate_fn, seed=seed, rank=rank)
         taken = loop.run(
             loop.listed(of, own(rank, seed)),
             reader,
             num_workers=loader.num_workers,
             pin_memory=loader.pin_memory,
-            worker_init_fn=functools.partial(_begin_process, loader.worker_init_fn, os.getpid()),
+            worker_init_fn=functools.partial(_begin_process, loader.worker_init_fn, process_init()),
             **({name: getattr(loader, name) for name in _OPTIONS} if loader.num_workers else {}),
         )
     else:
@@ -87,8 +85,8 @@ def _batches(loader: Any, seed: int, epoch: int, most: float) -> tuple[Sequence[
     return found, {"length": len(found)}
 
 
-def _begin_process(of_the_script: Callable[[int], None] | None, parent: int, number: int) -> None:
-    leave_parents_sockets(number, parent=parent)
+def _begin_process(of_the_script: Callable[[int], None] | None, ours: Callable[[int], None], number: int) -> None:
+    ours(number)
     if of_the_script is not None:
         of_the_script(number)
 
@@ -101,7 +99,7 @@ class _Draws:
         self._item: Any = _END
         self._iterator: Any = None
         if getattr(loader, "num_workers", 0) and loader.worker_init_fn is None:
-            loader.worker_init_fn = functools.partial(leave_parents_sockets, parent=os.getpid())
+            loader.worker_init_fn = process_init()
 
     def turns(self) -> Iterator[Any]:
         length = None

@@ -14,9 +14,7 @@ step are left out: the next step begins its next pass.
 
 from __future__ import annotations
 
-import functools
 import itertools
-import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
@@ -24,7 +22,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import IterableDataset, default_collate
 
-from elastic.worker.boot.inherited_sockets import leave_parents_sockets
+from elastic.worker.boot.inherited_sockets import process_init
 from elastic.worker.comm.ddp import GradientWeight
 from elastic.worker.link.misuse import MisuseValueError
 from elastic.worker.state.handover import shared_values
@@ -164,7 +162,7 @@ class _Stream:
                 num_workers=min(num_workers, 1),
                 collate_fn=collate,
                 drop_last=True,
-                worker_init_fn=functools.partial(leave_parents_sockets, parent=os.getpid()),
+                worker_init_fn=process_init(),
             )
         self._once = isinstance(samples, Iterator)
         self._iterator: Iterator[Any] | None = None

@@ -21,9 +21,9 @@ from torch.utils.data import default_collate
 from elastic.worker.comm.p2p import control_device
 from elastic.worker.data.arguments import plan_of
 from elastic.worker.data.batches import Batch, MapDataset
-from elastic.worker.data.reading import elsewhere, loaded, move
+from elastic.worker.data.reading import Reader, elsewhere, loaded, move
 from elastic.worker.data.seeds import seed_everything
-from elastic.worker.data.sharding import BatchPlan, rank_range
+from elastic.worker.data.sharding import rank_range
 from elastic.worker.link.misuse import MisuseTypeError, MisuseValueError
 
 Measure = Callable[[Batch], Mapping[str, "torch.Tensor | float"]]
@@ -59,10 +59,10 @@ def evaluate(
     """
     plan = plan_of(dataset, batch_size)
     mine = range(*rank_range(0, plan.steps_per_epoch, rank, world_size))
-    parts = _Parts(dataset, plan, seed, collate or default_collate)
+    reader = Reader(dataset, collate or default_collate, seed=seed, plan=plan)
     names: list[str] | None = None
     rows: list[torch.Tensor] = []
-    with loaded(parts, mine, num_workers, pin_memory) as found:
+    with loaded(reader, mine, num_workers, pin_memory) as found:
         for number, (indices, data) in zip(mine, found, strict=True):
             batch = Batch(
                 data=move(elsewhere(device), data),
@@ -117,21 +117,6 @@ def unnoticed() -> Iterator[None]:
         torch.set_rng_state(cpu)
         if cuda:
             torch.cuda.set_rng_state_all(cuda)
-
-
-class _Parts:
-    """`parts[number]`: (indices, collated samples) of that batch. Picklable if the dataset is."""
-
-    def __init__(self, dataset: MapDataset, plan: BatchPlan, seed: int, collate: Callable[[list[Any]], Any]) -> None:
-        self._dataset, self._plan, self._seed, self._collate = dataset, plan, seed, collate
-
-    def __getitem__(self, number: int) -> tuple[tuple[int, ...], Any]:
-        whole = self._plan.at(number)
-        indices = tuple(range(whole.start, whole.stop))
-        seed_everything(self._seed, 2, number)
-        many = getattr(self._dataset, "__getitems__", None)
-        samples = list(many(list(indices))) if many else [self._dataset[index] for index in indices]
-        return indices, self._collate(samples)
 
 
 def _checked(sums: object) -> list[str]:
