@@ -32,7 +32,7 @@ from torch._C._distributed_c10d import TCPStore, _broadcast_coalesced
 
 from elastic.worker.comm.group import Group
 from elastic.worker.state.handover import pull
-from elastic.worker.state.handover.sync import synchronise
+from elastic.worker.state.handover.sync import Handover
 from elastic.worker.state.state import State
 
 PR_SET_PDEATHSIG = 1
@@ -99,7 +99,7 @@ class Rank:
     def ours(self) -> None:
         if self.rank:
             self.state._whole = False
-        synchronise(self.state, rank=self.rank, world_size=self.world_size, generation=1)
+        Handover(self.state, rank=self.rank, world_size=self.world_size, generation=1).run()
 
     def ours_sockets(self) -> None:
         """As between hosts: no rank reads the source's memory."""

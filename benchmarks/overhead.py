@@ -50,7 +50,7 @@ from elastic.worker.link.session import Session
 from elastic.worker.run import AgentLink
 from elastic.worker.snapshots.checkpoint_scheduler import CheckpointScheduler, RankPosition, SnapshotPart
 from elastic.worker.state.handover import pull
-from elastic.worker.state.handover.sync import synchronise
+from elastic.worker.state.handover.sync import Handover
 from elastic.worker.state.state import State
 
 ELEMENTS = 12
@@ -129,7 +129,7 @@ def hand_over(rank: int, port: int, shapes: list[tuple[int, int]], turns: int, s
             state = sources[number] if sources else build(*shape, stepped=False)
             dist.barrier()
             began_s, before = time.perf_counter(), time.process_time()
-            synchronise(state, rank=rank, world_size=2, generation=1)
+            Handover(state, rank=rank, world_size=2, generation=1).run()
             dist.barrier()
             times[number].append((time.perf_counter() - began_s, core_s(before)))
     out.put((rank, [tuple(map(statistics.median, zip(*each, strict=True))) for each in times]))

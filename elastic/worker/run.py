@@ -25,7 +25,7 @@ from elastic.worker.link.session import GenerationEnded, Session, is_worker
 from elastic.worker.snapshots.agent_snapshots import AgentSnapshots
 from elastic.worker.snapshots.checkpoint_scheduler import CheckpointScheduler, RankPosition
 from elastic.worker.state.handover.restore import Disk, Store
-from elastic.worker.state.handover.sync import SyncResult, synchronise
+from elastic.worker.state.handover.sync import Handover, SyncResult
 from elastic.worker.torch_internals.device_marks import DeviceMarks, cuda_event
 
 from .comm import reconfigured
@@ -366,7 +366,7 @@ class ManagedWorker:
             disk = replace(self._disk, known=known) if self._disk else None
             store = Store(session, disk, state, form.generation, form.restore)
         try:
-            return synchronise(
+            return Handover(
                 state,
                 rank=form.rank,
                 world_size=form.world_size,
@@ -378,7 +378,7 @@ class ManagedWorker:
                 known_commit=form.reached,
                 logged=job.rows.kept,
                 check=lambda: self._moved(form.generation),
-            )
+            ).run()
         finally:
             if store:
                 store.close()

@@ -17,7 +17,7 @@ from elastic.worker.link.link import Link
 from elastic.worker.snapshots.checkpoint_scheduler import CheckpointScheduler, RankPosition
 from elastic.worker.snapshots.local_snapshots import LocalSnapshots
 from elastic.worker.state.handover.restore import Disk
-from elastic.worker.state.handover.sync import synchronise
+from elastic.worker.state.handover.sync import Handover
 
 from .comm.kept_group import group_is_over, kept_group
 from .state.state import State
@@ -92,14 +92,14 @@ def _train(job: Job, state: State, train: Train, disk: Disk | None, rule: Interv
 
 def _restore(job: Job, state: State, disk: Disk | None) -> int:
     """Bring all ranks to the newest state. Returns the generation of this run: above that of every checkpoint."""
-    synced = synchronise(
+    synced = Handover(
         state,
         rank=job.rank,
         world_size=job.world_size,
         restore="newest",
         saved=disk.saved if disk else None,
         load=(lambda _: disk.load(state)) if disk else None,
-    )
+    ).run()
     if synced.origin is Origin.CHECKPOINT and job.rank == 0:
         print(f"elastic: resumed from {synced.source}", flush=True)
     # Above all that are there: this run shares no shard with what earlier runs have left unfinished.

@@ -24,7 +24,7 @@ from elastic.worker.comm.errors import GroupAborted, is_communication_error
 from elastic.worker.comm.group import Group
 from elastic.worker.state.handover import broadcast, pull, restore, sync
 from elastic.worker.state.handover.restore import Disk
-from elastic.worker.state.handover.sync import Saved, synchronise
+from elastic.worker.state.handover.sync import Handover, Saved
 from elastic.worker.state.parts.parts import OptimizerPart
 from elastic.worker.state.state import State
 from elastic.worker.state.state_source import NoStateError
@@ -116,7 +116,7 @@ def newcomer(rank: int, world_size: int, port: int, kind: str, way: str) -> Any:
             step(state, generation=4)
     kept = [id(p) for p in state.model.parameters()], [p.data_ptr() for p in state.model.parameters()]
     made = group(rank, world_size, port, 5)
-    synced = synchronise(state, rank=rank, world_size=world_size, generation=5)
+    synced = Handover(state, rank=rank, world_size=world_size, generation=5).run()
     now = [id(p) for p in state.model.parameters()], [p.data_ptr() for p in state.model.parameters()]
     received = fingerprint(state)
     step(state, generation=5)
@@ -202,7 +202,7 @@ def listed_early(rank: int, world_size: int, port: int, what: str, since: bool, 
         if not since:
             state.table()
     group_of_ranks = group(rank, world_size, port, 5)
-    synced = synchronise(state, rank=rank, world_size=world_size, generation=5)
+    synced = Handover(state, rank=rank, world_size=world_size, generation=5).run()
     group_of_ranks.close()
     kept = [t for entry in state.optimizer.state.values() for t in entry.values() if isinstance(t, torch.Tensor)]
     return {
@@ -235,13 +235,13 @@ def first_start(rank: int, world_size: int, port: int) -> Any:
     """Three fresh processes with different seeds; then one is replaced before anybody has committed."""
     state = build(rank)
     made = group(rank, world_size, port, 1)
-    synced = synchronise(state, rank=rank, world_size=world_size, generation=1)
+    synced = Handover(state, rank=rank, world_size=world_size, generation=1).run()
     made.close()
     first = fingerprint(state)
     if rank == 2:
         state = build(7)
     made = group(rank, world_size, port, 2)
-    again = synchronise(state, rank=rank, world_size=world_size, generation=2)
+    again = Handover(state, rank=rank, world_size=world_size, generation=2).run()
     made.close()
     return [synced.source, again.source, again.nbytes > 0, first, fingerprint(state), state.version]
 
@@ -264,7 +264,7 @@ def one_ahead(rank: int, world_size: int, port: int) -> Any:
         assert not state.clean()
     made = group(rank, world_size, port, 2)
     own = [LoggedRow(step=4, wall_s=1.0, values={"rank": rank, "loss": math.nan})]
-    synced = synchronise(state, rank=rank, world_size=world_size, generation=2, logged=lambda: own)
+    synced = Handover(state, rank=rank, world_size=world_size, generation=2, logged=lambda: own).run()
     made.close()
     rows = [(row.step, row.values["rank"], str(row.values["loss"])) for row in synced.logged]
     return [synced.step, state.clean(), fingerprint(state), synced.source_rank, rows]
@@ -299,14 +299,14 @@ def from_disk(rank: int, world_size: int, port: int) -> Any:
         return f"{kind} step 2 at /here"
 
     made = group(rank, world_size, port, 9)
-    synced = synchronise(
+    synced = Handover(
         state,
         rank=rank,
         world_size=world_size,
         generation=9,
         saved=lambda: Saved(checkpoint=(3, 4) if rank else None),
         load=load,
-    )
+    ).run()
     made.close()
     return [synced.step, synced.source, state.version, fingerprint(state)]
 
@@ -329,7 +329,7 @@ def late_node(rank: int, world_size: int, port: int, saved: tuple[int, int]) -> 
 
     made = group(rank, world_size, port, 9)
     theirs = Saved(checkpoint=saved if rank else None)
-    synced = synchronise(state, rank=rank, world_size=world_size, generation=9, saved=lambda: theirs, load=load)
+    synced = Handover(state, rank=rank, world_size=world_size, generation=9, saved=lambda: theirs, load=load).run()
     made.close()
     return [synced.origin.value, state.step, fingerprint(state)]
 
@@ -356,7 +356,7 @@ def from_two_disks(rank: int, world_size: int, port: int, damage: str) -> Any:
     made = group(rank, world_size, port, 9)
     newest = (3, 3) if rank else (3, 4)
     theirs = Saved(checkpoint=newest, storage_id=rank, look_again=lambda passed: (newest, rank))
-    synced = synchronise(state, rank=rank, world_size=world_size, generation=9, saved=lambda: theirs, load=load)
+    synced = Handover(state, rank=rank, world_size=world_size, generation=9, saved=lambda: theirs, load=load).run()
     made.close()
     return [synced.step, synced.source, state.version, fingerprint(state)]
 
@@ -387,7 +387,7 @@ def from_one_disk(rank: int, world_size: int, port: int, folder: str, ends: str)
 
     made = group(rank, world_size, port, 9)
     try:
-        synced = synchronise(state, rank=rank, world_size=world_size, generation=9, saved=disk.saved, load=load)
+        synced = Handover(state, rank=rank, world_size=world_size, generation=9, saved=disk.saved, load=load).run()
     except (NoGoodCheckpoint, NoStateError):
         return [0, "", loads]
     finally:
@@ -449,14 +449,14 @@ def interrupted(rank: int, world_size: int, port: int, way: str) -> Any:
     if rank:
         threading.Timer(1.0, made.abort, ["rank 0 died"]).start()
     with pytest.raises((RuntimeError, GroupAborted)) as caught:
-        synchronise(state, rank=rank, world_size=world_size, generation=2, check=check)
+        Handover(state, rank=rank, world_size=world_size, generation=2, check=check).run()
     assert is_communication_error(caught.value), caught.value
     del caught
     made.close()
     touched = bool((state.model.weight == 0).any())
     made = group(rank - 1, world_size - 1, port, 3)
     with pytest.raises(NoStateError, match="half-changed"):
-        synchronise(state, rank=rank - 1, world_size=world_size - 1, generation=3)
+        Handover(state, rank=rank - 1, world_size=world_size - 1, generation=3).run()
     made.close()
     return [state.clean(), state.version, touched]
 
@@ -483,7 +483,7 @@ def mismatch(rank: int, world_size: int, port: int, what: str, early: int) -> An
     made = group(rank, world_size, port, 2)
     said = ""
     try:
-        synchronise(state, rank=rank, world_size=world_size, generation=2)
+        Handover(state, rank=rank, world_size=world_size, generation=2).run()
     except (ValueError, RuntimeError) as error:
         said = str(error)
     made.abort("one rank failed")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -83,8 +83,6 @@ class SyncResult:
     source_rank: int
     logged: Sequence[LoggedRow]
     """With the state: rows of `job.log` that rank 0 may lack."""
-    reason: str
-    """Reason for this source, as text."""
     reached: int
     """The newest step that any rank has a record of as committed."""
 
@@ -119,64 +117,195 @@ class StateHeader(msgspec.Struct, frozen=True):
     """As JSON; see `SyncResult`."""
 
 
-def synchronise(
-    state: State,
-    *,
-    rank: int,
-    world_size: int,
-    restore: str = "newest",
-    generation: int = 0,
-    saved: SavedVersions | None = None,
-    load: Load | None = None,
-    known_step: int = 0,
-    known_commit: Version = (0, 0),
-    logged: Logged = tuple,
-    check: Callable[[], None] = lambda: None,
-) -> SyncResult:
-    """Make every rank's `state` the newest there is, over torch's default group. All ranks call it.
+@dataclass(frozen=True, slots=True)
+class Handover:
+    """A group has formed: `run`, which all ranks call, makes every rank's `state` the newest there is, over torch's
+    default group."""
 
-    `saved` returns the versions that `load` could load on this rank; it is called only if no rank's live state
-    qualifies, and must be given on all ranks or none. `known_step`: step of the newest checkpoint that the job is known
-    to have had. `known_commit`: version of the newest commit that this rank's agent has a record of. `logged`: the
-    rows of `job.log` that this rank has. `check` raises once the group was aborted.
+    state: State
+    _: KW_ONLY
+    rank: int
+    world_size: int
+    restore: str = "newest"
+    generation: int = 0
+    saved: SavedVersions | None = None
+    """Returns the versions that `load` could load on this rank. Called only if no rank's live state qualifies; given on
+    all ranks or none."""
+    load: Load | None = None
+    known_step: int = 0
+    """Step of the newest checkpoint that the job is known to have had."""
+    known_commit: Version = (0, 0)
+    """Version of the newest commit that this rank's agent has a record of."""
+    logged: Logged = tuple
+    """Returns the rows of `job.log` that this rank has."""
+    check: Callable[[], None] = lambda: None
+    """Raises once the group was aborted."""
 
-    If this raises half-way, `state.clean()` is False and the rank needs the state from another one. Raises NoStateError
-    (StateLostError: on all ranks), ValueError (this rank's model differs), broadcast.CorruptError, and what `load`
-    raises.
-    """
-    begun_s = time.monotonic()
-    mine = Offer(
-        rank=rank,
-        version=state.version,
-        clean=state.clean(),
-        established=state.established,
-        known_step=known_step,
-        reached=known_commit,
-        described=len(state.last_described()),
-    )
-    offers, found = _gather(mine, world_size), Saved()
-    if saved is not None and (restore != "newest" or not _live(offers, generation)):
-        found = saved()
+    def run(self) -> SyncResult:
+        """If this raises half-way, `state.clean()` is False and the rank needs the state from another one. Raises
+        NoStateError (StateLostError: on all ranks), ValueError (this rank's model differs), broadcast.CorruptError, and
+        what `load` raises."""
+        begun_s, state = time.monotonic(), self.state
+        mine = Offer(
+            rank=self.rank,
+            version=state.version,
+            clean=state.clean(),
+            established=state.established,
+            known_step=self.known_step,
+            reached=self.known_commit,
+            described=len(state.last_described()),
+        )
+        offers, saved = _gather(mine, self.world_size), Saved()
+        if self.saved is not None and (self.restore != "newest" or not _live(offers, self.generation)):
+            saved = self.saved()
+            self.check()
+            mine = msgspec.structs.replace(
+                mine,
+                snapshot=saved.snapshot,
+                checkpoint=saved.checkpoint,
+                storage_id=saved.storage_id,
+                known_step=max(self.known_step, saved.unusable_step),
+            )
+            offers = _gather(mine, self.world_size)
+        with gc_pause.paused():
+            choice, source = self._chosen(mine, offers, saved.look_again)
+            source, nbytes, rows = self._bring(choice, source, offers[choice.source].described)
+        self.check()
+        return SyncResult(
+            step=state.step,
+            origin=choice.origin,
+            source=source,
+            seconds=time.monotonic() - begun_s,
+            nbytes=nbytes,
+            source_rank=choice.source,
+            logged=rows,
+            reached=reached(offers),
+        )
+
+    def _chosen(self, mine: Offer, offers: Sequence[Offer], look_again: LookAgain) -> tuple[Choice, str]:
+        """The source, and, on that rank, the description of the checkpoint it has loaded; '' if it has loaded none yet.
+
+        Only loading shows that a checkpoint is damaged. The one before it may be older than what another rank has, so
+        all ranks choose again, by what was really loaded. All make the same number of exchanges.
+        """
+        source, damaged = "", None
+        loaded: set[int] = set()
+        passed: list[UnreadableRange] = []
+        before = counted_before(offers, self.restore, self.generation)
+        while True:
+            try:
+                choice = choose(offers, self.restore, before)
+            except NoStateError:
+                if damaged is not None:
+                    raise damaged from None  # it lists the checkpoints
+                raise
+            if choice.origin is not Origin.CHECKPOINT or choice.source in loaded:
+                return choice, source
+            loaded.add(choice.source)
+            if mine.rank == choice.source:
+                try:
+                    source = self._loaded(choice.origin)
+                    version = self.state.version
+                except NoGoodCheckpoint as error:
+                    print(f"elastic: {error}", file=sys.stderr, flush=True)
+                    damaged, version = error, None
+                known_step = max(mine.known_step, choice.version[1])
+                clean = mine.clean and version is None and self.state.clean()
+                mine = msgspec.structs.replace(mine, clean=clean, checkpoint=version, known_step=known_step)
+            storage_id = offers[choice.source].storage_id
+            offers = _gather(mine, len(offers))
+            self.check()
+            if (version := offers[choice.source].checkpoint) != choice.version:
+                passed.append(UnreadableRange(storage_id, version or _NONE, choice.version))
+                # Else each rank of a shared folder would offer the damaged one, and load it.
+                if mine.rank not in loaded:
+                    newest, storage_id = look_again(passed)
+                    mine = msgspec.structs.replace(mine, checkpoint=newest, storage_id=storage_id)
+                offers = _gather(mine, len(offers))
+
+    def _loaded(self, origin: Origin) -> str:
+        if self.load is None:
+            raise AssertionError("a rank without `load` offers nothing to load")
+        return self.load(origin)
+
+    def _bring(self, choice: Choice, source: str, described: int) -> Given:
+        """`described`: see `Offer`; of the source."""
+        # What a rank has loaded meanwhile is in other tensors than those that it has listed.
+        early = choice.origin in (Origin.LIVE, Origin.SETUP) and described >= EARLY_TENSORS
+        source = source if choice.origin is Origin.CHECKPOINT else choice.origin.value
+        if self.rank == choice.source:
+            if choice.origin is Origin.SETUP:
+                self.state.establish(self.generation)
+            elif choice.origin is Origin.SNAPSHOT:
+                source = self._loaded(choice.origin)
+        elif self.rank not in choice.needs:
+            return source, 0, ()
+        if self.rank == choice.source:
+            if choice.needs:
+                self._give(source, choice, early=early)
+            return source, 0, ()
+        return self._take(choice, early=early)
+
+    def _give(self, source: str, choice: Choice, *, early: bool) -> None:
+        extra: dict[str, Any] = {}
+        rows = tuple(row.as_json() for row in self.logged()) if 0 in choice.needs else ()
+        sent = SourceTensors.of(self.state.last_described()) if early else None
+        if sent is not None:
+            p2p.send_bytes(msgspec.json.encode(sent), choice.needs[0])
+        held = self.state.described(extra)  # nothing changes here until all ranks have it
+        described, tensors = [each for each, _ in held], [tensor for _, tensor in held]
+        ours = SourceTensors.of(described)
+        with pull.open_to_readers([each.address for each in described]) as window:
+            head = StateHeader(None if ours == sent else ours, extra, source, window, rows)
+            p2p.send_bytes(msgspec.json.encode(head), choice.needs[0])
+            readers = [bool(_number(source=rank)) for rank in choice.needs]
+            for rank in choice.needs:
+                p2p.exchange(torch.tensor(readers, dtype=torch.int64), target=rank)
+            dense, rest = _split(tensors, window)
+            _relay(rest, (choice.source, *choice.needs), choice.source, self.check)
+            waiting = [rank for rank, reads in zip(choice.needs, readers, strict=True) if not reads]
+            _relay(dense, (choice.source, *waiting), choice.source, self.check)
+            reading = [rank for rank in choice.needs if rank not in waiting]
+            if reading:
+                digests = torch.tensor(pull.digests(*_readable(ours.table, window), self.check), dtype=torch.int64)
+                for rank in reading:
+                    p2p.exchange(digests, target=rank)
+                for rank in reading:
+                    _number(source=rank)  # until that rank has read everything, nothing here may change
+        self.check()
+
+    def _take(self, choice: Choice, *, early: bool) -> Given:
+        rank, check = self.rank, self.check
+        chain = (choice.source, *choice.needs)
+        previous, following = _neighbours(chain, rank)
+        assert previous is not None
+        theirs = _received(SourceTensors, previous, following) if early else SourceTensors((), ())
+        plan = self.state.receive_plan(theirs.table, theirs.devices)
+        head = _received(StateHeader, previous, following)
+        if head.tensors is not None:
+            theirs = head.tensors
+            plan.made.clear()  # before others are made: the memory may not be there twice
+        reads = pull.can_read(head.window)
+        p2p.exchange(torch.tensor([int(reads)]), target=choice.source)
+        readers = torch.zeros(len(choice.needs), dtype=torch.int64)
+        p2p.exchange(readers, source=choice.source)
+        tensors = _adopt(self.state, theirs, head.extra, plan)
+        dense, rest = _split(tensors, head.window)
+        _relay(rest, chain, rank, check)
+        if reads:
+            where = _readable(theirs.table, head.window)
+            found = torch.tensor(pull.pull(dense, *where, head.window.pid, check), dtype=torch.int64)
+            sent = torch.empty_like(found)
+            p2p.exchange(sent, source=choice.source)
+            p2p.exchange(torch.ones(1, dtype=torch.int64), target=choice.source)
+            broadcast.compare(found, sent)
+        else:
+            waiting = [r for r, flag in zip(choice.needs, readers.tolist(), strict=True) if not flag]
+            _relay(dense, (choice.source, *waiting), rank, check)
         check()
-        known_step = max(known_step, found.unusable_step)
-        saves = {"snapshot": found.snapshot, "checkpoint": found.checkpoint, "storage_id": found.storage_id}
-        mine = msgspec.structs.replace(mine, **saves, known_step=known_step)
-        offers = _gather(mine, world_size)
-    with gc_pause.paused():
-        choice, source = _chosen(state, mine, offers, restore, generation, load, found.look_again, check)
-        given = _bring(state, choice, source, rank, generation, load, logged, check, offers[choice.source].described)
-    check()
-    return SyncResult(
-        step=state.step,
-        origin=choice.origin,
-        source=given[0],
-        seconds=time.monotonic() - begun_s,
-        nbytes=given[1],
-        source_rank=choice.source,
-        logged=given[2],
-        reason=choice.reason,
-        reached=reached(offers),
-    )
+        self.state.filled()
+        rows = [row.from_json() for row in head.logged]
+        return head.source, sum(info.nbytes for info in theirs.table), rows
 
 
 def _live(offers: Sequence[Offer], generation: int) -> bool:
@@ -213,155 +342,6 @@ def _offer(rank: int, numbers: Sequence[int]) -> Offer:
         storage_id=kept[4],
         described=kept[5],
     )
-
-
-def _chosen(
-    state: State,
-    mine: Offer,
-    offers: Sequence[Offer],
-    restore: str,
-    generation: int,
-    load: Load | None,
-    look_again: LookAgain,
-    check: Callable[[], None],
-) -> tuple[Choice, str]:
-    """The source, and, on that rank, the description of the checkpoint it has loaded; '' if it has loaded none yet.
-
-    Only loading shows that a checkpoint is damaged. The one before it may be older than what another rank has, so all
-    ranks choose again, by what was really loaded. All make the same number of exchanges.
-    """
-    source, damaged = "", None
-    loaded: set[int] = set()
-    passed: list[UnreadableRange] = []
-    before = counted_before(offers, restore, generation)
-    while True:
-        try:
-            choice = choose(offers, restore, before)
-        except NoStateError:
-            if damaged is not None:
-                raise damaged from None  # it lists the checkpoints
-            raise
-        if choice.origin is not Origin.CHECKPOINT or choice.source in loaded:
-            return choice, source
-        loaded.add(choice.source)
-        if mine.rank == choice.source:
-            try:
-                source = _loaded(load, choice.origin)
-                version = state.version
-            except NoGoodCheckpoint as error:
-                print(f"elastic: {error}", file=sys.stderr, flush=True)
-                damaged, version = error, None
-            known_step, clean = (
-                max(mine.known_step, choice.version[1]),
-                mine.clean and version is None and state.clean(),
-            )
-            mine = msgspec.structs.replace(mine, clean=clean, checkpoint=version, known_step=known_step)
-        storage_id = offers[choice.source].storage_id
-        offers = _gather(mine, len(offers))
-        check()
-        if (version := offers[choice.source].checkpoint) != choice.version:
-            passed.append(UnreadableRange(storage_id, version or _NONE, choice.version))
-            if mine.rank not in loaded:  # else each rank of a shared folder would offer the damaged one, and load it
-                newest, storage_id = look_again(passed)
-                mine = msgspec.structs.replace(mine, checkpoint=newest, storage_id=storage_id)
-            offers = _gather(mine, len(offers))
-
-
-def _loaded(load: Load | None, origin: Origin) -> str:
-    if load is None:
-        raise AssertionError("a rank without `load` offers nothing to load")
-    return load(origin)
-
-
-def _bring(
-    state: State,
-    choice: Choice,
-    source: str,
-    rank: int,
-    generation: int,
-    load: Load | None,
-    logged: Logged,
-    check: Callable[[], None],
-    described: int,
-) -> Given:
-    """`described`: see `Offer`; of the source."""
-    # What a rank has loaded meanwhile is in other tensors than those that it has listed.
-    early = choice.origin in (Origin.LIVE, Origin.SETUP) and described >= EARLY_TENSORS
-    source = source if choice.origin is Origin.CHECKPOINT else choice.origin.value
-    if rank == choice.source:
-        if choice.origin is Origin.SETUP:
-            state.establish(generation)
-        elif choice.origin is Origin.SNAPSHOT:
-            source = _loaded(load, choice.origin)
-    elif rank not in choice.needs:
-        return source, 0, ()
-    if rank == choice.source:
-        if choice.needs:
-            _give(state, source, choice, logged, check, early=early)
-        return source, 0, ()
-    return _take(state, choice, rank, check, early=early)
-
-
-def _give(state: State, source: str, choice: Choice, logged: Logged, check: Callable[[], None], *, early: bool) -> None:
-    extra: dict[str, Any] = {}
-    rows = tuple(row.as_json() for row in logged()) if 0 in choice.needs else ()
-    sent = SourceTensors.of(state.last_described()) if early else None
-    if sent is not None:
-        p2p.send_bytes(msgspec.json.encode(sent), choice.needs[0])
-    held = state.described(extra)  # nothing changes here until all ranks have it
-    described, tensors = [each for each, _ in held], [tensor for _, tensor in held]
-    ours = SourceTensors.of(described)
-    with pull.open_to_readers([each.address for each in described]) as window:
-        head = StateHeader(None if ours == sent else ours, extra, source, window, rows)
-        p2p.send_bytes(msgspec.json.encode(head), choice.needs[0])
-        readers = [bool(_number(source=rank)) for rank in choice.needs]
-        for rank in choice.needs:
-            p2p.exchange(torch.tensor(readers, dtype=torch.int64), target=rank)
-        dense, rest = _split(tensors, window)
-        _relay(rest, (choice.source, *choice.needs), choice.source, check)
-        waiting = [rank for rank, reads in zip(choice.needs, readers, strict=True) if not reads]
-        _relay(dense, (choice.source, *waiting), choice.source, check)
-        reading = [rank for rank in choice.needs if rank not in waiting]
-        if reading:
-            digests = torch.tensor(pull.digests(*_readable(ours.table, window), check), dtype=torch.int64)
-            for rank in reading:
-                p2p.exchange(digests, target=rank)
-            for rank in reading:
-                _number(source=rank)  # until that rank has read everything, nothing here may change
-    check()
-
-
-def _take(state: State, choice: Choice, rank: int, check: Callable[[], None], *, early: bool) -> Given:
-    chain = (choice.source, *choice.needs)
-    previous, following = _neighbours(chain, rank)
-    assert previous is not None
-    theirs = _received(SourceTensors, previous, following) if early else SourceTensors((), ())
-    plan = state.receive_plan(theirs.table, theirs.devices)
-    head = _received(StateHeader, previous, following)
-    if head.tensors is not None:
-        theirs = head.tensors
-        plan.made.clear()  # before others are made: the memory may not be there twice
-    reads = pull.can_read(head.window)
-    p2p.exchange(torch.tensor([int(reads)]), target=choice.source)
-    readers = torch.zeros(len(choice.needs), dtype=torch.int64)
-    p2p.exchange(readers, source=choice.source)
-    tensors = _adopt(state, theirs, head.extra, plan)
-    dense, rest = _split(tensors, head.window)
-    _relay(rest, chain, rank, check)
-    if reads:
-        where = _readable(theirs.table, head.window)
-        found = torch.tensor(pull.pull(dense, *where, head.window.pid, check), dtype=torch.int64)
-        sent = torch.empty_like(found)
-        p2p.exchange(sent, source=choice.source)
-        p2p.exchange(torch.ones(1, dtype=torch.int64), target=choice.source)
-        broadcast.compare(found, sent)
-    else:
-        waiting = [r for r, flag in zip(choice.needs, readers.tolist(), strict=True) if not flag]
-        _relay(dense, (choice.source, *waiting), rank, check)
-    check()
-    state.filled()
-    rows = [row.from_json() for row in head.logged]
-    return head.source, sum(info.nbytes for info in theirs.table), rows
 
 
 def _received(kind: type[Message], previous: int, following: int | None) -> Message:
