@@ -157,7 +157,7 @@ def _send(
         data = own
         if data is None:
             data = staging.take(part, tensors)
-            _pack(part, tensors, data)
+            _copy(part, tensors, data, pack=True)
         flying.append((transport.isend(data), data))
         digests.append(digest(data))
         if len(flying) == IN_FLIGHT:
@@ -203,7 +203,7 @@ def _receive(
             going.append((transport.isend(data), data))
         digests.append(digest(data))
         if staged is not None:
-            _unpack(staged, tensors, data)
+            _copy(staged, tensors, data, pack=False)
         if not forwards:
             staging.give(data)
         elif len(going) == IN_FLIGHT:
@@ -216,9 +216,13 @@ def _receive(
 def digest(data: torch.Tensor) -> int:
     """A 64-bit digest of the bytes: xxh3 on the CPU, a sum of words on a device (without a copy to the host)."""
     if data.device.type == "cpu":
-        unsigned = xxhash.xxh3_64_intdigest(memoryview(data.numpy()))  # type: ignore[arg-type]
-        return unsigned - (1 << 64) if unsigned >> 63 else unsigned
+        return signed(xxhash.xxh3_64_intdigest(memoryview(data.numpy())))  # type: ignore[arg-type]
     return word_sum(data)
+
+
+def signed(digest: int) -> int:
+    """A digest of 64 bits, as it is sent."""
+    return digest - (1 << 64) if digest >> 63 else digest
 
 
 def word_sum(data: torch.Tensor) -> int:
@@ -279,52 +283,32 @@ def byte_view(tensor: torch.Tensor) -> torch.Tensor:
     return (torch.view_as_real(flat).view(-1) if flat.is_complex() else flat).view(torch.uint8)
 
 
-def _pack(part: Slice, tensors: Sequence[torch.Tensor], data: torch.Tensor) -> None:
-    strided, contiguous = _sorted(part, tensors)
-    start = data.data_ptr() if contiguous else 0
-    for segment, tensor in contiguous:
-        ctypes.memmove(start + segment.offset, tensor.data_ptr(), tensor.numel() * tensor.element_size())
-    if pairs := list(_pieces(strided, tensors, data)):
-        torch_private.foreach_copy([staged for _, staged in pairs], [piece for piece, _ in pairs])
-
-
-def _unpack(part: Slice, tensors: Sequence[torch.Tensor], data: torch.Tensor) -> None:
-    strided, contiguous = _sorted(part, tensors)
-    start = data.data_ptr() if contiguous else 0
-    for segment, tensor in contiguous:
-        ctypes.memmove(tensor.data_ptr(), start + segment.offset, tensor.numel() * tensor.element_size())
-    if pairs := list(_pieces(strided, tensors, data)):
-        with torch.no_grad():
-            torch_private.foreach_copy([piece for piece, _ in pairs], [staged for _, staged in pairs])
-
-
-def _sorted(
-    part: Slice, tensors: Sequence[torch.Tensor]
-) -> tuple[Sequence[Segment], Sequence[tuple[Segment, torch.Tensor]]]:
-    """Returns (segments that torch copies, complete dense tensors in CPU memory). For the latter a memmove each
-    costs a tenth of torch's copy, which matters with thousands of them."""
-    strided: list[Segment] = []
-    contiguous: list[tuple[Segment, torch.Tensor]] = []
+def _copy(part: Slice, tensors: Sequence[torch.Tensor], data: torch.Tensor, *, pack: bool) -> None:
+    """From the tensors into `data` (`pack`), or from there into them. Of complete dense tensors in CPU memory a memmove
+    each costs a tenth of torch's copy, which matters with thousands of them."""
+    start, pairs = data.data_ptr(), list[tuple[torch.Tensor, torch.Tensor]]()
     for segment in part.segments:
         tensor = tensors[segment.tensor]
         if segment.elements == tensor.numel() and movable(tensor):
-            contiguous.append((segment, tensor))
+            ends = start + segment.offset, tensor.data_ptr()
+            ctypes.memmove(*(ends if pack else ends[::-1]), tensor.numel() * tensor.element_size())
         else:
-            strided.append(segment)
-    return strided, contiguous
+            pairs += pieces(tensor, segment.start, segment.elements, data[segment.offset :])
+    if pairs:
+        views, staged = [view for view, _ in pairs], [piece for _, piece in pairs]
+        with torch.no_grad():
+            torch_private.foreach_copy(*((staged, views) if pack else (views, staged)))
 
 
-def _pieces(
-    segments: Sequence[Segment], tensors: Sequence[torch.Tensor], data: torch.Tensor
+def pieces(
+    tensor: torch.Tensor, start: int, count: int, data: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Views of the tensors, each with the view of its place in `data`: same shape, same dtype."""
-    for segment in segments:
-        tensor = tensors[segment.tensor]
-        offset = segment.offset
-        for piece in row_major(tensor, segment.start, segment.elements):
-            nbytes = piece.numel() * piece.element_size()
-            yield piece, data[offset : offset + nbytes].view(tensor.dtype).view(piece.shape)
-            offset += nbytes
+    """Views of these elements, each with the view of its place in `data`: same shape, same dtype."""
+    offset = 0
+    for piece in row_major(tensor, start, count):
+        nbytes = piece.numel() * piece.element_size()
+        yield piece, data[offset : offset + nbytes].view(tensor.dtype).view(piece.shape)
+        offset += nbytes
 
 
 def row_major(tensor: torch.Tensor, start: int, count: int) -> Iterator[torch.Tensor]:

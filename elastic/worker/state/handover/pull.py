@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from .broadcast import byte_view, row_major
+from .broadcast import byte_view, pieces, signed
 
 PIECE_BYTES = 4 << 20
 """Bytes read at a time, then hashed: small enough to still be in the cache."""
@@ -48,27 +48,14 @@ class Window(msgspec.Struct, frozen=True):
     """Address of each tensor; 0 if it cannot be read this way: not dense, empty, or on a device."""
 
 
-class Opened:
-    """The source's side. Must be kept alive while other ranks read."""
-
-    def __init__(self, addresses: Sequence[int]) -> None:
-        self._secret = ctypes.create_string_buffer(secrets.token_bytes(16), 16)
-        self.window = Window(
-            pid=os.getpid(),
-            secret=self._secret.raw.hex(),
-            secret_address=ctypes.addressof(self._secret),
-            addresses=tuple(addresses),
-        )
-
-
 @contextlib.contextmanager
 def open_to_readers(addresses: Sequence[int]) -> Iterator[Window]:
     """`addresses` of the tensors, as `Window` has them. Where Yama restricts ptrace to children, lift that within the
     context."""
-    opened = Opened(addresses)
+    secret = ctypes.create_string_buffer(secrets.token_bytes(16), 16)
     _libc.prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
     try:
-        yield opened.window
+        yield Window(os.getpid(), secret.raw.hex(), ctypes.addressof(secret), tuple(addresses))
     finally:
         _libc.prctl(_PR_SET_PTRACER, 0, 0, 0, 0)
 
@@ -76,8 +63,8 @@ def open_to_readers(addresses: Sequence[int]) -> Iterator[Window]:
 def can_read(window: Window) -> bool:
     """Whether this process can read the source's memory, tested on its secret."""
     found = ctypes.create_string_buffer(16)
-    vectors = [(ctypes.addressof(found), window.secret_address, 16)]
-    return _read(window.pid, vectors) == 16 and found.raw.hex() == window.secret
+    here, there = _vectors([ctypes.addressof(found)], [16]), _vectors([window.secret_address], [16])
+    return _read(window.pid, here, there) == 16 and found.raw.hex() == window.secret
 
 
 def pull(
@@ -100,10 +87,10 @@ def pull(
             lengths = [sizes[i] for i in group]
             total = sum(lengths)
             row = _vectors([staging.data_ptr()], [total])
-            _fetch_vectors(pid, row, _vectors([addresses[i] for i in group], lengths), total)
+            _fetch(pid, row, _vectors([addresses[i] for i in group], lengths), total)
             found.append(xxhash.xxh3_64_intdigest(_memory(staging[:total])))
             # To the tensors by a read of this process's own memory: one call, in place of one for each tensor.
-            _fetch_vectors(os.getpid(), _vectors([tensor.data_ptr() for tensor in into], lengths), row, total)
+            _fetch(os.getpid(), _vectors([tensor.data_ptr() for tensor in into], lengths), row, total)
             check()
             continue
         hasher = xxhash.xxh3_64()
@@ -116,13 +103,17 @@ def pull(
                     piece = byte_view(tensor)[start * size : (start + count) * size]
                 else:
                     piece = staging[: count * size]
-                _fetch(pid, [(piece.data_ptr(), addresses[i] + start * size, count * size)])
+                nbytes = [count * size]
+                _fetch(
+                    pid, _vectors([piece.data_ptr()], nbytes), _vectors([addresses[i] + start * size], nbytes), *nbytes
+                )
                 hasher.update(_memory(piece))
                 if not tensor.is_contiguous():
-                    _spread(tensor, start, count, piece)
+                    for view, read in pieces(tensor, start, count, piece):
+                        view.copy_(read)
                 check()
         found.append(hasher.intdigest())
-    return list(map(_signed, found))
+    return list(map(signed, found))
 
 
 def digests(addresses: Sequence[int], sizes: Sequence[int], check: Callable[[], None] = lambda: None) -> list[int]:
@@ -145,7 +136,7 @@ def digests(addresses: Sequence[int], sizes: Sequence[int], check: Callable[[], 
             hasher.update(memoryview(piece.from_address(addresses[group[0]] + start)))
             check()
         found.append(hasher.intdigest())
-    return list(map(_signed, found))
+    return list(map(signed, found))
 
 
 def _groups(sizes: Sequence[int]) -> Iterator[list[int]]:
@@ -165,21 +156,6 @@ def _groups(sizes: Sequence[int]) -> Iterator[list[int]]:
         yield group
 
 
-def _spread(tensor: torch.Tensor, start: int, count: int, piece: torch.Tensor) -> None:
-    offset = 0
-    for part in row_major(tensor, start, count):
-        nbytes = part.numel() * part.element_size()
-        part.copy_(piece[offset : offset + nbytes].view(tensor.dtype).view(part.shape))
-        offset += nbytes
-
-
-def _fetch(pid: int, vectors: Sequence[tuple[int, int, int]]) -> None:
-    """Read all of `vectors`, each (local address, remote address, bytes). Raises DistNetworkError."""
-    total = sum(nbytes for _, _, nbytes in vectors)
-    if (came := _read(pid, vectors)) != total:
-        raise dist.DistNetworkError(f"process {pid}, the source of the state, is gone: read {came} of {total} bytes")
-
-
 def _vectors(addresses: Sequence[int], sizes: Sequence[int]) -> Any:
     """An array of `_Vector`, without a Python object for each."""
     vectors = np.empty((len(sizes), 2), dtype=np.uint64)
@@ -187,17 +163,14 @@ def _vectors(addresses: Sequence[int], sizes: Sequence[int]) -> Any:
     return (_Vector * len(sizes)).from_buffer(vectors.data)
 
 
-def _fetch_vectors(pid: int, here: Any, there: Any, total: int) -> None:
+def _fetch(pid: int, here: Any, there: Any, total: int) -> None:
     """Read the pieces `there` of process `pid` into the pieces `here`. Raises DistNetworkError."""
-    if (came := int(_process_vm_readv(pid, here, len(here), there, len(there), 0))) != total:
+    if (came := _read(pid, here, there)) != total:
         raise dist.DistNetworkError(f"process {pid}, the source of the state, is gone: read {came} of {total} bytes")
 
 
-def _read(pid: int, vectors: Sequence[tuple[int, int, int]]) -> int:
-    count = len(vectors)
-    here = (_Vector * count)(*(_Vector(ours, nbytes) for ours, _, nbytes in vectors))
-    there = (_Vector * count)(*(_Vector(theirs, nbytes) for _, theirs, nbytes in vectors))
-    return int(_process_vm_readv(pid, here, count, there, count, 0))
+def _read(pid: int, here: Any, there: Any) -> int:
+    return int(_process_vm_readv(pid, here, len(here), there, len(there), 0))
 
 
 _process_vm_readv = _libc.process_vm_readv
@@ -214,7 +187,3 @@ _process_vm_readv.argtypes = (
 
 def _memory(data: torch.Tensor) -> memoryview:
     return memoryview(data.numpy())  # type: ignore[arg-type]
-
-
-def _signed(digest: int) -> int:
-    return digest - (1 << 64) if digest >> 63 else digest

@@ -32,6 +32,13 @@ _FACTORIES: dict[str, Any] = {"": None} | {
 _BIG = 1 << 53
 """Integers from this magnitude on are written as text: not every JSON reader keeps them exactly."""
 
+_NUMBERS: dict[type, str] = {int: "$int", float: "$float"}
+"""Type -> its key, as of the following ones; these are written as text."""
+_SEQUENCES: dict[type, str] = {tuple: "$tuple", set: "$set", frozenset: "$frozenset"}
+_MAPPINGS: dict[type, str] = {dict: "$dict", collections.Counter: "$counter", collections.OrderedDict: "$ordered"}
+"""Written as pairs."""
+_TYPES: dict[str, Any] = {key: kind for kind, key in (_NUMBERS | _SEQUENCES | _MAPPINGS).items()}
+
 
 class CannotEncodeError(MisuseTypeError):
     """A value has no exact form in JSON. The message names its path and the remedies."""
@@ -73,8 +80,7 @@ def _is_nested(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_nested
 
 
-# One test per type of value, here and in `decode`: two lists, to be compared.
-def encode(value: Any, path: str, tensors: dict[str, torch.Tensor], codecs: Codecs) -> Any:  # noqa: C901
+def encode(value: Any, path: str, tensors: dict[str, torch.Tensor], codecs: Codecs) -> Any:
     """JSON for `value`; its tensors are added to `tensors` by path. Raises CannotEncodeError."""
 
     def sub(item: Any, name: object) -> Any:
@@ -91,36 +97,29 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor], codecs: Code
         tensors[path] = value
         return {"$tensor": path, "on": value.device.type}
     kind = type(value)
-    if kind is float:
-        return value if math.isfinite(value) else {"$float": repr(value)}
-    if isinstance(value, np.generic) and value.dtype.kind in "biufc":
-        return {"$numpy": value.dtype.str, "value": base64.b64encode(value.tobytes()).decode()}
-    if kind in (type(None), bool, str):
+    if kind in (type(None), bool, str) or (kind is float and math.isfinite(value)):
         return value
-    if kind is int:
-        return value if abs(value) < _BIG else {"$int": str(value)}
-    if kind is list:
-        return [sub(item, i) for i, item in enumerate(value)]
-    if kind is tuple:
-        return {"$tuple": [sub(item, i) for i, item in enumerate(value)]}
+    if kind in _NUMBERS:
+        return value if kind is int and abs(value) < _BIG else {_NUMBERS[kind]: repr(value)}
+    if kind is list or kind in _SEQUENCES:
+        items = sorted(value, key=repr) if kind in (set, frozenset) else value
+        encoded = [sub(item, i) for i, item in enumerate(items)]
+        return encoded if kind is list else {_SEQUENCES[kind]: encoded}
+    if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
+        return {key: sub(item, key) for key, item in value.items()}
     if kind is bytes:
         return {"$bytes": base64.b64encode(value).decode()}
-    if kind in (set, frozenset):
-        return {f"${kind.__name__}": [sub(item, i) for i, item in enumerate(sorted(value, key=repr))]}
-    if kind is collections.Counter:
-        return {"$counter": _pairs(value, sub)}
-    if kind is collections.OrderedDict:
-        return {"$ordered": _pairs(value, sub)}
-    if kind is collections.defaultdict and _FACTORIES.get(_name_of(value.default_factory)) is value.default_factory:
-        return {"$default": _name_of(value.default_factory), "items": _pairs(value, sub)}
-    if kind is dict:
-        if all(type(key) is str and not key.startswith("$") for key in value):
-            return {key: sub(item, key) for key, item in value.items()}
-        return {"$dict": _pairs(value, sub)}
-    raise CannotEncodeError(path, value)
+    if isinstance(value, np.generic) and value.dtype.kind in "biufc":
+        return {"$numpy": value.dtype.str, "value": base64.b64encode(value.tobytes()).decode()}
+    factory = value.default_factory if kind is collections.defaultdict else None
+    name = "" if factory is None else getattr(factory, "__name__", "")
+    if (kind not in _MAPPINGS and kind is not collections.defaultdict) or _FACTORIES.get(name) is not factory:
+        raise CannotEncodeError(path, value)
+    pairs = [[sub(key, f"key {i}"), sub(item, key)] for i, (key, item) in enumerate(value.items())]
+    return {_MAPPINGS[kind]: pairs} if kind in _MAPPINGS else {"$default": name, "items": pairs}
 
 
-def decode(value: Any, tensors: Callable[[str, str], torch.Tensor], codecs: Codecs) -> Any:  # noqa: C901
+def decode(value: Any, tensors: Callable[[str, str], torch.Tensor], codecs: Codecs) -> Any:
     """The inverse of `encode`. `tensors(name, device type)` returns the tensor of that name. Raises ValueError for a
     type without `convert`."""
 
@@ -132,45 +131,26 @@ def decode(value: Any, tensors: Callable[[str, str], torch.Tensor], codecs: Code
             return [sub(item) for item in value]
         case {"$tensor": str(name), "on": str(device)}:
             return tensors(name, device)
-        case {"$int": str(digits)}:
-            return int(digits)
-        case {"$float": str(text)}:
-            return float(text)
-        case {"$tuple": list(items)}:
-            return tuple(sub(item) for item in items)
         case {"$bytes": str(text)}:
             return base64.b64decode(text)
-        case {"$set": list(items)}:
-            return {sub(item) for item in items}
-        case {"$frozenset": list(items)}:
-            return frozenset(sub(item) for item in items)
         case {"$numpy": str(code), "value": str(text)}:
             return np.frombuffer(base64.b64decode(text), dtype=code)[0]
-        case {"$ordered": list(pairs)}:
-            return collections.OrderedDict((sub(key), sub(item)) for key, item in pairs)
         case {"$default": str(name), "items": list(pairs)}:
             return collections.defaultdict(_FACTORIES[name], ((sub(key), sub(item)) for key, item in pairs))
-        case {"$counter": list(pairs)}:
-            return collections.Counter({sub(key): sub(item) for key, item in pairs})
-        case {"$dict": list(pairs)}:
-            return {sub(key): sub(item) for key, item in pairs}
         case {"$as": str(name), "value": inner}:
             for kind, (_, from_json) in codecs.items():
                 if _name(kind) == name:
                     return from_json(sub(inner))
             raise ValueError(f"the state holds a {name}, and this State has no `convert` for it")
+        case dict() if (written := _TYPES.get(key := next(iter(value), ""))) is not None:
+            held = value[key]
+            if written in _MAPPINGS:
+                return written({sub(name): sub(item) for name, item in held})
+            return written(map(sub, held) if written in _SEQUENCES else held)
         case dict():
             return {key: sub(item) for key, item in value.items()}
     return value
 
 
-def _name_of(factory: Any) -> str:
-    return "" if factory is None else getattr(factory, "__name__", "")
-
-
 def _name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _pairs(value: Mapping[Any, Any], sub: Callable[[Any, object], Any]) -> list[list[Any]]:
-    return [[sub(key, f"key {i}"), sub(item, key)] for i, (key, item) in enumerate(value.items())]

@@ -13,8 +13,8 @@ from elastic.worker.torch_internals import torch_private
 
 from .copies import Copy, warn_if_not_restored
 from .described import fitting
-from .json_codec import Codecs, decode, encode
-from .parts import Infos, Named, Slot, Watched
+from .json_codec import Codecs, encode
+from .parts import Coming, Infos, Named, Slot, Watched
 
 
 class ObjectPart:
@@ -26,34 +26,24 @@ class ObjectPart:
         self.name = name
         self.value = value
         self._codecs = codecs
-        self._coming: dict[str, torch.Tensor] | None = None
-        self._coming_extra: Any = None  # as JSON
-        self._coming_value: Any = None
+        self._coming: Coming | None = None
 
     def held(self) -> tuple[Named, Any]:
         encoded, found = self._encoded()
-        return list((found if self._coming is None else self._coming).items()), encoded
+        return list((found if self._coming is None else self._coming.tensors).items()), encoded
 
     def adopt(self, infos: Infos, extra: Any) -> Mapping[str, torch.Tensor]:
         mine = self._encoded()[1]
-        coming: dict[str, torch.Tensor] = {}
-
-        def target(name: str, device: str) -> torch.Tensor:
-            if name not in infos:
-                raise ValueError(f"{name} is named by the state that came, but is not in its table")
-            coming[name] = fitting(mine.get(name), infos[name], device)
-            return coming[name]
-
-        self._coming_extra, self._coming_value = extra, decode(extra, target, self._codecs)
-        self._coming = coming
-        return coming
+        self._coming = Coming.of(
+            extra, infos, self._codecs, lambda name, info, device: fitting(mine.get(name), info, device)
+        )
+        return self._coming.tensors
 
     def filled(self) -> None:
-        if self._coming is not None:
-            given, value = (self._coming_extra, self._coming), self._coming_value
-            self._coming = self._coming_extra = self._coming_value = None
-            self._put(value)
-            self._compare(*given)
+        coming, self._coming = self._coming, None
+        if coming is not None:
+            self._put(coming.value)
+            self._compare(coming.extra, coming.tensors)
 
     def to(self, device: torch.device) -> None:
         pass  # left to the object; most hold no tensors

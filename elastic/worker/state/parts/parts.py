@@ -8,7 +8,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Container, Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -61,6 +61,29 @@ class Part(Protocol):
         """Load what `Copy.restored` returns for a `rest`."""
 
 
+class Coming(NamedTuple):
+    """What `adopt` was given, until its tensors are filled."""
+
+    extra: Any
+    """As JSON."""
+    value: Any
+    """The same decoded, with `tensors` in it."""
+    tensors: dict[str, torch.Tensor]
+
+    @staticmethod
+    def of(extra: Any, infos: Infos, codecs: Codecs, like: Callable[[str, TensorInfo, str], torch.Tensor]) -> Coming:
+        """`like(name, info, device type)` returns the storage for a tensor."""
+        tensors: dict[str, torch.Tensor] = {}
+
+        def target(name: str, device: str) -> torch.Tensor:
+            if name not in infos:
+                raise ValueError(f"{name} is named by the state that came, but is not in its table")
+            tensors[name] = like(name, infos[name], device)
+            return tensors[name]
+
+        return Coming(extra, decode(extra, target, codecs), tensors)
+
+
 class ModulePart:
     """Parameters and persistent buffers, in place. Anything else in `state_dict()`, such as extra state and what a
     hook or a metric makes, is loaded by `load_state_dict`: writing into those tensors would change nothing."""
@@ -71,19 +94,17 @@ class ModulePart:
         self.name = name
         self.value = value
         self._codecs = codecs
-        self._coming: dict[str, torch.Tensor] | None = None
-        self._coming_made: dict[str, Any] = {}
-        self._coming_extra: Any = None  # as JSON
+        self._coming: Coming | None = None
         self._makes: tuple[bool, dict[str, torch.nn.Module]] | None = None
 
     def held(self) -> tuple[Named, Any]:
         found, made = self.split()
         encoded = self._encoded(made, found if self._coming is None else {})
-        found.update(self._coming or {})
+        found.update(self._coming.tensors if self._coming is not None else {})
         return list(found.items()), encoded
 
     def adopt(self, infos: Infos, extra: Any) -> Mapping[str, torch.Tensor]:
-        self._coming, self._coming_made = None, {}
+        self._coming = None
         replaced: dict[str, torch.Tensor] = {}
         others: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for slot in self.slots():
@@ -100,25 +121,18 @@ class ModulePart:
             return replaced
         mine: dict[str, torch.Tensor] = {}
         self._encoded(self.split()[1], mine)
-        coming: dict[str, torch.Tensor] = {}
-
-        def target(name: str, device: str) -> torch.Tensor:
-            if name not in infos:
-                raise ValueError(f"{name} is named by the state that came, but is not in its table")
-            coming[name] = fitting(None, infos[name], device, like=mine.get(name))
-            return coming[name]
-
-        self._coming_made = {key: decode(item, target, self._codecs) for key, item in extra.items()}
-        self._coming, self._coming_extra = coming, extra
-        return {**replaced, **coming}
+        self._coming = Coming.of(
+            extra, infos, self._codecs, lambda name, info, device: fitting(None, info, device, like=mine.get(name))
+        )
+        return {**replaced, **self._coming.tensors}
 
     def filled(self) -> None:
-        if self._coming is not None:
-            made, given = self._coming_made, (self._coming_extra, self._coming)
-            self._coming, self._coming_made, self._coming_extra = None, {}, None
-            self.put_back(made)
+        coming, self._coming = self._coming, None
+        if coming is not None:
+            self.put_back(coming.value)
             now: dict[str, torch.Tensor] = {}
-            warn_if_not_restored(self.name, given, (self._encoded(self.split()[1], now), now))
+            now_extra = self._encoded(self.split()[1], now)
+            warn_if_not_restored(self.name, (coming.extra, coming.tensors), (now_extra, now))
 
     def to(self, device: torch.device) -> None:
         before = list(self.value.parameters())
