@@ -181,17 +181,8 @@ def batches(
     loop = Loop(progress, state.step, **{"epochs": None, "steps": None, **limits})
     order = _Order(dataset, batch_size, sampler, batch_sampler, drop_last=drop_last, seed=seed, shuffle=shuffle)
     at = loop.placed(order.numbers(loop.commits))
-    collate, first = collate or default_collate, loop.progress.first_epoch
-    reader = Reader(
-        dataset,
-        collate,
-        seed=seed,
-        rank=rank,
-        world_size=world_size,
-        plan=order.plan,
-        shuffle=shuffle,
-        at=(first, at.begin, loop.commits),
-    )
+    collate, begin = collate or default_collate, (loop.progress.first_epoch, at.begin, loop.commits)
+    reader = Reader(dataset, collate, order.plan, rank, world_size, seed=seed, shuffle=shuffle, at=begin)
     turns = loop.regular(order.plan) if order.regular else loop.listed(order.of, shared_out(rank, world_size, seed))
     taken = loop.run(turns, reader, num_workers=num_workers, pin_memory=pin_memory, away=elsewhere(device))
     with contextlib.closing(taken):  # type: ignore[type-var]  # a generator

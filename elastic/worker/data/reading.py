@@ -46,11 +46,11 @@ class Reader:
         self,
         dataset: Any,
         collate: Callable[[list[Any]], Any],
-        *,
-        seed: int = 0,
+        plan: BatchPlan = BatchPlan(1, 1),  # noqa: B008 - frozen
         rank: int = 0,
         world_size: int = 1,
-        plan: BatchPlan = BatchPlan(1, 1),  # noqa: B008 - frozen
+        *,
+        seed: int,
         shuffle: bool = False,
         at: tuple[int, int, int] = (0, 0, 1),
     ) -> None:
