@@ -999,3 +999,8 @@ def test_a_death_on_a_node_that_was_cut_off_is_added_to_an_incident_that_another
 def test_a_failure_after_etcd_has_lost_a_false_alarm_has_one_record() -> None:
     """The leader took its own new record for that of the false alarm that it had closed, and wrote another one."""
     assert play(draw(1521727)).failure == ""
+
+
+def test_steps_of_before_a_set_back_are_not_counted_by_a_node_that_joins_as_planned() -> None:
+    """The progress on record is of the generation before the one that began again from setup."""
+    assert play(draw(786425160)).failure == ""

@@ -249,10 +249,10 @@ def _continued(turn: Turn, incident: Incident) -> Incident:
     # This agent started after the outage had begun, or joins in this change.
     told = (progress.stepped_in, progress.step) if progress is not None else (0, 0)
     incident = replace(incident, reached=max(incident.reached, _reached(turn)))
-    if incident.planned:
-        return incident
     stepped_in = progress.stepped_in if progress is not None else 0
     incident = replace(incident, reached_before=0 < stepped_in < incident.generations[0].number)
+    if incident.planned:
+        return incident
     left_wall_s = turn.incidents.left_wall_s
     if left_wall_s and turn.progress.reached >= told:  # the clock of the node that wrote the progress may be wrong
         return replace(incident, began_wall_s=incident.began_wall_s or left_wall_s, left_wall_s=left_wall_s)
