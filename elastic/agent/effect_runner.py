@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 import structlog
 
 from elastic.agent.etcd.writer import EtcdWriter
+from elastic.agent.snapshots.saved_generations import NewestSavedFinder
 from elastic.agent.workers.pool import Pool
 from elastic.contract.agent_files import AgentConfig
 from elastic.contract.job.spec import JobSpec
@@ -16,6 +17,7 @@ from elastic.recovery.facts.transitions import Stage
 from elastic.recovery.machine.effects import (
     AddCauses,
     Effect,
+    FindNewestSaved,
     ForkPlain,
     ForkWorker,
     Kill,
@@ -40,6 +42,7 @@ class EffectRunner:
         config: AgentConfig,
         spec: JobSpec,
         etcd_writer: EtcdWriter,
+        newest_saved: NewestSavedFinder,
         pool: Pool,
         on_incident: Callable[[IncidentRecord], None],
         progress: Callable[[], ProgressRecord | None],
@@ -48,7 +51,7 @@ class EffectRunner:
         self._on_incident, self._progress = on_incident, progress
         self._config = config
         self._spec = spec
-        self._etcd_writer = etcd_writer
+        self._etcd_writer, self._newest_saved = etcd_writer, newest_saved
         self._pool = pool
         self._workdir = worker_env.workdir(spec)
         self.env: Mapping[str, str] = {}
@@ -65,6 +68,8 @@ class EffectRunner:
             case Leave():
                 log.info("agent.leaves", reason=effect.reason)
                 self.left = effect
+            case FindNewestSaved(remote):
+                self._newest_saved.find(remote=remote)
             case _:
                 self._in_etcd(effect, agent)
 

@@ -20,6 +20,7 @@ from elastic.agent.reports.incidents import apart, cut_short, late_exit, save_fa
 from elastic.agent.reports.logs import Trimmer
 from elastic.agent.reports.reports import Reports
 from elastic.agent.reports.versions import untested
+from elastic.agent.snapshots.saved_generations import NewestSavedFinder
 from elastic.agent.snapshots.saver import Saver
 from elastic.agent.workers.pool import Exited, Pool, PoolEvent, ProcessStarted, WorkerMessage, ZygoteUp
 from elastic.agent.workers.worker_error import last_lines, read_error
@@ -99,7 +100,10 @@ class AgentLoop:
         self._inbox = inbox
         self._store_overfull = store_overfull
         self.pool = pool
-        self._effects = EffectRunner(config, self._spec, etcd_writer, self.pool, on_incident, self._newest)
+        newest_saved = NewestSavedFinder(self._spec, inbox.post)
+        self._effects = EffectRunner(
+            config, self._spec, etcd_writer, newest_saved, self.pool, on_incident, self._newest
+        )
         self._hang_detector = HangDetector(self.pool, self._spec.hang, inbox.post, config.timeouts.group_s)
         self._trimmer = Trimmer(self._spec.log_limit_mb, str(folder / "agent.log"))
         self._orders = OrdersFile(folder)

@@ -73,6 +73,8 @@ def apply(turn: Turn, event: events.Event) -> None:  # noqa: C901
         case events.PublishFailed(number):
             if turn.lead.publishing == number and not turn.lead.publishing_again:
                 turn.lead = replace(turn.lead, publishing=0)
+        case events.NewestSaved():
+            turn.newest_saved = event
         case events.PeerDead() | events.PeerUnreachable() | events.PeerReachable():
             _apply_peer(turn, event)
         case events.Progress(generation, at_step, step_s):

@@ -166,9 +166,6 @@ def _has_stepped(turn: Turn) -> bool | None:
 
 def _publish(turn: Turn, change: Change) -> None:
     view = turn.etcd.view
-    number = turn.formed.generation.number + 1 if turn.formed.generation else 1
-    if turn.now_s < turn.etcd.wiped_until_s and turn.formed.generation:
-        number += 1  # an agent may hold one more, published just before etcd was wiped
     ahead = max(2, math.ceil(LEAD_S / turn.progress.step_s)) if turn.progress.step_s > 0 else 2
     at_step = turn.progress.step + ahead if change.planned and turn.policy.managed else None
     broken = _reported(turn)
@@ -189,6 +186,8 @@ def _publish(turn: Turn, change: Change) -> None:
     if charged.stopped:
         turn.ask(PutState(charged.state, view.state_revision), f"failed {view.state_revision}")
         return
+    if (number := _number(turn, change)) is None:
+        return
     again = bool(turn.lead.publishing)
     turn.lead = replace(turn.lead, publishing=number, publishing_since_s=turn.now_s, publishing_again=again)
     state = charged.state
@@ -196,9 +195,43 @@ def _publish(turn: Turn, change: Change) -> None:
         state = after(state, PhaseTrigger.PUBLISHED, "", turn.wall_s)
     new = state if state != view.state else None
     counted = bool(told and broken and broken.charged)
-    formed = turn.formed.generation.number if turn.formed.generation else 0
-    after_loss = turn.etcd.lost_at >= formed
-    turn.do(Publish(number, change, view.generation_revision, at_step, new, counted, turn.policy.managed, after_loss))
+    turn.do(Publish(number, change, view.generation_revision, at_step, new, counted, turn.policy.managed))
+
+
+def _number(turn: Turn, change: Change) -> int | None:
+    """Of the next generation; None: the newest checkpoint is to be found first.
+
+    The record in etcd says how far the numbers are, unless etcd has lost its data or was set back to a backup: then no
+    agent is left of the generation on record, or one that lives has seen the loss, or the record was written back by an
+    agent that may have been away while others formed newer ones. In that case numbers continue from those in the
+    job's checkpoints, so that newer state always has the larger one.
+
+    As long as an agent of that generation is left, a folder that one node alone sees does not count: it may be an
+    earlier job's, and a number above that one would have its checkpoint outrank the state that lives.
+    """
+    view, rules, formed = turn.etcd.view, turn.policy.spec.checkpoint, turn.formed.generation
+    number = formed.number + 1 if formed else 1
+    if turn.now_s < turn.etcd.wiped_until_s and formed:
+        number += 1  # an agent may hold one more, published just before etcd was wiped
+    before = view.generation
+    kept = before is not None and any(before.node_of(p.node, p.incarnation) for p in change.nodes)
+    after_loss = view.written_back or turn.etcd.lost_at >= (formed.number if formed else 0)
+    if (kept and not (rules.shared and after_loss)) or not rules.dir:
+        return number
+    if (saved := turn.find_newest_saved(remote=not kept)) is None:
+        return None
+    if saved.error:
+        _show_reason(turn, f"checkpoint.dir cannot be read: {saved.error}")
+        return None
+    return max(number, 1 + saved.generation, *(1 + member.record.saved_generation for member in view.members.values()))
+
+
+def _show_reason(turn: Turn, reason: str) -> None:
+    """Put into the job's state why it does not start, for users."""
+    view = turn.etcd.view
+    if not view.state.phase.over and view.state.reason != reason:
+        changed = replace(view.state, reason=reason, since_wall_s=turn.wall_s)
+        turn.ask(PutState(changed, view.state_revision), f"reason {view.state_revision}")
 
 
 def _reported(turn: Turn) -> BrokenRecord | None:

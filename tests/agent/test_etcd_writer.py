@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import socket
-import threading
-from concurrent.futures import wait
 from pathlib import Path
 
 import msgspec
@@ -14,18 +12,14 @@ import pytest
 from support.fake_etcd import FakeClient, FakeServer
 from support.jobs import changed, generation, member, place, policy
 
-from elastic.agent.etcd import generation_numbers
-from elastic.agent.etcd.write_queue import Write, WriteQueue
 from elastic.agent.etcd.writer import KEPT_BESIDE, EtcdWriter
 from elastic.agent.peers.store import Stores
 from elastic.agent.reports.incidents import late_exit, save_failed, stray_checkpoints
 from elastic.agent.workers.process import Exited
-from elastic.checkpoint.format.errors import CheckpointError
+from elastic.agent.write_queue import Write, WriteQueue
 from elastic.checkpoint.format.names import tmp_name
-from elastic.checkpoint.stored.remote import RemoteError
 from elastic.contract.job.spec import Checkpoint, JobSpec
 from elastic.contract.keys import ClusterKeys
-from elastic.contract.records.decoding import Member
 from elastic.contract.records.job_records import (
     BrokenRecord,
     Cause,
@@ -178,17 +172,6 @@ def publish(office: Office) -> Write:
     effect = Publish(1, Change((), "first", planned=False), 0, None, None)
     office.writer.publish(effect, JobView())
     return office.queues["urgent"].orders[-1]
-
-
-def test_a_checkpoint_folder_that_cannot_be_read_is_said(tmp_path: Path) -> None:
-    folder = tmp_path / "file"
-    folder.write_text("")
-    office = Office(dir=str(folder))
-    office.client.put(KEYS.member("n"), b"ours")
-    with pytest.raises(OSError, match="Not a directory"):
-        publish(office)()
-    assert office.posted == [PublishFailed(1)]
-    assert "checkpoint.dir cannot be read" in office.state().reason
 
 
 def test_a_publication_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -485,21 +468,6 @@ def test_reports_of_two_ranks_of_a_node_are_both_kept_though_the_first_is_not_wr
     assert [loss.ranks for loss in kept.also] == [(3,)]
 
 
-def test_first_generation_is_above_those_of_unfinished_checkpoints_too(tmp_path: Path) -> None:
-    """A new life of a job that ended within its first save would complete that one with its own shards."""
-    office = Office(dir=str(tmp_path))
-    (tmp_path / tmp_name(60, 7, "job")).mkdir()
-    (tmp_path / tmp_name(60, 9, "another")).mkdir()
-    office.client.put(KEYS.member("n"), b"ours")
-    publish(office)()
-    assert decode(GenerationRecord, office.client.server.kvs[KEYS.generation].value).number == 8
-    office.stores.close()
-
-
-def member_with(node: str, saved_generation: int) -> Member:
-    return Member(msgspec.structs.replace(member(node).record, saved_generation=saved_generation), 1)
-
-
 @pytest.mark.parametrize("shared", [False, True])
 def test_an_agent_says_which_generation_its_own_checkpoint_folder_has(tmp_path: Path, shared: bool) -> None:
     office = Office(dir=str(tmp_path), shared=shared)
@@ -511,143 +479,6 @@ def test_an_agent_says_which_generation_its_own_checkpoint_folder_has(tmp_path: 
     said = decode(MemberRecord, office.client.server.kvs[KEYS.member("n")].value)
     assert said.saved_generation == (0 if shared else 7)
     office.writer.leave()
-
-
-def test_first_generation_is_above_those_of_the_checkpoints_that_only_other_nodes_have(tmp_path: Path) -> None:
-    """Else what the job does from then on would be older than the checkpoint of generation 10 that it began from."""
-    office = Office(dir=str(tmp_path), shared=False)
-    (tmp_path / tmp_name(60, 3, "job")).mkdir()
-    office.client.put(KEYS.member("n"), b"ours")
-    seen = {"n": member_with("n", 3), "m": member_with("m", 10)}
-    office.writer.publish(Publish(1, Change((), "first", planned=False), 0, None, None), JobView(members=seen))
-    office.queues["urgent"].orders[-1]()
-    assert decode(GenerationRecord, office.client.server.kvs[KEYS.generation].value).number == 11
-    office.stores.close()
-
-
-@pytest.mark.parametrize(("local", "remote", "number"), [(3, 10, 11), (3, None, 4), (0, 10, 11), (0, None, 0)], ids=str)
-def test_first_generation_is_above_those_of_remote_checkpoints(
-    local: int, remote: int | None, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A node without one of its own may load them, and a user may have moved local ones away to go back. A remote end
-    that does not answer (None) is waited for only if there is no other checkpoint: number 0."""
-
-    def listed(*_: object) -> list[tuple[int, int, str]]:
-        if remote is None:
-            raise RemoteError("listing memory://copies: no answer")
-        return [(500, remote, "step-500")]
-
-    office = Office(dir=str(tmp_path), remote="memory://copies")
-    monkeypatch.setattr(generation_numbers, "peek", lambda *_: [(60, local, "step-60")] if local else [])
-    monkeypatch.setattr(generation_numbers, "newest_generation", lambda *_: local)
-    monkeypatch.setattr(generation_numbers, "list_remote", listed)
-    office.client.put(KEYS.member("n"), b"ours")
-    effect = Publish(1, Change((), "first", planned=False), 0, None, None)
-    office.writer.publish(effect, JobView(members={"n": member_with("n", 0)}))
-    with contextlib.nullcontext() if number else pytest.raises(RemoteError):
-        office.queues["urgent"].orders[-1]()
-    kv = office.client.server.kvs.get(KEYS.generation)
-    assert (decode(GenerationRecord, kv.value).number if kv else 0) == number
-    if not number:
-        state = decode(JobState, office.client.server.kvs[KEYS.state].value)
-        assert "no answer" in state.reason
-    office.stores.close()
-
-
-@pytest.mark.parametrize("local", [3, 0])
-def test_a_remote_end_that_hangs_holds_up_no_publication(
-    local: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With a local checkpoint the job goes on without it; else each try says so, and begins no further listing. One
-    that was late is used."""
-    answers, listings = threading.Event(), []
-
-    def listed(*_: object) -> list[tuple[int, int, str]]:
-        listings.append(1)
-        answers.wait(60.0)
-        return [(500, 10, "step-500")]
-
-    monkeypatch.setattr(generation_numbers, "peek", lambda *_: [(60, local, "step-60")] if local else [])
-    monkeypatch.setattr(generation_numbers, "newest_generation", lambda *_: local)
-    monkeypatch.setattr(generation_numbers, "list_remote", listed)
-    spec = Office(dir=str(tmp_path), remote="memory://copies").policy.spec
-    remote = generation_numbers.RemoteEnd(limit_s=0.05)
-    for _ in range(2):
-        with contextlib.nullcontext() if local else pytest.raises(CheckpointError, match="longer than"):
-            assert generation_numbers.newest_saved(spec, [], remote) == local
-    assert listings == [1]
-    answers.set()
-    listing = remote._listing
-    assert listing is not None
-    assert listing.result(60.0) == 10
-    assert generation_numbers.newest_saved(spec, [], remote) == 10
-
-
-@pytest.mark.parametrize("first", [5, None])
-def test_a_listing_that_ended_long_ago_unread_is_made_again(
-    first: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It was late, and etcd loses its data again hours later: by then there are copies of newer generations, and an
-    error is no longer true either."""
-    answers, results = threading.Event(), [first, 20]
-
-    def listed(*_: object) -> list[tuple[int, int, str]]:
-        answers.wait(60.0)
-        if (newest := results.pop(0)) is None:
-            raise RemoteError("listing memory://copies: no answer")
-        return [(500, newest, "step-500")]
-
-    clock_s = [1000.0]
-    monkeypatch.setattr(generation_numbers, "list_remote", listed)
-    remote = generation_numbers.RemoteEnd(limit_s=0.0, clock=lambda: clock_s[0])
-    with pytest.raises(CheckpointError, match="longer than"):
-        remote.newest("memory://copies", "job")
-    listing = remote._listing
-    assert listing is not None
-    answers.set()
-    wait([listing], timeout=60.0)
-    clock_s[0] += generation_numbers.FRESH_S + 1.0
-    remote._limit_s = 60.0
-    assert remote.newest("memory://copies", "job") == 20
-
-
-def numbered(
-    tmp_path: Path, *, member_of: str, written_back: bool = False, after_loss: bool = False, shared: bool = True
-) -> int:
-    """The number of the generation after 1, which `member_of` had a place in, when there is a checkpoint of 10; if the
-    folder is not `shared`, one of 30 in that of another node."""
-    office = Office(dir=str(tmp_path), shared=shared)
-    (tmp_path / tmp_name(60, 10, "job")).mkdir(parents=True)
-    office.client.put(KEYS.member("n"), b"ours")
-    office.client.put(KEYS.generation, encode(former := generation(1, [place(member_of, 0)])))
-    at = office.client.server.kvs[KEYS.generation].mod_revision
-    members = {"late": member_with("late", 0 if shared else 30)}
-    seen = JobView(generation=former, generation_revision=at, written_back=written_back, members=members)
-    change = Change((place("n", 0),), "lost", planned=False)
-    office.writer.publish(Publish(2, change, at, None, None, after_loss=after_loss), seen)
-    office.queues["urgent"].orders[-1]()
-    office.stores.close()
-    return decode(GenerationRecord, office.client.server.kvs[KEYS.generation].value).number
-
-
-def test_generation_is_above_the_checkpoints_if_etcd_may_have_an_old_one(tmp_path: Path) -> None:
-    """An agent that was away has written back what it knew; or etcd was set back to a backup while no agent ran."""
-    assert numbered(tmp_path / "a", member_of="n", written_back=True) == 11
-    assert numbered(tmp_path / "b", member_of="gone") == 11
-    assert numbered(tmp_path / "c", member_of="n", after_loss=True) == 11
-
-
-def test_a_folder_of_one_node_does_not_set_the_numbers_above_state_that_lives(tmp_path: Path) -> None:
-    """It may be an earlier job's of the same name, on a node that came late: in generation 31 the live state of
-    generation 1 would be older than its checkpoint, and the job would go on from that."""
-    assert numbered(tmp_path / "a", member_of="n", written_back=True, shared=False) == 2
-    assert numbered(tmp_path / "b", member_of="n", after_loss=True, shared=False) == 2
-    assert numbered(tmp_path / "c", member_of="gone", shared=False) == 31
-
-
-def test_checkpoint_folder_is_not_read_while_a_node_goes_on(tmp_path: Path) -> None:
-    """It may be slow or gone, and is not needed to re-form."""
-    assert numbered(tmp_path, member_of="n") == 2
 
 
 @pytest.mark.parametrize("by", ["one agent", "a second one, which holds a newer one"])
@@ -761,16 +592,13 @@ def test_an_agent_that_still_ends_writes_nothing_of_a_job_that_is_forgotten() ->
     assert sorted(office.client.server.kvs) == [KEYS.spec, KEYS.exit_incident(2, "n", 7), KEYS.ranks_of("n")]
 
 
-def test_a_planned_generation_is_not_published_over_a_failure_of_the_one_before_whatever_its_number(
-    tmp_path: Path,
-) -> None:
-    office = Office(dir=str(tmp_path))
-    (tmp_path / tmp_name(60, 10, "job")).mkdir(parents=True)
+def test_a_planned_generation_is_not_published_over_a_failure_of_the_one_before_whatever_its_number() -> None:
+    office = Office()
     office.client.put(KEYS.member("n"), b"ours")
     office.client.put(KEYS.generation, encode(former := generation(1, [place("n", 0)])))
     at = office.client.server.kvs[KEYS.generation].mod_revision
     seen = JobView(generation=former, generation_revision=at)
-    effect = Publish(3, Change((place("n", 0),), "m joins", planned=True), at, 12, None, after_loss=True)
+    effect = Publish(11, Change((place("n", 0),), "m joins", planned=True), at, 12, None)
     office.client.put(KEYS.broken(1), encode(msgspec.structs.replace(BROKEN, generation=1)))
     office.writer.publish(effect, seen)
     office.queues["urgent"].orders[-1]()

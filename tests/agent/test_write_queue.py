@@ -9,7 +9,7 @@ import pytest
 import structlog
 from support.wait import eventually
 
-from elastic.agent.etcd.write_queue import WriteQueue
+from elastic.agent.write_queue import WriteQueue
 from elastic.etcd.client import EtcdDenied, EtcdUnavailable
 from elastic.etcd.types import EtcdRefused
 

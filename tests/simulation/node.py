@@ -16,8 +16,8 @@ from elastic.recovery.facts.membership import leader, living
 from elastic.recovery.facts.transitions import Stage
 from elastic.recovery.facts.view import JobView
 from elastic.recovery.leading import PUBLISH_AGAIN_S
-from elastic.recovery.machine.effects import Effect, ForkPlain, ForkWorker, Kill, Leave, SaveNow, Send
-from elastic.recovery.machine.events import Event, Progress, Saving, Start, Tick, Viewed, WorkerExited
+from elastic.recovery.machine.effects import Effect, FindNewestSaved, ForkPlain, ForkWorker, Kill, Leave, SaveNow, Send
+from elastic.recovery.machine.events import Event, NewestSaved, Progress, Saving, Start, Tick, Viewed, WorkerExited
 from elastic.recovery.machine.model import Agent, Policy, is_leader
 from elastic.recovery.machine.turn import ASK_AGAIN_S
 from elastic.recovery.observers.watch_scope import watches_members
@@ -103,15 +103,6 @@ class Stores:
         return self._node.name, self.open_ports[generation]
 
 
-class Writer(EtcdWriter):
-    """Finds the checkpoints of the virtual cluster."""
-
-    node: Node
-
-    def _newest_saved(self, view: JobView, *, remote: bool) -> int:
-        return self.node.cluster.training.saved_in
-
-
 class Node:
     def __init__(self, cluster: Cluster, index: int, rate: float) -> None:
         self.cluster = cluster
@@ -188,7 +179,7 @@ class Node:
             leader_candidates=cluster.setting.leader_candidates,
         )
         self.stores = Stores(self)
-        self.writer = Writer(
+        self.writer = EtcdWriter(
             client,  # type: ignore[arg-type]
             cluster.keys,
             policy,
@@ -198,7 +189,6 @@ class Node:
             queue=lambda _: WriteQueue(self),
             wall=self.wall_s,
         )
-        self.writer.node = self
         self.agent = Agent(policy)
         self._watch = client.watch(cluster.keys.root, self._on_view)
         self.take(Start())
@@ -438,6 +428,8 @@ class Node:
                     )
             case SaveNow(_, stop):
                 self.cluster.training.save_soon(self, stop)
+            case FindNewestSaved(remote):
+                self.soon(NewestSaved(self.cluster.training.saved_in, remote))
             case Leave():
                 self._left()
             case _:

@@ -686,21 +686,7 @@ def test_after_a_wipe_a_number_is_left_out() -> None:
     """Another agent may hold one more, published just before."""
     machine = running(formed=FIRST)
     machine.see(view(revision=1))
-    publish = lead_from(machine, dataclasses.replace(BROKEN, revision=11))
-    assert publish[0].number == 3
-    assert publish[0].after_loss, "the job's checkpoints may be of higher ones: the shell looks"
-
-
-def test_a_generation_that_was_published_since_etcd_lost_its_data_tells_the_numbers() -> None:
-    machine = running(formed=FIRST)
-    assert not lead_from(machine, BROKEN)[0].after_loss
-    machine = running(formed=FIRST)
-    machine.see(view(revision=1))
-    assert machine.agent.etcd.lost_at == 1
-    later = generation(3, FIRST.nodes)
-    machine.see(view(A, B, spec=SPEC, formed=later, revision=3))
-    failed = view(A, B, spec=SPEC, formed=later, failed=broken(3, "b", 0), revision=11)
-    assert [publish.after_loss for publish in lead_from(machine, failed)] == [False]
+    assert lead_from(machine, dataclasses.replace(BROKEN, revision=11))[0].number == 3
 
 
 # ── which nodes are dead ──────────────────────────────────────────────────────────────────────────────────────

@@ -11,7 +11,8 @@ from typing import Protocol
 import msgspec
 import structlog
 
-from elastic.checkpoint.format.errors import CheckpointError
+from elastic.agent.snapshots import saved_generations
+from elastic.agent.write_queue import Write, WriteQueue
 from elastic.contract.keys import JobKeys
 from elastic.contract.records.job_records import (
     BrokenRecord,
@@ -48,10 +49,8 @@ from elastic.recovery.machine.effects import (
 from elastic.recovery.machine.events import Event, Joined, LeaseLost, PublishFailed
 from elastic.recovery.machine.model import Policy
 
-from . import generation_numbers
 from .member_writes import MemberKey, OpensStores, next_record
 from .record_writes import encode, no_other_submission, put_report
-from .write_queue import Write, WriteQueue
 
 log = structlog.get_logger()
 
@@ -102,7 +101,6 @@ class EtcdWriter:
         """As in `MemberRecord`, once this agent has joined."""
         self._member: MemberRecord | None = None
         self._state = JobState()
-        self._remote = generation_numbers.RemoteEnd()
 
     def start(self) -> None:
         self._urgent.start()
@@ -147,8 +145,8 @@ class EtcdWriter:
         self._key.drop()
         if self._first:  # else the key would keep the create revision of the previous agent, whose store is gone
             self.etcd.delete(self._key.key)
-            self.saved_generation = generation_numbers.of_own_folder(self.policy.spec)
-            self.folder = generation_numbers.shared_folder(self.policy.spec)
+            self.saved_generation = saved_generations.of_own_folder(self.policy.spec)
+            self.folder = saved_generations.shared_folder(self.policy.spec)
         lease = self._key.join(self._encoded(self._member))
         self._first = False
         log.info("member.joined", lease=f"{lease.id:x}")
@@ -209,9 +207,6 @@ class EtcdWriter:
             done = False
             try:
                 done = self._publish(effect, view)
-            except (OSError, CheckpointError) as error:  # of the checkpoint directory, or its remote end
-                self._publish_reason(view, f"checkpoint.dir cannot be read: {error}")
-                raise
             finally:
                 if not done:
                     self.post(PublishFailed(effect.number))
@@ -220,7 +215,7 @@ class EtcdWriter:
 
     def _publish(self, effect: Publish, view: JobView) -> bool:
         guards = self._guards(view.state_revision)
-        number, previous = self._number(effect, view), view.generation.number if view.generation else 0
+        number, previous = effect.number, view.generation.number if view.generation else 0
         record = next_record(
             self.stores,
             self.policy.node,
@@ -261,31 +256,6 @@ class EtcdWriter:
 
     def _changes(self, before: GenerationRecord | None, places: tuple[GenerationNode, ...]) -> Changes | None:
         return changes(before.nodes, places) if before and len(places) > self.policy.crowd else None
-
-    def _number(self, effect: Publish, view: JobView) -> int:
-        """The record in etcd says how far the numbers are, unless etcd has lost its data or was set back to a backup:
-        then no agent is left of the generation on record, or one that lives has seen the loss, or the record was
-        written back by an agent that may have been away while others formed newer ones.
-
-        As long as an agent of that generation is left, a folder that one node alone sees does not count: it may be an
-        earlier job's, and a number above that one would have its checkpoint outrank the state that lives.
-        """
-        before, rules = view.generation, self.policy.spec.checkpoint
-        kept = before is not None and any(before.node_of(p.node, p.incarnation) for p in effect.change.nodes)
-        number_is_known = kept and not (rules.shared and (view.written_back or effect.after_loss))
-        if number_is_known or not rules.dir:
-            return effect.number
-        return max(effect.number, 1 + self._newest_saved(view, remote=not kept))
-
-    def _newest_saved(self, view: JobView, *, remote: bool) -> int:
-        members = [member.record for member in view.members.values()]
-        return generation_numbers.newest_saved(self.policy.spec, members, self._remote if remote else None)
-
-    def _publish_reason(self, view: JobView, reason: str) -> None:
-        """Put into the job's state why it does not start, for users."""
-        if not view.state.phase.over and view.state.reason != reason:
-            changed = msgspec.structs.replace(view.state, reason=reason, since_wall_s=self.wall())
-            self.etcd.txn(self._guards(view.state_revision), [Put(self.keys.state, encode(changed))])
 
     def _guards(self, revision: int) -> list[Compare]:
         """The job's state is still at `revision`: see `MemberKey.guards`."""

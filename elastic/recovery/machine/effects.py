@@ -76,8 +76,14 @@ class Publish:
     """Whether `state` counts a failure against the job's restart budget."""
     managed: bool = False
     """Whether the job's workers are known to call `elastic.run`."""
-    after_loss: bool = False
-    """etcd has lost data since the generation before was formed: its number may be behind those of the checkpoints."""
+
+
+@dataclass(frozen=True, slots=True)
+class FindNewestSaved:
+    """Look for the newest checkpoint of the job, which the event `NewestSaved` tells."""
+
+    remote: bool
+    """At the remote end, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +153,7 @@ Effect = (
     | PutMember
     | PutBroken
     | Publish
+    | FindNewestSaved
     | PutState
     | PutIncident
     | AddCauses

@@ -40,6 +40,18 @@ class PublishFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class NewestSaved:
+    """What `FindNewestSaved` has found."""
+
+    generation: int
+    """That of the newest checkpoint, finished or not; 0: there is none."""
+    remote: bool = False
+    """The remote end counts."""
+    error: str = ""
+    """Why it is not known; '' when it is."""
+
+
+@dataclass(frozen=True, slots=True)
 class StoreClosed:
     """The store of a generation, which this agent hosted, had grown beyond its limit."""
 
@@ -199,6 +211,7 @@ Event = (
     | LeaseLost
     | Viewed
     | PublishFailed
+    | NewestSaved
     | WorkerEvent
     | PeerDead
     | PeerUnreachable

@@ -10,7 +10,8 @@ from elastic.contract.structs import replace
 from elastic.recovery.facts.membership import NodeLimits
 from elastic.recovery.facts.transitions import Stage, Trigger, after
 
-from .effects import Effect, Kill
+from .effects import Effect, FindNewestSaved, Kill
+from .events import NewestSaved
 from .model import Agent, Worker
 
 STALL_S = 1.0
@@ -37,6 +38,8 @@ class Turn:
         self.jitter = jitter
         self.wall_s = wall_s
         self.effects: list[Effect] = []
+        self.newest_saved: NewestSaved | None = None
+        """The event of this turn. It is not kept: later there may be newer checkpoints."""
 
     @property
     def agent(self) -> Agent:
@@ -79,6 +82,16 @@ class Turn:
             recent = {k: at for k, at in self.etcd.asked.items() if self.now_s - at < ASK_AGAIN_S}
             self.etcd = replace(self.etcd, asked={**recent, key: self.now_s})
             self.do(effect)
+
+    def find_newest_saved(self, *, remote: bool) -> NewestSaved | None:
+        """The newest checkpoint, in the turn that brings the answer; else None, and it is asked for."""
+        saved = self.newest_saved
+        if saved is not None and not saved.error:
+            self.etcd = replace(self.etcd, asked={k: at for k, at in self.etcd.asked.items() if k != "newest saved"})
+        if saved is None or remote > saved.remote:
+            self.ask(FindNewestSaved(remote), "newest saved")
+            return None
+        return saved
 
     def new_worker_id(self) -> int:
         self.local = replace(self.local, spawned=self.local.spawned + 1)

@@ -1,22 +1,21 @@
-"""Generation numbers continue from those in the job's checkpoints, so that newer state always has the larger number."""
+"""The newest generations that the job has checkpoints of: its number continues from them (see `leading`)."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 
 import structlog
 
+from elastic.agent.write_queue import FAILURES, WriteQueue
 from elastic.checkpoint.format.errors import CheckpointError
 from elastic.checkpoint.format.folder_id import folder_id
 from elastic.checkpoint.stored.find import newest_generation, peek
 from elastic.checkpoint.stored.remote import list_remote
 from elastic.contract.job.spec import JobSpec
-from elastic.contract.records.job_records import MemberRecord
-
-from .write_queue import FAILURES
+from elastic.recovery.machine.events import Event, NewestSaved
 
 log = structlog.get_logger()
 
@@ -66,12 +65,35 @@ class RemoteEnd:
             listing.set_result(newest)
 
 
-def newest_saved(spec: JobSpec, members: Collection[MemberRecord], remote: RemoteEnd | None) -> int:
-    """The newest generation of the checkpoints that any member may load; 0: there is none. `remote`: lists those at the
+class NewestSavedFinder:
+    """Carries out `FindNewestSaved` in a thread of its own, as folders may hang."""
+
+    def __init__(self, spec: JobSpec, post: Callable[[Event], None]) -> None:
+        self._spec, self._post, self._remote_end = spec, post, RemoteEnd()
+        self._queue = WriteQueue("checkpoints")
+        if spec.checkpoint.dir:
+            self._queue.start()
+
+    def find(self, *, remote: bool) -> None:
+        self._queue.ask("newest saved", lambda: self.look(remote=remote), persist=False)
+
+    def look(self, *, remote: bool) -> None:
+        try:
+            saved = NewestSaved(newest_saved(self._spec, self._remote_end if remote else None), remote)
+        except (OSError, CheckpointError) as error:
+            saved = NewestSaved(0, remote, str(error))
+        self._post(saved)
+
+    def close(self) -> None:
+        self._queue.close(0.0)
+
+
+def newest_saved(spec: JobSpec, remote: RemoteEnd | None) -> int:
+    """The newest generation of the checkpoints that this node may load; 0: there is none. `remote`: lists those at the
     remote end; None: they do not count. Raises OSError for the folder, and CheckpointError if only the remote end can
     have one and does not answer."""
     rules = spec.checkpoint
-    newest = max([newest_generation(rules.dir, spec.name), *(member.saved_generation for member in members)])
+    newest = newest_generation(rules.dir, spec.name)
     if not rules.remote or remote is None:
         return newest
     try:
