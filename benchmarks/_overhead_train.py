@@ -45,18 +45,18 @@ class Trace:
         self._out, self._seconds = pathlib.Path(sys.argv[2]), float(sys.argv[3])
         self._rows: list[tuple[float, bool]] = []
         self._from_s = self._stepped_s = time.monotonic()
-        self._kept_s = self._checkpoint_scheduler._kept_s
+        self._kept_s = self._checkpoint_scheduler.policy.kept_s
 
     def step(self) -> None:
         now_s, scheduler = time.monotonic(), self._checkpoint_scheduler
-        self._rows.append((now_s - self._stepped_s, scheduler._kept_s != self._kept_s))
-        self._stepped_s, self._kept_s = now_s, scheduler._kept_s
-        if scheduler._cost.copies < WARM_COPIES:
+        self._rows.append((now_s - self._stepped_s, scheduler.policy.kept_s != self._kept_s))
+        self._stepped_s, self._kept_s = now_s, scheduler.policy.kept_s
+        if scheduler.policy.cost.copies < WARM_COPIES:
             self._from_s = now_s
             self._rows.clear()
         if now_s > self._from_s + self._seconds and sum(kept for _, kept in self._rows) >= LEAST:
             part = self._out.with_suffix(".part")
-            part.write_text(json.dumps({"rows": self._rows, "cost_s": scheduler._cost.seconds}))
+            part.write_text(json.dumps({"rows": self._rows, "cost_s": scheduler.policy.cost.seconds}))
             part.rename(self._out)
             self._from_s = float("inf")
 

@@ -50,5 +50,5 @@ def test_a_copy_beside_the_steps_has_its_price_too() -> None:
     state.committed(1)
     scheduler.after(state)
     scheduler.settle()
-    assert scheduler._cost.seconds is not None
-    assert scheduler._cost.seconds >= 100.0
+    assert scheduler.policy.cost.seconds is not None
+    assert scheduler.policy.cost.seconds >= 100.0

@@ -155,8 +155,8 @@ def test_snapshot_due_while_all_buffers_are_busy_is_taken_once_one_is_free(
     monkeypatch.setattr("elastic.worker.snapshots.checkpoint_scheduler.time", clock)
     state = build()
     (scheduler,) = schedulers(agents, None, (1,))
-    monkeypatch.setattr("elastic.worker.snapshots.checkpoint_scheduler.SnapshotCost.seconds", 0.5)  # every 100 s
-    monkeypatch.setattr("elastic.worker.snapshots.checkpoint_scheduler.SnapshotCost.warm", True)
+    monkeypatch.setattr("elastic.worker.snapshots.snapshot_policy.SnapshotCost.seconds", 0.5)  # every 100 s
+    monkeypatch.setattr("elastic.worker.snapshots.snapshot_policy.SnapshotCost.warm", True)
     busy_until_s = 150.0
     monkeypatch.setattr(scheduler._backend, "free", lambda: not 50.0 < now[0] < busy_until_s)
     kept_at_s = []

@@ -13,7 +13,8 @@ from support.ranks import ranks, run_ranks  # noqa: F401 - a fixture
 
 from elastic.checkpoint.interval import IntervalRule
 from elastic.worker.snapshots import checkpoint_scheduler
-from elastic.worker.snapshots.checkpoint_scheduler import CheckpointScheduler, RankPosition, SnapshotCost, SnapshotPart
+from elastic.worker.snapshots.checkpoint_scheduler import CheckpointScheduler, RankPosition, SnapshotPart
+from elastic.worker.snapshots.snapshot_policy import SnapshotCost
 from elastic.worker.state.state import State
 
 STEP_S = 0.5
