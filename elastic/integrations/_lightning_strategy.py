@@ -272,12 +272,13 @@ class _EpochLoop(_TrainingEpochLoop):
             self.after_recovery = self.val_loop.restarting = trainer.fit_loop._restarting = False
             # What follows this batch may look at what was logged in it, as a ModelCheckpoint that monitors the loss.
             trainer._logger_connector._callback_metrics.update(_copied(strategy.state.trainer.get("metrics", {})))
-            strategy.between_batches(_overwriting(late))
+            # A file that was saved before the recovery is saved again under its own name, not as a further version.
+            strategy.between_batches(_all_shadowed(late, "file_exists", False))
             self._finish_batch(late, data_fetcher)
             return
         before = self.batch_progress.total.ready
         seed_everything(strategy.seed, 1, before, trainer.global_rank)
-        with _silent(late):
+        with _all_shadowed(late, "on_train_batch_end", None):  # `_finish_batch` has their part
             super().advance(data_fetcher)
         if self.batch_progress.total.ready > before:  # else it has only found its place in a file's counters
             strategy.stepped(trainer)
@@ -362,20 +363,11 @@ def _shadowed(holder: Any, name: str, value: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _silent(callbacks: list[Checkpoint]) -> Iterator[None]:
-    """Without their part of the end of a batch."""
+def _all_shadowed(callbacks: list[Checkpoint], name: str, answer: object) -> Iterator[None]:
+    """With a method `name` that does nothing and returns `answer`."""
     with ExitStack() as undo:
         for callback in callbacks:
-            undo.enter_context(_shadowed(callback, "on_train_batch_end", lambda *_, **__: None))
-        yield
-
-
-@contextmanager
-def _overwriting(callbacks: list[Checkpoint]) -> Iterator[None]:
-    """A file that was saved before the recovery is saved again under its own name, not as a further version."""
-    with ExitStack() as undo:
-        for callback in callbacks:
-            undo.enter_context(_shadowed(callback, "file_exists", lambda *_, **__: False))
+            undo.enter_context(_shadowed(callback, name, lambda *_, **__: answer))
         yield
 
 

@@ -439,12 +439,8 @@ def _announce(form: messages.Form, job: Job) -> None:
 
 def _forget(failure: BaseException) -> None:
     """Drop what the traceback references: the script's frames hold the DDP module, which holds the group."""
-    seen: set[int] = set()
-    error: BaseException | None = failure
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
+    for error in misuse.causes(failure):
         with contextlib.suppress(RuntimeError):  # a frame that is still running: one of this module
             traceback.clear_frames(error.__traceback__)
         error.__traceback__ = None
-        error = error.__cause__ or error.__context__
     gc.collect(0)

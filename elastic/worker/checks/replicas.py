@@ -82,15 +82,15 @@ class Replicas:
         exchanges = self._gradients.exchanges
         # State that a rank lacks may be that of parameters which it has not stepped yet: their values then differ too.
         if table.names and (table.unlike or not values.own):
-            text, error = _table_text(step, table, lacks=not table.unlike), table.unlike or exchanges
+            text, error = table.text(SHARDED + STEPPED_ON_SOME * (not table.unlike), step), table.unlike or exchanges
         elif values.own:
-            text, error = _values_text(step, values), exchanges
+            text, error = values.text(UNEXCHANGED, step), exchanges
         elif drift.names and not self._warned_drift:
-            text, error = _drift_text(step, drift), False
+            text, error = drift.text(DRIFTS, step), False
         elif not self._warned_plain and (plain := _differing(_plain(state), rank, world_size)).names:
             self._warned_plain = True
             if rank == 0:
-                print(f"elastic: {_plain_text(step, plain)}", file=sys.stderr, flush=True)
+                print(f"elastic: {plain.text(PLAIN, step)}", file=sys.stderr, flush=True)
             return
         else:
             return
@@ -170,6 +170,10 @@ class _Difference(NamedTuple):
     unlike: bool
     """Whether any of all rows differs, and is not merely missing on a rank."""
 
+    def text(self, message: str, step: int) -> str:
+        ranks = f"rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks))}"
+        return message.format(names=", state.".join(self.names), step=step, ranks=ranks)
+
 
 def _differing(rows: Rows, rank: int, world_size: int, own: Collection[str] = ()) -> _Difference:
     """The same on all ranks. `own`: the rows that this rank does not exchange."""
@@ -187,50 +191,37 @@ def _differing(rows: Rows, rank: int, world_size: int, own: Collection[str] = ()
     return _Difference(list(names)[:NAMES], ranks, any_own, any(each for _, _, each in everywhere))
 
 
-def _values_text(step: int, found: _Difference) -> str:
-    return (
-        f"state.{', state.'.join(found.names)} differs between the ranks after step {step} "
-        f"({_listed(found.ranks)} from rank 0): an optimizer steps it, and nothing averages its gradients, so that "
-        "each rank applies its own. Wrap its module in train(), criterion = job.ddp(state.criterion), or put it into "
-        "the module that job.ddp wraps; call what job.ddp has returned, model(x) and not state.model(x), and keep the "
-        "last backward of a step out of no_sync(). After unfreezing a parameter call job.ddp again: it exchanges what "
-        "wants gradients then"
-    )
+UNEXCHANGED = (
+    "state.{names} differs between the ranks after step {step} ({ranks} from rank 0): an optimizer steps it, and "
+    "nothing averages its gradients, so that each rank applies its own. Wrap its module in train(), criterion = "
+    "job.ddp(state.criterion), or put it into the module that job.ddp wraps; call what job.ddp has returned, model(x) "
+    "and not state.model(x), and keep the last backward of a step out of no_sync(). After unfreezing a parameter call "
+    "job.ddp again: it exchanges what wants gradients then"
+)
 
+DRIFTS = (
+    "state.{names} differs between the ranks after step {step} ({ranks} from rank 0), though its gradients are "
+    "exchanged: something changes it on each rank by itself (Embedding(max_norm=…), noise that is added to gradients "
+    "after their exchange, an optimizer that draws numbers, nodes whose hardware rounds differently). A rank that is "
+    "replaced begins with the weights of one other rank, so after a failure the weights are not those of an "
+    "undisturbed run. Draw the same numbers on all ranks, or change the parameter on rank 0 and send it: "
+    "job.broadcast. fingerprint_every_steps makes this a failure"
+)
 
-def _drift_text(step: int, found: _Difference) -> str:
-    return (
-        f"state.{', state.'.join(found.names)} differs between the ranks after step {step} "
-        f"({_listed(found.ranks)} from rank 0), though its gradients are exchanged: something changes it on each rank "
-        "by itself (Embedding(max_norm=…), noise that is added to gradients after their exchange, an optimizer that "
-        "draws numbers, nodes whose hardware rounds differently). A rank that is replaced begins with the weights of "
-        "one other rank, so after a failure the weights are not those of an undisturbed run. Draw the same numbers on "
-        "all ranks, or change the parameter on rank 0 and send it: job.broadcast. fingerprint_every_steps makes this "
-        "a failure"
-    )
+SHARDED = (
+    "state.{names} is not the same tensor on each rank after step {step} ({ranks} against rank 0): the optimizer keeps "
+    "a part of its state on each rank, and a rank that is lost would take its part with it, as elastic restores a "
+    "replacement from one other rank. Use the form of the optimizer that runs on all parameters on each rank, with "
+    "job.ddp"
+)
 
+STEPPED_ON_SOME = (
+    ". Or the parameter was stepped on some ranks only, as nothing averages its gradients: wrap its module in train(), "
+    "job.ddp(state.model)"
+)
 
-def _table_text(step: int, found: _Difference, *, lacks: bool) -> str:
-    other = (
-        ". Or the parameter was stepped on some ranks only, as nothing averages its gradients: wrap its module in "
-        "train(), job.ddp(state.model)"
-    )
-    return (
-        f"state.{', state.'.join(found.names)} is not the same tensor on each rank after step {step} "
-        f"({_listed(found.ranks)} against rank 0): the optimizer keeps a part of its state on each rank, and a rank "
-        "that is lost would take its part with it, as elastic restores a replacement from one other rank. Use the form "
-        f"of the optimizer that runs on all parameters on each rank, with job.ddp{other if lacks else ''}"
-    )
-
-
-def _plain_text(step: int, found: _Difference) -> str:
-    return (
-        f"state.{', state.'.join(found.names)} is not the same on each rank after step {step} "
-        f"({_listed(found.ranks)} from rank 0). The state is one for all ranks, and one of them gives it to those that "
-        "are replaced: what rank 0 alone keeps is lost with it. Set it on all ranks, where they know different things "
-        "by job.broadcast(…)"
-    )
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+PLAIN = (
+    "state.{names} is not the same on each rank after step {step} ({ranks} from rank 0). The state is one for all "
+    "ranks, and one of them gives it to those that are replaced: what rank 0 alone keeps is lost with it. Set it on "
+    "all ranks, where they know different things by job.broadcast(…)"
+)

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from . import sockets
-from .p2p import exchange, receive_bytes, send_bytes
+from .p2p import memory_of, receive_bytes, receive_number, send_bytes, send_number
 
 CONNECT_S = 2.0
 """Limit for the connection to be made: the ranks have reached each other on the same addresses already."""
@@ -138,7 +138,7 @@ class _Receiving:
         self._sock, self._data = sock, data
 
     def wait(self) -> None:
-        view = _bytes(self._data)
+        view = memory_of(self._data)
         while view:
             try:
                 came = self._sock.recv_into(view, 0, socket.MSG_WAITALL)
@@ -151,13 +151,9 @@ class _Receiving:
 
 def _send(sock: socket.socket, data: torch.Tensor) -> None:
     try:
-        sock.sendall(_bytes(data), socket.MSG_NOSIGNAL)  # a script may have set SIGPIPE to end the process
+        sock.sendall(memory_of(data), socket.MSG_NOSIGNAL)  # a script may have set SIGPIPE to end the process
     except OSError as error:
         raise _lost("the following rank", error) from error
-
-
-def _bytes(data: torch.Tensor) -> memoryview:
-    return memoryview(data.numpy())  # type: ignore[arg-type]
 
 
 def _lost(peer: str, error: object) -> dist.DistNetworkError:
@@ -182,27 +178,17 @@ def connected(previous: int | None, following: int | None) -> Iterator[Transport
             send_bytes(msgspec.json.encode(endpoint), following)
         if previous is not None:
             incoming = _dial(msgspec.json.decode(receive_bytes(previous), type=Endpoint), stack)
-            _send_flag(incoming is not None, previous)
+            send_number(incoming is not None, previous)
         if following is not None:
-            outgoing = _accept(listener, endpoint.token, stack) if _receive_flag(following) and listener else None
+            outgoing = _accept(listener, endpoint.token, stack) if receive_number(following) and listener else None
             if listener is not None:
                 listener.close()
-            _send_flag(outgoing is not None, following)
-        if previous is not None and not _receive_flag(previous):
+            send_number(outgoing is not None, following)
+        if previous is not None and not receive_number(previous):
             incoming = None
         transport = OverSockets(incoming, outgoing, OverGroup(previous, following), _sender(stack, incoming, outgoing))
         stack.callback(transport.close)
         yield transport
-
-
-def _send_flag(answer: bool, rank: int) -> None:
-    exchange(torch.tensor([int(answer)]), target=rank)
-
-
-def _receive_flag(rank: int) -> bool:
-    answer = torch.zeros(1, dtype=torch.int64)
-    exchange(answer, source=rank)
-    return bool(answer)
 
 
 def _sender(

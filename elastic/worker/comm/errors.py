@@ -10,6 +10,8 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
+from elastic.worker.link.misuse import causes
+
 
 class GroupAborted(BaseException):
     """The group was aborted: this generation is over; the process and its state remain. No Exception, as
@@ -40,17 +42,13 @@ _COLLECTIVE_PLACES = (
 _RAISE = dis.opmap["RAISE_VARARGS"]
 
 
-def is_communication_error(error: BaseException | None) -> bool:
+def is_communication_error(error: BaseException) -> bool:
     """Whether `error` (or its cause or context) was raised by a collective, and not by the user's own code."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        if isinstance(error, GroupAborted | dist.DistBackendError | dist.DistNetworkError | dist.DistStoreError):
-            return True
-        if isinstance(error, RuntimeError | ValueError) and _from_a_collective(error):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+    return any(
+        isinstance(each, GroupAborted | dist.DistBackendError | dist.DistNetworkError | dist.DistStoreError)
+        or (isinstance(each, RuntimeError | ValueError) and _from_a_collective(each))
+        for each in causes(error)
+    )
 
 
 def _from_a_collective(error: BaseException) -> bool:

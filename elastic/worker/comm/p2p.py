@@ -22,6 +22,21 @@ def exchange(tensor: torch.Tensor, *, source: int | None = None, target: int | N
         dist.send(moved, target)
 
 
+def send_number(number: int, rank: int) -> None:
+    exchange(torch.tensor([number]), target=rank)
+
+
+def receive_number(rank: int) -> int:
+    number = torch.zeros(1, dtype=torch.int64)
+    exchange(number, source=rank)
+    return int(number)
+
+
+def memory_of(data: torch.Tensor) -> memoryview:
+    """Of a flat uint8 tensor on the CPU."""
+    return memoryview(data.numpy())  # type: ignore[arg-type]
+
+
 def send_bytes(raw: bytes, following: int | None) -> None:
     """To rank `following`, if there is one: the length and the first bytes in one message, the rest in another."""
     if following is None:

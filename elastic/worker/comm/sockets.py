@@ -28,22 +28,21 @@ class Sock(NamedTuple):
 
 def gloo_sockets() -> list[Sock]:
     """The connected (or connecting) sockets of every gloo group in this process; never a listening one."""
-    links = _links()
     found: list[Sock] = []
-    for fd, link in links.items():
-        if link == "anon_inode:[eventpoll]":
-            found += _gloo_members(fd, links)
+    for members in _gloo_epolls():
+        connected = [sock for sock in members if not _listens(sock)]
+        found += connected if len(connected) < len(members) else []
     return found
 
 
 def gloo_listeners() -> list[Sock]:
     """The sockets that gloo groups listen on: shutting one ends the process."""
+    return [sock for members in _gloo_epolls() for sock in members if _listens(sock)]
+
+
+def _gloo_epolls() -> list[list[Sock]]:
     links = _links()
-    found: list[Sock] = []
-    for fd, link in links.items():
-        if link == "anon_inode:[eventpoll]":
-            found += [sock for sock in _epoll_sockets(fd, links) if _listens(sock)]
-    return found
+    return [_epoll_sockets(fd, links) for fd, link in links.items() if link == "anon_inode:[eventpoll]"]
 
 
 def listening_at() -> list[tuple[str, socket.AddressFamily]]:
@@ -115,12 +114,6 @@ def _links() -> dict[int, str]:
         except OSError:
             pass  # closed since it was listed, as the descriptor of the listing itself always is
     return links
-
-
-def _gloo_members(epoll_fd: int, links: dict[int, str]) -> list[Sock]:
-    sockets = _epoll_sockets(epoll_fd, links)
-    connected = [sock for sock in sockets if not _listens(sock)]
-    return connected if len(connected) < len(sockets) else []
 
 
 def _epoll_sockets(epoll_fd: int, links: dict[int, str]) -> list[Sock]:

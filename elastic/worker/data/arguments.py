@@ -33,18 +33,14 @@ def plan_of(dataset: Any, batch_size: Any, *, drop_last: bool = False) -> BatchP
 def whole(name: str, value: Any, *, least: int | None = None) -> int:
     """`value` as an int: numpy's numbers too. Raises TypeError naming it, ValueError below `least`."""
     try:
-        found = operator.index(value)
+        number = operator.index(value)
     except TypeError:
         raise MisuseTypeError(f"{name} = {value!r}: a whole number") from None
-    if least is not None and found < least:
-        raise MisuseValueError(f"{name} = {found}: at least {least}")
-    return found
+    if least is not None and number < least:
+        raise MisuseValueError(f"{name} = {number}: at least {least}")
+    return number
 
 
 def at_most(name: str, value: Any) -> int | None:
     """A limit; None: there is none. Raises TypeError for what is no whole number, ValueError for a negative one."""
-    if value is None:
-        return None
-    if (found := whole(name, value)) < 0:
-        raise MisuseValueError(f"{name} = {found}: 0 or more; leave it out for no limit")
-    return found
+    return None if value is None else whole(name, value, least=0)

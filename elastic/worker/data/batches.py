@@ -127,15 +127,13 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
             self.gradient_weight.finish()
 
     def _slice(self, start: int, stop: int) -> Batch:
-        return Batch(
+        return msgspec.structs.replace(
+            self,
             data=cut(self.data, self.size, start, stop, own=self.own_collate),
             indices=self.indices[start:stop],
-            step=self.step,
-            epoch=self.epoch,
-            global_size=self.global_size,
-            part=self.part,
-            last_of_epoch=self.last_of_epoch,
-            own_collate=self.own_collate,
+            micro_batch=None,
+            cut_somewhere=False,
+            gradient_weight=None,
         )
 
 

@@ -15,6 +15,7 @@ from torch.utils.data import DistributedSampler
 from elastic.worker.link.misuse import MisuseTypeError, MisuseValueError
 
 from .seeds import held_by, seed_everything, seed_held, word
+from .sharding import no_full_batch
 
 ENDLESS = 64
 """A sampler without a length that yields more than so many indices for each sample is taken for endless."""
@@ -81,10 +82,7 @@ def cut_up(indices: Sequence[Any], batch_size: int, *, drop_last: bool) -> list[
     """In batches. Raises MisuseValueError where none is full and all others are left out."""
     stop = len(indices) - len(indices) % batch_size if drop_last else len(indices)
     if not stop:
-        raise MisuseValueError(
-            f"drop_last=True with {len(indices)} samples and batch_size = {batch_size}: no batch is full; lower "
-            "batch_size, or leave drop_last out"
-        )
+        raise no_full_batch(len(indices), batch_size)
     return [indices[start : start + batch_size] for start in range(0, stop, batch_size)]
 
 

@@ -42,6 +42,13 @@ class GlobalBatch(msgspec.Struct, frozen=True):
         return self.stop - self.start
 
 
+def no_full_batch(samples: int, batch_size: int) -> MisuseValueError:
+    return MisuseValueError(
+        f"drop_last=True with {samples} samples and batch_size = {batch_size}: no batch is full; lower batch_size, or "
+        "leave drop_last out"
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
     """How a dataset is cut into steps. Raises ValueError for an empty dataset or batch."""
@@ -59,10 +66,7 @@ class BatchPlan:
             raise MisuseValueError(f"batch_size = {self.batch_size}: the global batch needs at least one sample")
 
         if self.drop_last and self.samples < self.batch_size:
-            raise MisuseValueError(
-                f"drop_last=True with {self.samples} samples and batch_size = {self.batch_size}: no batch is full; "
-                "lower batch_size, or leave drop_last out"
-            )
+            raise no_full_batch(self.samples, self.batch_size)
 
     @property
     def steps_per_epoch(self) -> int:

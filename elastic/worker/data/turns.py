@@ -62,6 +62,8 @@ class Loop:
         self._epochs = 1 if epochs is None and self._steps is None else epochs
         """None: as many as the steps take."""
         self.at: LoopPlan
+        self._stop: float
+        """The epoch with which it ends."""
         self.limit: float = math.inf
         """The step at which it ends, unless its epochs end before."""
         self.end = 0
@@ -70,9 +72,13 @@ class Loop:
     def placed(self, numbers: dict[str, Any]) -> LoopPlan:
         """Where it counts from. To be called when it begins."""
         self.at = self.progress.place(numbers)
+        self._stop = math.inf if self._epochs is None else self.progress.first_epoch + self._epochs
         if self._steps is not None:
             self.limit = self.at.begin + self._steps
         return self.at
+
+    def _begins(self, plan: LoopPlan) -> None:
+        self.progress.begin(self, plan, self.step, allow_changed=self._allow_changed)
 
     def regular(self, plan: BatchPlan) -> Iterator[LoopTurn]:
         """The keys are numbers of batches."""
@@ -81,7 +87,7 @@ class Loop:
             self.limit = min(self.limit, begin + self._epochs * plan.steps_per_epoch * commits)
         self.end = int(self.limit)
         known = msgspec.structs.replace(self.at, end=self.end)
-        self.progress.begin(self, known, self.step, allow_changed=self._allow_changed)
+        self._begins(known)
         number = max(0, self.step - begin) // commits
         while (step := begin + number * commits) < self.limit:
             batch = plan.at(number)
@@ -94,11 +100,10 @@ class Loop:
         """`make(epoch, most)` returns the batches of an epoch, of which at most `most` are needed, and what is equal
         when the job goes on. The keys are `Chosen`."""
         epoch, since, begun = self.at.epoch, self.at.since, False
-        stop = math.inf if self._epochs is None else self.progress.first_epoch + self._epochs
-        while epoch < stop and since < self.limit:
+        while epoch < self._stop and since < self.limit:
             batches, known = make(epoch, (self.limit - since) / self.commits)
             next_one = since + len(batches) * self.commits
-            end = min(self.limit, next_one) if epoch + 1 == stop else self.limit
+            end = min(self.limit, next_one) if epoch + 1 == self._stop else self.limit
             plan = msgspec.structs.replace(
                 self.at,
                 numbers={**self.at.numbers, **known},
@@ -107,7 +112,7 @@ class Loop:
                 end=_int(end),
             )
             if not begun:
-                self.progress.begin(self, plan, self.step, allow_changed=self._allow_changed)
+                self._begins(plan)
                 begun = True
             start = 0
             for number, indices in enumerate(batches):
@@ -125,10 +130,9 @@ class Loop:
         """`begin(epoch)` begins an epoch, and `draw(begun, step)` takes its next batch, if there is one. Those of the
         steps so far are taken in vain. `length`: batches of an epoch, if that is known."""
         epoch, since, known = self.at.epoch, self.at.since, {"length": length}
-        stop = math.inf if self._epochs is None else self.progress.first_epoch + self._epochs
         plan = msgspec.structs.replace(self.at, numbers={**self.at.numbers, **known}, end=_int(self.limit))
-        self.progress.begin(self, plan, self.step, allow_changed=self._allow_changed)
-        while epoch < stop and since < self.limit:
+        self._begins(plan)
+        while epoch < self._stop and since < self.limit:
             plan = msgspec.structs.replace(plan, epoch=epoch, since=since)
             begun, step = begin(epoch), since
             while step < self.limit and draw(begun, step):

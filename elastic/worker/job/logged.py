@@ -19,30 +19,6 @@ import torch
 from elastic.contract.worker.messages import LoggedRow
 from elastic.worker.link.misuse import MisuseTypeError, MisuseValueError
 
-
-class LossReader:
-    """The loss as a float, without waiting for a GPU: there, the value of an earlier step."""
-
-    def __init__(self) -> None:
-        self._copy: torch.Tensor | None = None
-        self._event: torch.cuda.Event | None = None
-
-    def read(self, loss: torch.Tensor | float | None) -> float | None:
-        if not isinstance(loss, torch.Tensor):
-            return None if loss is None else float(loss)
-        if not loss.is_cuda:
-            return float(loss.item())
-        loss, value = loss.detach().reshape(()), None
-        if self._event is not None and self._copy is not None and self._event.query():  # type: ignore[no-untyped-call]
-            value, self._event = float(self._copy), None
-        if self._event is None:
-            self._copy = torch.empty((), dtype=loss.dtype, pin_memory=True) if self._copy is None else self._copy
-            self._copy.copy_(loss, non_blocking=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record()
-        return value
-
-
 KEPT_ROWS = 1000
 MOST_NAMES = 64
 MOST_NAME_CHARS = 100
@@ -58,7 +34,7 @@ class _Value:
 
     def __init__(self, value: Any) -> None:
         self._event: Any = None
-        if isinstance(value, torch.Tensor) and value.device.type == "cuda":
+        if isinstance(value, torch.Tensor) and value.is_cuda:
             value = value.detach()
             self._copy = torch.empty((), dtype=value.dtype, pin_memory=True)
             self._copy.copy_(value.reshape(()), non_blocking=True)
@@ -76,6 +52,25 @@ class _Value:
             self._event.synchronize()
             self._number, self._event = float(self._copy), None
         return self._number
+
+
+class LossReader:
+    """The loss as a float, without waiting for a GPU: there, the value of an earlier step."""
+
+    def __init__(self) -> None:
+        self._copying: _Value | None = None
+
+    def read(self, loss: torch.Tensor | float | None) -> float | None:
+        if not isinstance(loss, torch.Tensor):
+            return None if loss is None else float(loss)
+        if not loss.is_cuda:
+            return float(loss.item())
+        value = None
+        if self._copying is not None and self._copying.ready():
+            value, self._copying = self._copying.get(), None
+        if self._copying is None:
+            self._copying = _Value(loss)
+        return value
 
 
 class JobLog:

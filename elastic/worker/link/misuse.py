@@ -10,6 +10,8 @@ end of a generation is none of these.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 WAIT_S = 1.0
 """A refusal may follow from a failed collective whose error the script has handled. The agent knows of the lost rank
 within this time."""
@@ -51,15 +53,19 @@ def note(error: BaseException) -> None:
         ends_run = f"{type(refused).__name__}: {refused}"
 
 
-def found_in(error: BaseException | None) -> MisuseError | None:
+def found_in(error: BaseException) -> MisuseError | None:
     """`error`, or the refusal that it was raised from."""
+    return next((each for each in causes(error) if isinstance(each, MisuseError)), None)
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """`error`, and what it was raised from."""
     seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        if isinstance(error, MisuseError):
-            return error
-        seen.add(id(error))
-        error = error.__cause__ or error.__context__
-    return None
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        yield cause
+        cause = cause.__cause__ or cause.__context__
 
 
 AGAIN = (

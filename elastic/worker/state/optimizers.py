@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -318,14 +319,9 @@ def sharded(kind: str) -> str:
     )
 
 
-_hooked = False
-
-
+@functools.cache
 def _hook_once() -> None:
-    global _hooked
-    if not _hooked:
-        _hooked = True
-        register_optimizer_step_pre_hook(_any_optimizer)
+    register_optimizer_step_pre_hook(_any_optimizer)
 
 
 def _any_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

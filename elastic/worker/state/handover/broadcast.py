@@ -19,7 +19,7 @@ import xxhash
 
 from elastic.checkpoint.memory.memcpy import device_type, movable
 from elastic.worker.comm import direct
-from elastic.worker.comm.p2p import exchange
+from elastic.worker.comm.p2p import exchange, memory_of
 from elastic.worker.torch_internals import torch_private
 
 SLICE_BYTES = 4 << 20
@@ -216,7 +216,7 @@ def _receive(
 def digest(data: torch.Tensor) -> int:
     """A 64-bit digest of the bytes: xxh3 on the CPU, a sum of words on a device (without a copy to the host)."""
     if data.device.type == "cpu":
-        return signed(xxhash.xxh3_64_intdigest(memoryview(data.numpy())))  # type: ignore[arg-type]
+        return signed(xxhash.xxh3_64_intdigest(memory_of(data)))
     return word_sum(data)
 
 

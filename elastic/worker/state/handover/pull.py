@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 import xxhash
 
+from elastic.worker.comm.p2p import memory_of
+
 from .broadcast import byte_view, pieces, signed
 
 PIECE_BYTES = 4 << 20
@@ -88,7 +90,7 @@ def pull(
             total = sum(lengths)
             row = _vectors([staging.data_ptr()], [total])
             _fetch(pid, row, _vectors([addresses[i] for i in group], lengths), total)
-            found.append(xxhash.xxh3_64_intdigest(_memory(staging[:total])))
+            found.append(xxhash.xxh3_64_intdigest(memory_of(staging[:total])))
             # To the tensors by a read of this process's own memory: one call, in place of one for each tensor.
             _fetch(os.getpid(), _vectors([tensor.data_ptr() for tensor in into], lengths), row, total)
             check()
@@ -107,7 +109,7 @@ def pull(
                 _fetch(
                     pid, _vectors([piece.data_ptr()], nbytes), _vectors([addresses[i] + start * size], nbytes), *nbytes
                 )
-                hasher.update(_memory(piece))
+                hasher.update(memory_of(piece))
                 if not tensor.is_contiguous():
                     for view, read in pieces(tensor, start, count, piece):
                         view.copy_(read)
@@ -127,7 +129,7 @@ def digests(addresses: Sequence[int], sizes: Sequence[int], check: Callable[[], 
             for i in group:
                 ctypes.memmove(at, addresses[i], sizes[i])
                 at += sizes[i]
-            found.append(xxhash.xxh3_64_intdigest(_memory(staging[: at - first])))
+            found.append(xxhash.xxh3_64_intdigest(memory_of(staging[: at - first])))
             check()
             continue
         hasher, nbytes = xxhash.xxh3_64(), sizes[group[0]]
@@ -183,7 +185,3 @@ _process_vm_readv.argtypes = (
     ctypes.c_ulong,
     ctypes.c_ulong,
 )
-
-
-def _memory(data: torch.Tensor) -> memoryview:
-    return memoryview(data.numpy())  # type: ignore[arg-type]

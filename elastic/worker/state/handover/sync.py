@@ -258,7 +258,7 @@ class Handover:
         with pull.open_to_readers([each.address for each in described]) as window:
             head = StateHeader(None if ours == sent else ours, extra, source, window, rows)
             p2p.send_bytes(msgspec.json.encode(head), choice.needs[0])
-            readers = [bool(_number(source=rank)) for rank in choice.needs]
+            readers = [bool(p2p.receive_number(rank)) for rank in choice.needs]
             for rank in choice.needs:
                 p2p.exchange(torch.tensor(readers, dtype=torch.int64), target=rank)
             dense, rest = _split(tensors, window)
@@ -271,7 +271,7 @@ class Handover:
                 for rank in reading:
                     p2p.exchange(digests, target=rank)
                 for rank in reading:
-                    _number(source=rank)  # until that rank has read everything, nothing here may change
+                    p2p.receive_number(rank)  # until that rank has read everything, nothing here may change
         self.check()
 
     def _take(self, choice: Choice, *, early: bool) -> Given:
@@ -286,7 +286,7 @@ class Handover:
             theirs = head.tensors
             plan.made.clear()  # before others are made: the memory may not be there twice
         reads = pull.can_read(head.window)
-        p2p.exchange(torch.tensor([int(reads)]), target=choice.source)
+        p2p.send_number(reads, choice.source)
         readers = torch.zeros(len(choice.needs), dtype=torch.int64)
         p2p.exchange(readers, source=choice.source)
         tensors = _adopt(self.state, theirs, head.extra, plan)
@@ -297,7 +297,7 @@ class Handover:
             found = torch.tensor(pull.pull(dense, *where, head.window.pid, check), dtype=torch.int64)
             sent = torch.empty_like(found)
             p2p.exchange(sent, source=choice.source)
-            p2p.exchange(torch.ones(1, dtype=torch.int64), target=choice.source)
+            p2p.send_number(1, choice.source)
             broadcast.compare(found, sent)
         else:
             waiting = [r for r, flag in zip(choice.needs, readers.tolist(), strict=True) if not flag]
@@ -383,9 +383,3 @@ def _relay(tensors: Sequence[torch.Tensor], chain: Sequence[int], rank: int, che
 def _neighbours(chain: Sequence[int], rank: int) -> tuple[int | None, int | None]:
     place = chain.index(rank)
     return chain[place - 1] if place else None, chain[place + 1] if place + 1 < len(chain) else None
-
-
-def _number(*, source: int) -> int:
-    number = torch.zeros(1, dtype=torch.int64)
-    p2p.exchange(number, source=source)
-    return int(number)
