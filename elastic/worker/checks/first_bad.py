@@ -65,8 +65,7 @@ class FirstBad:
                 return  # an evaluation
             for leaf in pytree.tree_leaves(output):
                 if _has_numbers(leaf) and len(self._found) < MOST_LAYERS:
-                    finite = torch.isfinite(leaf.detach())
-                    self._found.append((layer, finite.flatten(1).all(1) if finite.ndim > 1 else finite.reshape(-1)))
+                    self._found.append((layer, _finite_rows(leaf)))
 
         return look
 
@@ -105,10 +104,14 @@ def _bad_inputs(batch: HasIndices) -> list[int]:
     bad: set[int] = set()
     for leaf in pytree.tree_leaves(batch.data):
         if _has_numbers(leaf) and leaf.ndim and len(leaf) == len(batch.indices):
-            finite = torch.isfinite(leaf.detach())
-            good = finite.flatten(1).all(1) if finite.ndim > 1 else finite
-            bad |= {at for at, fine in enumerate(good.tolist()) if not fine}
+            bad |= {at for at, fine in enumerate(_finite_rows(leaf).tolist()) if not fine}
     return [batch.indices[at] for at in sorted(bad)]
+
+
+def _finite_rows(leaf: torch.Tensor) -> torch.Tensor:
+    """For each position of its first dimension whether all of it is finite."""
+    finite = torch.isfinite(leaf.detach())
+    return finite.flatten(1).all(1) if finite.ndim > 1 else finite.reshape(-1)
 
 
 def _has_numbers(leaf: Any) -> bool:

@@ -21,12 +21,11 @@ import torch
 from elastic.worker.state.guards.optimizer_marks import with_inner
 from elastic.worker.torch_internals import torch_private
 
-Flags = tuple[list[bool], list[bool]]
-"""(training of each module, requires_grad of each parameter)"""
+Flags = list[bool]
+"""`training` of each module, then `requires_grad` of each parameter."""
 
 _TRAINING = operator.attrgetter("training")
 _WANTED = operator.attrgetter("requires_grad")
-_KINDS = ("training", "requires_grad")
 
 
 class Modes:
@@ -37,7 +36,7 @@ class Modes:
         self._hooks = hooks
         inner = [(_joined(part, path), m) for part, module in modules.items() for path, m in module.named_modules()]
         params = [(_joined(part, key), p) for part, module in modules.items() for key, p in module.named_parameters()]
-        self._names = [name for name, _ in inner], [name for name, _ in params]
+        self._names = [("training", name) for name, _ in inner] + [("requires_grad", name) for name, _ in params]
         self._modules, self._params = [module for _, module in inner], [param for _, param in params]
         self._setup = self._now()
         self._begun: Flags | None = None
@@ -55,59 +54,49 @@ class Modes:
             self._hooks.put_back()
         torch.set_grad_enabled(self._grad)
         torch.set_default_dtype(self._dtype)
-        training, wanted = self._setup
-        self._set((training, [want or free for want, free in zip(wanted, self._unfrozen(), strict=True)]))
+        self._set([flag or free for flag, free in zip(self._setup, self._unfrozen(), strict=True)])
         self._begun = self._last = None
 
     def loop_begins(self) -> None:
         """A loop asks for its first batch."""
-        training, wanted = now = self._now()
+        now = self._now()
         if self._begun is not None:
-            for begun, last, flags in zip(self._begun, self._last or now, now, strict=True):
-                for place, (before, after) in enumerate(zip(last, flags, strict=True)):
-                    if before != after:
-                        begun[place] = after
+            rows = zip(self._begun, self._last or now, now, strict=True)
+            self._begun = [begun if before == after else after for begun, before, after in rows]
             return
-        self._begun = training, [want and not free for want, free in zip(wanted, self._unfrozen(), strict=True)]
+        self._begun = [flag and not free for flag, free in zip(now, self._unfrozen(), strict=True)]
         if self.changes:
-            kinds = zip(_KINDS, self._names, self._begun, strict=True)
-            training, wanted = (
-                [self.changes.get(kind, {}).get(name, flag) for name, flag in zip(names, flags, strict=True)]
-                for kind, names, flags in kinds
-            )
-            self._set((training, wanted))
+            pairs = zip(self._names, self._begun, strict=True)
+            self._set([self.changes.get(kind, {}).get(name, flag) for (kind, name), flag in pairs])
 
     def commit(self) -> None:
         """A step has been committed."""
         if self._begun is None:
             return  # a loop of the script's own, of which it is not known where it begins
-        self._last = self._now()
-        found: dict[str, dict[str, bool]] = {}
-        for kind, names, then, now in zip(_KINDS, self._names, self._begun, self._last, strict=True):
-            if then != now:
-                rows = zip(names, then, now, strict=True)
-                found[kind] = {name: after for name, before, after in rows if before != after}
-        self.changes = found
+        self._last, self.changes = self._now(), {}
+        if self._last != self._begun:
+            for (kind, name), before, after in zip(self._names, self._begun, self._last, strict=True):
+                if before != after:
+                    self.changes.setdefault(kind, {})[name] = after
 
     def adopt(self, changes: Mapping[str, Any]) -> None:
         """The state that comes was committed with these changes."""
         self.changes = {kind: dict(held) for kind, held in changes.items()}
 
     def _unfrozen(self) -> list[bool]:
-        """Of each parameter, whether the loop had it want gradients that it did not want before."""
+        """Of each flag, whether it is of a parameter that the loop had want gradients that it did not want before."""
         changes = self.changes.get("requires_grad", {})
-        return [changes.get(name, False) for name in self._names[1]]
+        return [kind == "requires_grad" and changes.get(name, False) for kind, name in self._names]
 
     def _set(self, flags: Flags) -> None:
-        training, wanted = flags
-        for module, mode in zip(self._modules, training, strict=True):
+        for module, mode in zip(self._modules, flags, strict=False):
             module.training = mode
-        for param, want in zip(self._params, wanted, strict=True):
+        for param, want in zip(self._params, flags[len(self._modules) :], strict=True):
             if param.requires_grad != want and param.is_leaf:
                 param.requires_grad_(want)
 
     def _now(self) -> Flags:
-        return list(map(_TRAINING, self._modules)), list(map(_WANTED, self._params))
+        return [*map(_TRAINING, self._modules), *map(_WANTED, self._params)]
 
 
 def _joined(part: str, path: str) -> str:

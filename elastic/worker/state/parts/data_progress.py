@@ -61,6 +61,15 @@ class DataProgress:
 
     def __init__(self) -> None:
         self._kept = Kept()
+        self._once: tuple[list[object], list[object]] = [], []
+        """What can be iterated once, and was begun in the entry before and in this one."""
+        self._left_at: int | None = None
+        """Where the loop that was left last would have ended; None: not known."""
+        self.enter()
+        self.due = False
+
+    def enter(self) -> None:
+        """`train` is about to be called."""
         self._next: tuple[Round, ...] | None = None
         self._open: dict[object, LoopPlan] = {}
         self._now: tuple[LoopPlan, ...] = ()
@@ -76,22 +85,11 @@ class DataProgress:
         """The step from which the next loop counts, unless it was under way at the last commit."""
         self._committed = False
         """A step was committed in this entry."""
-        self._once: tuple[list[object], list[object]] = [], []
-        """What can be iterated once, and was begun in the entry before and in this one."""
-        self.due = False
+        self._once = self._once[1], []
+        self.due = True
         """No step was committed since this entry, or round, began."""
         self._cut_short = False
         """A loop of this round was left with batches to come, right after a commit."""
-        self._left_at: int | None = None
-        """Where the loop that was left last would have ended; None: not known."""
-
-    def enter(self) -> None:
-        """`train` is about to be called."""
-        self._next, self._open, self._now, self._allowed = None, {}, (), False
-        self._begun, self._finished = [], []
-        self._siblings, self._loops, self._cursor = [0], 0, 0
-        self._committed, self.due, self._cut_short = False, True, False
-        self._once = self._once[1], []
 
     def refuse_again(self, once: object) -> None:
         """`once`, which can be iterated once only, is about to be. Raises MisuseRuntimeError for the second time."""
