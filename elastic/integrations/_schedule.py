@@ -19,13 +19,13 @@ class Schedule:
         return {} if held is None else {"held": held}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        held = state.get("held")
-        if held is None:
+        scheduler_state = state.get("held")
+        if scheduler_state is None:
             self.made = self._loaded = None  # back to before it was made
         elif self.made is not None:
-            self.made.load_state_dict(held)
+            self.made.load_state_dict(scheduler_state)
         else:
-            self._loaded = held
+            self._loaded = scheduler_state
 
     def make(self, make: Callable[[], Any], optimizer: Any) -> Any:
         """Make the scheduler and bring it to the loaded state. Making one changes the optimizer's learning rates: those

@@ -102,7 +102,7 @@ class Recovery(TrainerCallback):  # type: ignore[misc]
         log = state.pop("log_history")
         state.pop("stateful_callbacks")
         should_log = trainer.control.should_log
-        held = {
+        record = {
             "state": state,
             "callbacks": _callbacks_now(trainer),
             "control": trainer.control.state()["args"],
@@ -115,7 +115,7 @@ class Recovery(TrainerCallback):  # type: ignore[misc]
         history = None
         if len(log) != self._logged:
             self._logged, history = len(log), json.dumps(log)
-        return json.dumps(held), history
+        return json.dumps(record), history
 
     # ── called by the stock loop ────────────────────────────────────────────────────────────────────────────
 
@@ -131,43 +131,43 @@ class Recovery(TrainerCallback):  # type: ignore[misc]
         if run is None or run.resumed is None:
             return None
         run.read.close()  # now: a worker that is killed later would leave it behind
-        held = run.resumed
+        record = run.resumed
         exportable = [*_exportable(trainer), trainer.control]
         state.stateful_callbacks = TrainerState(stateful_callbacks=exportable).stateful_callbacks
-        if held.get("done"):
+        if record.get("done"):
             return None
-        trainer.control = TrainerControl(**held["control"])
-        self._losses(run, held)
+        trainer.control = TrainerControl(**record["control"])
+        self._losses(run, record)
         rest: tuple[Any, ...] = (trainer.model_wrapped, None, state.epoch, run.ignore_keys, time.time())
         trainer._maybe_log_save_evaluate(
-            trainer._tr_loss, held["grad_norm"], *rest, learning_rate=held["learning_rate"]
+            trainer._tr_loss, record["grad_norm"], *rest, learning_rate=record["learning_rate"]
         )
         ended = run.steps.samples is not None and state.global_step % run.steps.per_epoch == 0
         if ended or trainer.control.should_epoch_stop or trainer.control.should_training_stop:
             trainer.control = trainer.callback_handler.on_epoch_end(args, state, trainer.control)
-            trainer._maybe_log_save_evaluate(trainer._tr_loss, held["grad_norm"], *rest)
+            trainer._maybe_log_save_evaluate(trainer._tr_loss, record["grad_norm"], *rest)
         return trainer.control
 
-    def _losses(self, run: Generation, held: dict[str, Any]) -> None:
+    def _losses(self, run: Generation, record: dict[str, Any]) -> None:
         """The losses and operations since the last log. A rank that replaces another takes the mean of the others."""
         trainer = self.trainer
-        known = torch.zeros(3, dtype=torch.float64, device=run.job.device)
+        totals = torch.zeros(3, dtype=torch.float64, device=run.job.device)
         own = trainer._own
         if own is not None and own[0] != run.kept.step:
             own = None  # a rollback has undone some of these steps: they are done again
         if own is not None:
-            known = torch.stack([torch.ones_like(known[0]), own[1].to(known), known[0] + own[2]])
+            totals = torch.stack([torch.ones_like(totals[0]), own[1].to(totals), totals[0] + own[2]])
         if dist.is_initialized():
-            dist.all_reduce(known)
-        ranks, loss, flos = known.tolist()
+            dist.all_reduce(totals)
+        ranks, loss, flos = totals.tolist()
         # Of one type on all ranks: they are gathered, and gloo ends a process whose tensor has another size.
         trainer.current_flos = float(own[2] if own else flos / max(ranks, 1))
         if not ranks:
             return  # from a checkpoint, or rolled back: as Trainer does, the window begins here
         trainer._tr_loss = own[1].clone() if own else torch.full_like(trainer._tr_loss, loss / ranks)
-        trainer._total_loss_scalar = held["total_loss"]
-        trainer._globalstep_last_logged = held["logged_step"]
-        trainer._initial_global_step = held["initial_step"]
+        trainer._total_loss_scalar = record["total_loss"]
+        trainer._globalstep_last_logged = record["logged_step"]
+        trainer._initial_global_step = record["initial_step"]
 
 
 @contextlib.contextmanager
@@ -188,10 +188,10 @@ def _exportable(trainer: Any) -> list[Any]:
 
 def _callbacks_now(trainer: Any) -> dict[str, Any]:
     """class name -> states of the callbacks of that class, as Trainer keeps them."""
-    found: dict[str, Any] = {}
+    states: dict[str, Any] = {}
     for callback in _exportable(trainer):
-        found.setdefault(type(callback).__name__, []).append(callback.state())
-    return found
+        states.setdefault(type(callback).__name__, []).append(callback.state())
+    return states
 
 
 def _put_back(trainer: Any, held: dict[str, Any]) -> None:

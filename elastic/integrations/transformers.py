@@ -147,14 +147,14 @@ class ElasticMixin:
         for name, part in (("optimizer.pt", self.optimizer), ("scheduler.pt", schedule)):
             path = os.path.join(folder, name)
             if os.path.exists(path):
-                held = torch.load(path, map_location="cpu", weights_only=True)
-                part.load_state_dict(held if part is self.optimizer else {"held": held})
+                saved = torch.load(path, map_location="cpu", weights_only=True)
+                part.load_state_dict(saved if part is self.optimizer else {"held": saved})
         with open(os.path.join(folder, "trainer_state.json"), encoding="utf-8") as file:
             state = json.load(file)
         history, callbacks = state.pop("log_history"), state.pop("stateful_callbacks")
         control = callbacks.pop("TrainerControl", {}).get("args", {})
-        held = {"state": state, "callbacks": callbacks, "control": control, "done": True}
-        return json.dumps(held), json.dumps(history)
+        saved = {"state": state, "callbacks": callbacks, "control": control, "done": True}
+        return json.dumps(saved), json.dumps(history)
 
     def _generation(self, job: Job, kept: Any, gas: int, ignore_keys: Any) -> tuple[Any, ...]:
         """Run the stock loop in this generation; returns the arguments of its `_finalize_training`."""

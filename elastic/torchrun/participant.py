@@ -101,15 +101,15 @@ class RendezvousParticipant:
             self._give_up = record
             self._wake()
 
-    def trouble(self, mine: GenerationRecord) -> str:
-        """Why `mine` cannot continue: another generation followed, it is broken, or has lost a node. Empty: it can."""
+    def trouble(self, running: GenerationRecord) -> str:
+        """Why `running` cannot continue: another generation followed, it is broken, or has lost a node. Empty: it can."""
         with self.changed:
             generation, broken = self.view.generation, self.view.broken
-            if generation is not None and generation != mine:
+            if generation is not None and generation != running:
                 return f"generation {generation.number} has taken its place: {generation.why}"
-            if generation == mine and broken is not None:
+            if generation == running and broken is not None:
                 return f"{broken.kind} on {broken.node}: {broken.detail}"
-            gone = self._gone(mine)
+            gone = self._gone(running)
             return f"node {gone[0]} is gone" if gone else ""
 
     def leave(self, within_s: float = 3.0) -> bool:
@@ -119,16 +119,16 @@ class RendezvousParticipant:
             self._wake()
         if self._thread.is_alive():
             self._thread.join(within_s)
-        told = True
+        notified = True
         try:
             if (lease := self._key.held) is not None:
                 self.etcd.revoke(lease.id)
                 self._clean_up()
         except EtcdError as error:
-            told = False
+            notified = False
             log.warning("rendezvous.not_deregistered node=%s error=%s", self.node, error)
         self._key.drop()
-        return told
+        return notified
 
     def close(self) -> None:
         self._stores.close()
@@ -214,11 +214,11 @@ class RendezvousParticipant:
         number = view.generation.number if view.generation is not None else 0
         if number == record.generation and view.broken is None:
             key = self.keys.broken(record.generation)
-            said = self.etcd.txn([Absent(key), *self._guards(view.generation_revision)], [Put(key, encode(record))]).ok
+            done = self.etcd.txn([Absent(key), *self._guards(view.generation_revision)], [Put(key, encode(record))]).ok
         else:
-            said = number >= record.generation  # lower: etcd has lost the generation, which will be written back
+            done = number >= record.generation  # lower: etcd has lost the generation, which will be written back
         with self.changed:
-            if said and self._give_up is record:
+            if done and self._give_up is record:
                 self._give_up = None
 
     # Leading
@@ -245,7 +245,7 @@ class RendezvousParticipant:
             self._restore(current)
             return
         now_s, last_call_s = time.monotonic(), self._limits.join_wait_s
-        whole = current is not None and not self._gone(current)
+        complete = current is not None and not self._gone(current)
         seated = {(p.node, p.incarnation) for p in current.nodes} if current else set()
         newcomers = [m for m in view.members.values() if m.id not in seated]
         enough = len(view.members) >= self._limits.min_nodes
@@ -260,7 +260,7 @@ class RendezvousParticipant:
             current,
             self._limits,
             frozenset(),
-            steps_advance=whole,
+            steps_advance=complete,
             settled=settled,
             min_reached_for_s=enough_for_s,
         )

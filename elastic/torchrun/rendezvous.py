@@ -132,10 +132,10 @@ class EtcdRendezvousHandler(RendezvousHandler):
             return True
         self._shut = True
         atexit.unregister(self.shutdown)
-        told = self._party.leave()
+        notified = self._party.leave()
         self._etcd.close()
         self._party.close()
-        return told
+        return notified
 
     def _seat(self, done: GenerationRecord | None) -> GenerationRecord:
         """Wait for a generation other than `done` that includes this node."""

@@ -110,11 +110,11 @@ def settings(params: RendezvousParameters) -> TorchrunSettings:
 
 def parse_conf(raw: Mapping[str, Any]) -> Conf:
     """Numbers arrive as strings. Raises ValueError for an unknown name or an invalid value."""
-    known = {field.name for field in msgspec.structs.fields(Conf)}
+    names = {field.name for field in msgspec.structs.fields(Conf)}
     for name in raw:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(names))}"
             raise ValueError(f"--rdzv-conf {name}={raw[name]}: no such setting; {hint}")
     try:
         conf = msgspec.convert(dict(raw), Conf, strict=False)

@@ -403,10 +403,10 @@ class ManagedWorker:
                 messages.GroupClosed(generation=form.generation, step=state.step, clean=state.clean(), between=between)
             )
             return
-        said = f"{type(failure).__name__}: {failure}"[:COMPLAINT_CHARS]
+        complaint = f"{type(failure).__name__}: {failure}"[:COMPLAINT_CHARS]
         session.send(
             messages.CollectiveFailed(
-                generation=form.generation, step=state.step, clean=state.clean(), error=said, altered=altered
+                generation=form.generation, step=state.step, clean=state.clean(), error=complaint, altered=altered
             )
         )
 

@@ -109,8 +109,8 @@ def _in_child(writer: int) -> None:
 
 
 def _open_files() -> Sequence[str]:
-    found = []
+    paths = []
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
-            found.append(os.readlink(f"/proc/self/fd/{name}"))
-    return found
+            paths.append(os.readlink(f"/proc/self/fd/{name}"))
+    return paths

@@ -35,22 +35,20 @@ class KeptFinder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        found = _found_by_others(name, path, target)
-        origin = (
-            found.origin if found is not None and type(found.loader) is importlib.machinery.SourceFileLoader else ""
-        )
-        if found is not None and not origin and found.origin is not None:
-            return found  # built in, an extension, or another loader's
+        spec = _found_by_others(name, path, target)
+        origin = spec.origin if spec is not None and type(spec.loader) is importlib.machinery.SourceFileLoader else ""
+        if spec is not None and not origin and spec.origin is not None:
+            return spec  # built in, an extension, or another loader's
         if origin and not self.is_local(origin):
-            return found
+            return spec
         for file in _places(name.rpartition(".")[2], sys.path if path is None else path):
             if file == origin:
                 break
             if self.code.find(file) is not None:
                 return importlib.util.spec_from_file_location(name, file, loader=self.loader(name, file))
-        if found is not None and origin:
-            found.loader = self.loader(name, origin)
-        return found
+        if spec is not None and origin:
+            spec.loader = self.loader(name, origin)
+        return spec
 
     def loader(self, name: str, path: str) -> KeptLoader:
         """Raises OSError if the file is neither kept nor there."""

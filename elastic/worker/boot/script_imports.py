@@ -34,15 +34,15 @@ def preloads(argv: Sequence[str], workdir: str, skip: Sequence[str]) -> dict[str
             tree = ast.parse(file.read())
     except (OSError, SyntaxError, ValueError):  # the worker reports the error
         return {}
-    found: dict[str, tuple[str, ...]] = {}
+    modules: dict[str, tuple[str, ...]] = {}
     for name, names in _leading_imports(tree.body):
         top = name.partition(".")[0]
         if {name, top} & set(skip) or (top == OURS and not f"{name}.".startswith(f"{INTEGRATIONS}.")):
             continue
         if top != OURS and not _is_installed(top):
             break  # a file of the job may have any effect, like any other statement
-        found[name] = (*found.get(name, ()), *names)
-    return found
+        modules[name] = (*modules.get(name, ()), *names)
+    return modules
 
 
 def _leading_imports(body: Sequence[ast.stmt]) -> Iterator[tuple[str, tuple[str, ...]]]:

@@ -75,18 +75,18 @@ class GradientSampler:
         """`empty`: this rank had no samples in the step; its own gradients mean nothing then."""
         if self.asked_at and step >= self.asked_at:
             self.asked_at = 0
-        found = list(_parameters(state))
-        weights = [_numbers(parameter) for _, parameter in found]
+        parameters = list(_parameters(state))
+        weights = [_numbers(parameter) for _, parameter in parameters]
         zero = torch.zeros(())
         flat = [
             number
-            for (_, parameter), weight in zip(found, weights, strict=True)
+            for (_, parameter), weight in zip(parameters, weights, strict=True)
             for pair in (self._own.get(id(parameter)), self._mean.get(id(parameter)), weight)
             for number in (pair or (zero, zero))
         ]
         values = _values(flat)
         rows, own, after = [], xxhash.xxh3_64(), xxhash.xxh3_64()
-        for at, (name, parameter) in enumerate(found):
+        for at, (name, parameter) in enumerate(parameters):
             numbers = values[6 * at : 6 * at + 6]
             has_own, has_mean = id(parameter) in self._own and not empty, id(parameter) in self._mean
             own.update(struct.pack("<2d", *(numbers[0:2] if has_own else numbers[2:4])))
@@ -101,7 +101,7 @@ class GradientSampler:
                     bad=(has_own and not math.isfinite(numbers[0])) or (has_mean and not math.isfinite(numbers[2])),
                 )
             )
-        differ = any(id(parameter) in self._own for _, parameter in found) and not empty
+        differ = any(id(parameter) in self._own for _, parameter in parameters) and not empty
         parts = [tuple(rows[at : at + ROWS]) for at in range(0, len(rows), ROWS)] or [()]
         for number, part in enumerate(parts):
             self._send(
@@ -115,11 +115,11 @@ class GradientSampler:
 def _parameters(state: State) -> list[tuple[str, nn.Parameter]]:
     """By name; with several modules, the part's number is in front. Shared parameters once."""
     modules = state.modules()
-    found = []
+    parameters = []
     for number, module in enumerate(modules):
         front = f"{number}." if len(modules) > 1 else ""
-        found += [(f"{front}{name}", parameter) for name, parameter in module.named_parameters()]
-    return found
+        parameters += [(f"{front}{name}", parameter) for name, parameter in module.named_parameters()]
+    return parameters
 
 
 def _numbers(tensor: torch.Tensor) -> Numbers:
@@ -152,15 +152,15 @@ def _divided(numbers: Numbers, factor: torch.Tensor | None) -> Numbers:
 
 def _values(numbers: list[torch.Tensor]) -> list[float]:
     """One copy from each device."""
-    found: list[float] = [0.0] * len(numbers)
+    values: list[float] = [0.0] * len(numbers)
     by_device: dict[torch.device, list[int]] = {}
     for at, number in enumerate(numbers):
         by_device.setdefault(number.device, []).append(at)
     for places in by_device.values():
         column = torch.stack([numbers[at].to(torch.float64) for at in places]).tolist()
         for at, value in zip(places, column, strict=True):
-            found[at] = value
-    return found
+            values[at] = value
+    return values
 
 
 def _or_none(value: float, there: bool) -> float | None:

@@ -103,10 +103,10 @@ class Replicas:
 
 
 def _digest(rows: Rows) -> int:
-    found = xxhash.xxh3_64()
+    hasher = xxhash.xxh3_64()
     for name, token in rows.items():
-        found.update(f"{name} {token}\n".encode())
-    return found.intdigest() >> (64 - DIGEST_BITS)
+        hasher.update(f"{name} {token}\n".encode())
+    return hasher.intdigest() >> (64 - DIGEST_BITS)
 
 
 def _compared(state: State) -> dict[str, torch.Tensor]:
@@ -130,14 +130,14 @@ def _values(params: Mapping[str, torch.Tensor]) -> Rows:
     for name, param in params.items():
         sample = _sample(param.detach(), -(-param.numel() // each)).resolve_conj().resolve_neg().contiguous()
         by_device.setdefault(param.device, []).append((name, sample.view(torch.uint8)))
-    found: Rows = {}
+    hashes: Rows = {}
     for samples in by_device.values():
         joined, start = torch.cat([sample for _, sample in samples]).cpu().numpy().tobytes(), 0
         for name, sample in samples:
             stop = start + sample.numel()
-            found[name] = xxhash.xxh3_64_hexdigest(joined[start:stop])
+            hashes[name] = xxhash.xxh3_64_hexdigest(joined[start:stop])
             start = stop
-    return found
+    return hashes
 
 
 def _sample(tensor: torch.Tensor, stride: int) -> torch.Tensor:
@@ -180,10 +180,12 @@ def _differing(rows: Rows, rank: int, world_size: int, own: Collection[str] = ()
     place: dict[str, Any] = {"rank": rank, "world_size": world_size, "device": torch.device("cpu")}
     first, first_own = shared_values.broadcast_value([rows, list(own)], **place)
     kept = {*own, *first_own, *(first.keys() ^ rows.keys())}
-    mine = [name for name in {**first, **rows} if first.get(name) != rows.get(name)]
-    unlike = any(name in first and name in rows for name in mine)
-    mine = [name for name in mine if name in kept] or mine
-    everywhere: Sequence[Any] = shared_values.gather([mine[:NAMES], not kept.isdisjoint(mine), unlike], **place)
+    unlike_rows = [name for name in {**first, **rows} if first.get(name) != rows.get(name)]
+    unlike = any(name in first and name in rows for name in unlike_rows)
+    unlike_rows = [name for name in unlike_rows if name in kept] or unlike_rows
+    everywhere: Sequence[Any] = shared_values.gather(
+        [unlike_rows[:NAMES], not kept.isdisjoint(unlike_rows), unlike], **place
+    )
     any_own = any(each for _, each, _ in everywhere)
     reported = [names if each or not any_own else [] for names, each, _ in everywhere]
     names = dict.fromkeys(name for theirs in reported for name in theirs)

@@ -248,15 +248,15 @@ class Group:
         threads resolve and connect: two, as the connecting one must not have used DNS before (`without_dns`)."""
         host, port = self._endpoint
         deadline_s = time.monotonic() + within_s
-        found: list[Any] = []
+        resolved: list[Any] = []
         box: list[TCPStore] = []
-        self._aside("elastic-resolve", self._resolve, (deadline_s, found), deadline_s, interrupted)
-        if not found:
+        self._aside("elastic-resolve", self._resolve, (deadline_s, resolved), deadline_s, interrupted)
+        if not resolved:
             raise FormError(
                 f"{host}, which has the store, was not found within {within_s:g} s: name or service unknown"
             )
-        self._store_addresses = {address[:2] for *_, address in found}
-        addresses = list(dict.fromkeys(str(address[0]) for *_, address in found))
+        self._store_addresses = {address[:2] for *_, address in resolved}
+        addresses = list(dict.fromkeys(str(address[0]) for *_, address in resolved))
         self._aside("elastic-dial", self._dial, (addresses, deadline_s, box), math.inf, interrupted)
         if not box:
             raise FormError(f"no store at {host}:{port} within {within_s:g} s")
@@ -277,11 +277,11 @@ class Group:
             self._stop_if(interrupted)
         self._stop_if(interrupted)
 
-    def _resolve(self, deadline_s: float, found: list[Any]) -> None:
+    def _resolve(self, deadline_s: float, resolved: list[Any]) -> None:
         """An unresponsive name server costs this generation at most, not the process and its state."""
         while not self._aborted.is_set() and time.monotonic() < deadline_s:
             try:
-                found += socket.getaddrinfo(*self._endpoint, type=socket.SOCK_STREAM)
+                resolved += socket.getaddrinfo(*self._endpoint, type=socket.SOCK_STREAM)
             except (OSError, UnicodeError):
                 self._aborted.wait(RESOLVE_AGAIN_S)
             else:
@@ -364,12 +364,12 @@ class Group:
         direct.cut()
         for sock in sockets.gloo_sockets():
             sockets.cut(sock, how)
-        found = sockets.sockets_to(self._store_addresses)
+        others = sockets.sockets_to(self._store_addresses)
         if (before := self._before_init) is not None:
             new = set(sockets.tcp_sockets()) - set(sockets.gloo_listeners()) - before
-            found += new & self._seen
+            others += new & self._seen
             self._seen = new
-        for sock in found:
+        for sock in others:
             sockets.cut(sock)
         if self.backend == "nccl":
             self._aborts.start()

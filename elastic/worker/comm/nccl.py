@@ -105,21 +105,21 @@ def prepare() -> None:
 
 def problems(nccl_version: tuple[Any, ...] | None = None, torch_version: str = torch.__version__) -> list[str]:
     """Known problems of this torch, this NCCL and this environment, as text; empty if there are none."""
-    found = []
+    texts = []
     numbers = tuple(map(int, re.findall(r"\d+", torch_version)[:2]))
     if numbers < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))
-        found.append(f"torch {torch_version} is older than {oldest}: its NCCL groups may not abort as expected")
+        texts.append(f"torch {torch_version} is older than {oldest}: its NCCL groups may not abort as expected")
     version = nccl_version or torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
     if tuple(version)[:3] < OLDEST_NCCL:
         ours, least = (".".join(map(str, v)) for v in (version, OLDEST_NCCL))
-        found.append(
+        texts.append(
             f"NCCL {ours} may hang in the abort of a group (the worker is replaced then); use {least} or newer"
         )
     for name, value, effect in HARMFUL:
         if os.environ.get(name, "").upper() in (value, value.lower()):
-            found.append(f"{name}={os.environ[name]} {effect}")
-    return found
+            texts.append(f"{name}={os.environ[name]} {effect}")
+    return texts
 
 
 def backend_name() -> str:
@@ -220,7 +220,7 @@ def communicators() -> list[Any]:
     if not dist.is_nccl_available():
         return []
     names = torch_private.group_names()
-    found: list[Any] = []
+    backends: list[Any] = []
     for group in sorted(names, key=lambda g: names[g], reverse=True):
         try:
             backend = torch_private.gpu_backend(group)
@@ -228,9 +228,9 @@ def communicators() -> list[Any]:
             continue  # a CPU-only group
         while hasattr(backend, "wrapped_pg"):  # TORCH_DISTRIBUTED_DEBUG=DETAIL
             backend = backend.wrapped_pg
-        if not torch_private.is_gloo(backend) and all(b is not backend for b in found):
-            found.append(backend)
-    return found
+        if not torch_private.is_gloo(backend) and all(b is not backend for b in backends):
+            backends.append(backend)
+    return backends
 
 
 # ── the final time-out ──────────────────────────────────────────────────────────────────────────────────────────────

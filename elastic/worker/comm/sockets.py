@@ -28,11 +28,11 @@ class Sock(NamedTuple):
 
 def gloo_sockets() -> list[Sock]:
     """The connected (or connecting) sockets of every gloo group in this process; never a listening one."""
-    found: list[Sock] = []
+    result: list[Sock] = []
     for members in _gloo_epolls():
         connected = [sock for sock in members if not _listens(sock)]
-        found += connected if len(connected) < len(members) else []
-    return found
+        result += connected if len(connected) < len(members) else []
+    return result
 
 
 def gloo_listeners() -> list[Sock]:
@@ -47,11 +47,11 @@ def _gloo_epolls() -> list[list[Sock]]:
 
 def listening_at() -> list[tuple[str, socket.AddressFamily]]:
     """The addresses on which gloo groups listen: those of the interface that was chosen for them."""
-    found = []
+    addresses = []
     for sock in gloo_listeners():
         for handle in _open(sock):
-            found.append((handle.getsockname()[0], handle.family))
-    return list(dict.fromkeys(found))
+            addresses.append((handle.getsockname()[0], handle.family))
+    return list(dict.fromkeys(addresses))
 
 
 def unknown_interface(environment: Mapping[str, str], names: Collection[str]) -> str:
@@ -78,12 +78,12 @@ def sockets_to(addresses: Collection[tuple[str, int]]) -> list[Sock]:
     """The TCP sockets connected to one of `addresses` (numeric host, port): the store's clients."""
     if not addresses:
         return []
-    found = []
+    clients = []
     for fd, link in _links().items():
         sock = _as_socket(fd, link)
         if sock is not None and _peer(sock) in addresses:
-            found.append(sock)
-    return found
+            clients.append(sock)
+    return clients
 
 
 def cut(sock: Sock, how: int = socket.SHUT_RDWR) -> bool:

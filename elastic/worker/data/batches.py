@@ -230,18 +230,18 @@ class _Order:
 
     def numbers(self, commits: int) -> dict[str, Any]:
         """What a position depends on."""
-        found = {"samples": self.plan.samples, "seed": self._seed, "commits": commits}
+        numbers = {"samples": self.plan.samples, "seed": self._seed, "commits": commits}
         if not self._batched:
-            found |= {"batch_size": self.plan.batch_size, "drop_last": self._drop_last}
-        return found | ({"shuffle": self._shuffle} if self.regular else {"sampler": type(self._sampler).__name__})
+            numbers |= {"batch_size": self.plan.batch_size, "drop_last": self._drop_last}
+        return numbers | ({"shuffle": self._shuffle} if self.regular else {"sampler": type(self._sampler).__name__})
 
     def of(self, epoch: int, most: float) -> tuple[Sequence[Sequence[Any]], dict[str, Any]]:
         """See `Loop.listed`."""
         name, samples, size = type(self._sampler).__name__, self.plan.samples, self.plan.batch_size
         most = most if self._batched else most * size
-        found = bounded(self._sampler, self._seed, epoch, most=most, samples=samples)
+        indices = bounded(self._sampler, self._seed, epoch, most=most, samples=samples)
         if self._batched:
-            batches: Sequence[Sequence[Any]] = whole_indices(found, name)
+            batches: Sequence[Sequence[Any]] = whole_indices(indices, name)
         else:
-            batches = cut_up(whole_indices([found], name)[0], size, drop_last=self._drop_last)
+            batches = cut_up(whole_indices([indices], name)[0], size, drop_last=self._drop_last)
         return batches, {"order": order_hash(batches)}

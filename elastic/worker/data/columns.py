@@ -38,14 +38,14 @@ def cut(data: Any, size: int, start: int, stop: int, *, own: bool = False) -> An
             return node[start:stop] if node.ndim and len(node) == size else node
         if _is_list(node) and (_own_samples(node, size, top=top) if own else _is_texts(node, size)):
             return node[start:stop]
-        if isinstance(node, PackedSequence) or (found := opened(node)) is None:
+        if isinstance(node, PackedSequence) or (container := opened(node)) is None:
             if hasattr(node, "to") or (top and not isinstance(node, _PLAIN)):
                 raise MisuseTypeError(
                     f"batch.parts(): {type(node).__name__} has no samples that could be cut into micro-batches: let "
                     "collate return tensors, in a dict, tuple or dataclass"
                 )
             return node
-        inner, rebuilt = found
+        inner, rebuilt = container
         return rebuilt([piece(child) for child in inner])
 
     return piece(data, top=True)
@@ -72,11 +72,11 @@ def joined(parts: Sequence[Any], each: int) -> Any:
                 f"{next(', '.join(map(str, part)) for part in parts if part.keys() != first.keys())}"
             )
         parts = [{key: part[key] for key in first} for part in parts]
-    found = [opened(part) for part in parts]
-    if found[0] is None:
+    containers = [opened(part) for part in parts]
+    if containers[0] is None:
         return list(parts)
-    columns = zip(*([] if each is None else each[0] for each in found), strict=True)
-    return found[0][1]([joined(column, each) for column in columns])
+    columns = zip(*([] if each is None else each[0] for each in containers), strict=True)
+    return containers[0][1]([joined(column, each) for column in columns])
 
 
 def _rows(tensor: torch.Tensor, size: int, start: int, stop: int) -> torch.Tensor:

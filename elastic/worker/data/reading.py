@@ -110,13 +110,13 @@ class Reader:
 
     def _look_ahead(self, number: int) -> None:
         """Determine this rank's samples in a batch, and in as many full batches after it as fit into a block."""
-        plan, whole = self._plan, self._plan.at(number)
-        if whole.epoch != self._epoch:
-            self._epoch, epoch = whole.epoch, self._first_epoch + whole.epoch
+        plan, batch = self._plan, self._plan.at(number)
+        if batch.epoch != self._epoch:
+            self._epoch, epoch = batch.epoch, self._first_epoch + batch.epoch
             self._order = SampleOrder(plan.samples, self._seed, epoch, shuffle=self._shuffle)
             self._draws = word(self._seed, 0, epoch)
-        start, stop = rank_range(whole.start, whole.stop, self._rank, self._world)
-        size, full = stop - start, (plan.samples - whole.start) // plan.batch_size
+        start, stop = rank_range(batch.start, batch.stop, self._rank, self._world)
+        size, full = stop - start, (plan.samples - batch.start) // plan.batch_size
         count = max(1, min(full, _BLOCK // max(1, size)))
         starts = np.arange(count, dtype=np.uint64) * np.uint64(plan.batch_size) + np.uint64(start)
         positions = (starts[:, None] + np.arange(size, dtype=np.uint64)).reshape(-1)

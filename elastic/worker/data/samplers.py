@@ -71,11 +71,11 @@ def bounded(sampler: Any, seed: int, epoch: int, *, most: float, samples: int) -
     endless = ENDLESS * samples + 1024
     if most == math.inf and not hasattr(sampler, "__len__"):
         most = endless + 1
-    if len(found := drawn(sampler, seed, epoch, most)) > endless:
+    if len(indices := drawn(sampler, seed, epoch, most)) > endless:
         raise MisuseValueError(f"{type(sampler).__name__} has no end: give job.batches a number of steps, steps=…")
-    if not found:
+    if not indices:
         raise MisuseValueError(f"{type(sampler).__name__} gives nothing in epoch {epoch}")
-    return found
+    return indices
 
 
 def cut_up(indices: Sequence[Any], batch_size: int, *, drop_last: bool) -> list[Sequence[Any]]:
@@ -89,12 +89,12 @@ def cut_up(indices: Sequence[Any], batch_size: int, *, drop_last: bool) -> list[
 def whole_indices(batches: Iterable[Iterable[Any]], name: str) -> list[list[Any]]:
     """Of each batch. Raises MisuseTypeError for what is no batch, MisuseValueError for an empty one."""
     try:
-        found = [[_whole(index) for index in batch] for batch in batches]
+        indices = [[_whole(index) for index in batch] for batch in batches]
     except TypeError:
         raise MisuseTypeError(f"{name} yields single indices: give it as sampler=…, with a batch_size") from None
-    if not all(found):
+    if not all(indices):
         raise MisuseValueError(f"{name} yields an empty batch")
-    return found
+    return indices
 
 
 def _whole(index: Any) -> Any:

@@ -50,7 +50,7 @@ def scatter(word: int) -> int:
 def held_by(holder: Any) -> list[Any]:
     """The generators of its own that an object, such as a dataset, has as attributes, or objects in it have
     (transforms, the dataset of a Subset)."""
-    found: list[Any] = []
+    generators: list[Any] = []
     seen: set[int] = set()
     waiting = [holder]
     while waiting and len(seen) < _LOOKED_AT:
@@ -59,12 +59,12 @@ def held_by(holder: Any) -> list[Any]:
             continue
         seen.add(id(each))
         if isinstance(each, _GENERATORS):
-            found.append(each)
+            generators.append(each)
         elif isinstance(each, (list, tuple)):
             waiting += each if len(each) <= _LONG else ()
         else:
             waiting += (getattr(each, "__dict__", None) or {}).values()
-    return found
+    return generators
 
 
 def seed_held(generators: list[Any], word: int) -> None:

@@ -79,10 +79,11 @@ def _batches(loader: Any, seed: int, epoch: int, most: float) -> tuple[Sequence[
     """See `Loop.listed`. The number is equal on all ranks, the samples are not."""
     set_epoch(loader, epoch, seed)
     endless = most < math.inf and not hasattr(loader.sampler, "__len__")
-    found = whole_indices(drawn(loader.batch_sampler, seed, epoch, most if endless else math.inf), "its batch_sampler")
-    if not found:
+    keys = drawn(loader.batch_sampler, seed, epoch, most if endless else math.inf)
+    batches = whole_indices(keys, "its batch_sampler")
+    if not batches:
         raise MisuseValueError(f"the loader of job.steps gives no batch in epoch {epoch}")
-    return found, {"length": len(found)}
+    return batches, {"length": len(batches)}
 
 
 def _begin_process(of_the_script: Callable[[int], None] | None, ours: Callable[[int], None], number: int) -> None:

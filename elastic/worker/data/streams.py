@@ -82,13 +82,13 @@ def streams(
     first, stop = rank_range(0, count, rank, world_size)
     each = batch_size // count
     reads, together = _collates(collate or default_collate, stop - first)
-    mine = {n: _Stream(make(n, count), each, num_workers, reads) for n in range(first, stop)}
+    readers = {n: _Stream(make(n, count), each, num_workers, reads) for n in range(first, stop)}
     try:
-        _put_back(mine, state)
+        _put_back(readers, state)
         while (step := state.step) < steps:
             if step % keep_every == 0 and (state.streams is None or state.streams["step"] != step):
-                state.streams = {"step": step, **numbers, "states": _exchanged(mine, rank, world_size)}
-            data = together([next(stream) for stream in mine.values()], each)
+                state.streams = {"step": step, **numbers, "states": _exchanged(readers, rank, world_size)}
+            data = together([next(stream) for stream in readers.values()], each)
             batch = Batch(
                 data=move(elsewhere(device), data),
                 indices=tuple(range(step * batch_size + first * each, step * batch_size + stop * each)),
@@ -106,7 +106,7 @@ def streams(
             yield batch
             on_turn(state, step)
     finally:
-        for stream in mine.values():
+        for stream in readers.values():
             stream.close()
 
 
@@ -244,20 +244,20 @@ class _Counted(IterableDataset[Any]):
         self._skip = state["taken"]
 
 
-def _put_back(mine: dict[int, _Stream], state: HasStreams) -> None:
+def _put_back(readers: dict[int, _Stream], state: HasStreams) -> None:
     """Bring every stream to its position at `state.step`: from its newest kept state, or from its beginning."""
     kept = state.streams or {"step": 0, "states": {}}
-    for number, stream in mine.items():
+    for number, stream in readers.items():
         if (theirs := kept["states"].get(str(number))) is not None:
             stream.load(theirs)
         for _ in range(state.step - kept["step"]):
             next(stream)
 
 
-def _exchanged(mine: dict[int, _Stream], rank: int, world_size: int) -> dict[str, Any]:
+def _exchanged(readers: dict[int, _Stream], rank: int, world_size: int) -> dict[str, Any]:
     """stream -> loader state, of all ranks."""
-    found = {str(number): stream.state() for number, stream in mine.items()}
+    states = {str(number): stream.state() for number, stream in readers.items()}
     if world_size == 1:
-        return found
-    gathered = shared_values.gather(found, rank=rank, world_size=world_size, device=torch.device("cpu"))
+        return states
+    gathered = shared_values.gather(states, rank=rank, world_size=world_size, device=torch.device("cpu"))
     return {number: theirs for part in gathered for number, theirs in part.items()}

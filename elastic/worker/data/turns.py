@@ -86,12 +86,12 @@ class Loop:
         if self._epochs is not None:
             self.limit = min(self.limit, begin + self._epochs * plan.steps_per_epoch * commits)
         self.end = int(self.limit)
-        known = msgspec.structs.replace(self.at, end=self.end)
-        self._begins(known)
+        loop_plan = msgspec.structs.replace(self.at, end=self.end)
+        self._begins(loop_plan)
         number = max(0, self.step - begin) // commits
         while (step := begin + number * commits) < self.limit:
             batch = plan.at(number)
-            yield LoopTurn(number, step, first + batch.epoch, batch.size, batch.last, known)
+            yield LoopTurn(number, step, first + batch.epoch, batch.size, batch.last, loop_plan)
             number += 1
 
     def listed(
@@ -101,12 +101,12 @@ class Loop:
         when the job goes on. The keys are `Chosen`."""
         epoch, since, begun = self.at.epoch, self.at.since, False
         while epoch < self._stop and since < self.limit:
-            batches, known = make(epoch, (self.limit - since) / self.commits)
+            batches, numbers = make(epoch, (self.limit - since) / self.commits)
             next_one = since + len(batches) * self.commits
             end = min(self.limit, next_one) if epoch + 1 == self._stop else self.limit
             plan = msgspec.structs.replace(
                 self.at,
-                numbers={**self.at.numbers, **known},
+                numbers={**self.at.numbers, **numbers},
                 epoch=epoch,
                 since=since,
                 end=_int(end),

@@ -58,12 +58,12 @@ def evaluate(
     as `batches` does.
     """
     plan = plan_of(dataset, batch_size)
-    mine = range(*rank_range(0, plan.steps_per_epoch, rank, world_size))
+    numbers = range(*rank_range(0, plan.steps_per_epoch, rank, world_size))
     reader = Reader(dataset, collate or default_collate, seed=seed, plan=plan)
     names: list[str] | None = None
     rows: list[torch.Tensor] = []
-    with loaded(reader, mine, num_workers, pin_memory) as found:
-        for number, (indices, data) in zip(mine, found, strict=True):
+    with loaded(reader, numbers, num_workers, pin_memory) as found:
+        for number, (indices, data) in zip(numbers, found, strict=True):
             batch = Batch(
                 data=move(elsewhere(device), data),
                 indices=indices,
@@ -83,7 +83,7 @@ def evaluate(
     if names not in (None, agreed):
         table[-1] = 1.0
     elif rows:
-        table[mine.start : mine.stop] = torch.stack(rows).cpu()
+        table[numbers.start : numbers.stop] = torch.stack(rows).cpu()
     if world_size > 1:
         table = _summed(table)
     if bool(table[-1].any()):
@@ -135,15 +135,15 @@ def _checked(sums: object) -> list[str]:
 
 def _row(sums: Mapping[str, Any], names: Sequence[str], device: torch.device) -> torch.Tensor:
     """On `device`, so that the host need not wait for each batch."""
-    found = []
+    values = []
     for name in names:
         value = sums[name]
         if isinstance(value, torch.Tensor) and value.numel() != 1:
             raise MisuseTypeError(
                 f"job.evaluate: {name!r} has shape {list(value.shape)}: return one number, the sum over the batch"
             )
-        found.append(torch.as_tensor(value, dtype=torch.float64, device=device).reshape(()).detach())
-    return torch.stack(found) if found else torch.zeros(0, dtype=torch.float64, device=device)
+        values.append(torch.as_tensor(value, dtype=torch.float64, device=device).reshape(()).detach())
+    return torch.stack(values) if values else torch.zeros(0, dtype=torch.float64, device=device)
 
 
 def _summed(table: torch.Tensor) -> torch.Tensor:

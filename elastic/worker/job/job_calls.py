@@ -173,11 +173,11 @@ class JobCalls(abc.ABC):
         point. A rank without samples in this step counts as 0. Raises RuntimeError in `setup`."""
         nothing = self._gradient_weight.counts_nothing()
         with self._collective("total"):
-            found = torch.as_tensor(0.0 if nothing else count, dtype=torch.float64).detach()
+            total = torch.as_tensor(0.0 if nothing else count, dtype=torch.float64).detach()
             if self.world_size > 1:
-                found = found.to(self.device if self.device.type == "cuda" else control_device(), copy=True)
-                dist.all_reduce(found)
-            return found.to(self.device)
+                total = total.to(self.device if self.device.type == "cuda" else control_device(), copy=True)
+                dist.all_reduce(total)
+            return total.to(self.device)
 
     def lr_scale(self, *optimizers: torch.optim.Optimizer, mode: Mode, base_world_size: int) -> float:
         """The factor for learning rates that were chosen for `base_world_size` ranks, if the batch grows with them.

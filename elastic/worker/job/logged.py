@@ -150,13 +150,13 @@ class JobLog:
 
 def chunks(rows: Sequence[LoggedRow]) -> list[list[LoggedRow]]:
     """`rows` in lists that each fit into one message."""
-    found: list[list[LoggedRow]] = []
+    lists: list[list[LoggedRow]] = []
     size = math.inf
     for row in rows:
         nbytes = 64 + sum(4 * len(name) + 32 for name in row.values)
         if size + nbytes > CHUNK_BYTES:
-            found.append([])
+            lists.append([])
             size = 0
-        found[-1].append(row)
+        lists[-1].append(row)
         size += nbytes
-    return found
+    return lists

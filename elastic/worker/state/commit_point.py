@@ -200,12 +200,12 @@ class CommitPoint:
 
     def _tensors(self) -> list[torch.Tensor]:
         try:
-            found = [tensor for holder, key in self._entries if (tensor := holder[key]) is not None]
+            tensors = [tensor for holder, key in self._entries if (tensor := holder[key]) is not None]
         except KeyError:  # a parameter was taken out of its module (pruning, parametrizations, fully_shard)
             self._stale = True
-            found = []
-        found += [tensor for _, tensor in self._large]
-        return found
+            tensors = []
+        tensors += [tensor for _, tensor in self._large]
+        return tensors
 
     def _name_at(self, place: int) -> str:
         if place < len(self._watched):
@@ -293,11 +293,11 @@ class SavedTensors:
             if tensor is not before:
                 return slot.name
         there = [place for place, tensor in enumerate(self._tensors) if tensor is not None]
-        found = versions([tensor for tensor in self._tensors if tensor is not None])
-        for place, version, before_it in zip(there, found, self._versions, strict=True):
+        counters = versions([tensor for tensor in self._tensors if tensor is not None])
+        for place, version, before_it in zip(there, counters, self._versions, strict=True):
             if version != before_it and not _as_saved(self._tensors[place], self._copies[place]):
                 return self._slots[place].name
-        self._versions = found
+        self._versions = counters
         return None
 
     @torch.no_grad()

@@ -112,11 +112,11 @@ class Hooks:
     """
 
     def __init__(self, modules: Iterable[torch.nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        held: dict[int, Any] = {}
+        objects: dict[int, Any] = {}
         for module in modules:
             for each in (*module.modules(), *module.parameters()):
-                held.setdefault(id(each), each)
-        self._objects: list[Any] = [*held.values(), *(inner for each in optimizers for inner in with_inner(each))]
+                objects.setdefault(id(each), each)
+        self._objects: list[Any] = [*objects.values(), *(inner for each in optimizers for inner in with_inner(each))]
         self._setup = {
             (number, name): dict(hooks)
             for number, each in enumerate(self._objects)

@@ -199,15 +199,15 @@ def _memory(tensor: torch.Tensor) -> int:
     return storage_of(tensor) or id(tensor)
 
 
-def _tensors_of(held: Any, depth: int) -> Iterable[torch.Tensor]:
+def _tensors_of(value: Any, depth: int) -> Iterable[torch.Tensor]:
     """The tensors that a part is, or has as a module, or within `depth` levels of containers and attributes."""
-    if isinstance(held, torch.Tensor):
-        yield held
-    elif isinstance(held, torch.nn.Module):
-        yield from held.parameters()
-        yield from held.buffers()
-    elif depth and not isinstance(held, torch.optim.Optimizer):
-        for item in _attributes(held):
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, torch.nn.Module):
+        yield from value.parameters()
+        yield from value.buffers()
+    elif depth and not isinstance(value, torch.optim.Optimizer):
+        for item in _attributes(value):
             yield from _tensors_of(item, depth - 1)
 
 
@@ -246,10 +246,10 @@ def _keeps(value: Any) -> bool:
     return isinstance(value, torch.optim.Optimizer) or (hasattr(value, "state_dict") and _found(value.state_dict()))
 
 
-def _found(held: Any) -> bool:
-    if isinstance(held, dict):
-        return held.keys() >= {"state", "param_groups"} or any(map(_found, held.values()))
-    return isinstance(held, list | tuple) and any(map(_found, held))
+def _found(state: Any) -> bool:
+    if isinstance(state, dict):
+        return state.keys() >= {"state", "param_groups"} or any(map(_found, state.values()))
+    return isinstance(state, list | tuple) and any(map(_found, state))
 
 
 def _reaches(held: Any, target: object, depth: int) -> bool:

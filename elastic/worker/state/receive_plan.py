@@ -172,11 +172,11 @@ def own_tensors(
     return {info.name: tensor for info, tensor in own}
 
 
-def _compare(mine: Sequence[TensorInfo], came: Sequence[TensorInfo], buffers: Callable[[], Container[str]]) -> None:
+def _compare(ours: Sequence[TensorInfo], came: Sequence[TensorInfo], buffers: Callable[[], Container[str]]) -> None:
     """Raises ValueError naming the first difference."""
-    if len(mine) == len(came) and all(map(operator.eq, mine, came)):
+    if len(ours) == len(came) and all(map(operator.eq, ours, came)):
         return
-    here, there, resized = {info.name: info for info in mine}, {info.name: info for info in came}, buffers()
+    here, there, resized = {info.name: info for info in ours}, {info.name: info for info in came}, buffers()
     for name in [*here, *there]:
         one, other = here.get(name), there.get(name)
         if one != other and not (one and other and one.dtype == other.dtype and name in resized):

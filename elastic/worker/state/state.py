@@ -284,10 +284,10 @@ class State:
     ) -> list[tuple[Described, torch.Tensor]]:
         """As `tensors`, with what else is known of each tensor."""
         parts: dict[str, Any] = {}
-        found, self._tied, self._described = self._walk(self._parts.values(), parts, own)
+        tensors, self._tied, self._described = self._walk(self._parts.values(), parts, own)
         if extra is not None:
             extra.update(self._with(parts))
-        return found
+        return tensors
 
     def last_described(self) -> list[Described]:
         """What the last walk over the state has found: the tensors may be others by now."""
@@ -299,7 +299,7 @@ class State:
         """(the tensors of `parts`, tied names, descriptions by name); `extras` is filled by part."""
         first: dict[object, str] = {}
         tied: dict[str, str] = {}
-        found: list[tuple[Described, torch.Tensor]] = []
+        entries: list[tuple[Described, torch.Tensor]] = []
         described: dict[str, Described] = {}
         before = self._described
         for part in parts:
@@ -313,17 +313,17 @@ class State:
                 if module and (known := first.setdefault(was.place(tensor), name)) != name:
                     tied[name] = known
                     continue
-                found.append((was, tensor.detach() if own or tensor.requires_grad else tensor))
-        return found, tied, described
+                entries.append((was, tensor.detach() if own or tensor.requires_grad else tensor))
+        return entries, tied, described
 
     def volatile(self) -> set[str]:
         """Names of the tensors that may change other than in an optimizer step, such as buffers, which a forward
         changes."""
         stepped = {id(param) for _, _, param in self._groups()}
-        found = {name for part in self._parts.values() for name, t in part.held()[0] if id(t) not in stepped}
+        names = {name for part in self._parts.values() for name, t in part.held()[0] if id(t) not in stepped}
         for part in self._optimizer_parts():
-            found = {name for name in found if not (name.startswith(f"{part.name}.") and ".state." in name)}
-        return found
+            names = {name for name in names if not (name.startswith(f"{part.name}.") and ".state." in name)}
+        return names
 
     def stepped(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The parameters that an optimizer of the state may step, each once, by name."""

@@ -110,13 +110,13 @@ def choose(offers: Sequence[Offer], restore: str = "newest", before: int = 0) ->
     if best is not None:
         version, ranking, minus_rank = best
         return _choice(_RANKING[ranking], -minus_rank, version, offers)
-    known = max(offer.known_step for offer in offers)
+    known_step = max(offer.known_step for offer in offers)
     if any(offer.established for offer in offers):
-        kind_of_error = NoStateError if known else StateLostError
+        kind_of_error = NoStateError if known_step else StateLostError
         raise kind_of_error(f"nothing to go on from (restore = {restore!r}): {'; '.join(map(_lacks, offers))}")
-    if known > 0:
+    if known_step > 0:
         raise NoStateError(
-            f"the job has had a checkpoint of step {known}, by its record or by a folder step-{known}… in "
+            f"the job has had a checkpoint of step {known_step}, by its record or by a folder step-{known_step}… in "
             "checkpoint.dir, and now no rank finds a good one, nor a snapshot, nor live state: training does not begin "
             "again from step 0 by itself. Is checkpoint.dir there, and the right one? To begin anew, move the damaged "
             "ones in it away, and submit the job again"
@@ -128,13 +128,13 @@ def choose(offers: Sequence[Offer], restore: str = "newest", before: int = 0) ->
 
 
 def _candidates(offer: Offer, restore: str, before: int) -> list[tuple[Origin, Version]]:
-    found: list[tuple[Origin, Version]] = []
+    candidates: list[tuple[Origin, Version]] = []
     if restore == "newest" and offer.clean and offer.established:
-        found.append((Origin.LIVE, offer.version))
+        candidates.append((Origin.LIVE, offer.version))
     for origin, saved in ((Origin.SNAPSHOT, offer.snapshot), (Origin.CHECKPOINT, offer.checkpoint)):
         if saved is not None and (not before or saved[0] < before):
-            found.append((origin, saved))
-    return found
+            candidates.append((origin, saved))
+    return candidates
 
 
 def _choice(origin: Origin, source: int, version: Version, offers: Sequence[Offer]) -> Choice:

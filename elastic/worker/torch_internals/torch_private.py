@@ -107,19 +107,19 @@ def take_out_default_group() -> RegisteredGroup:
     return found
 
 
-def put_back_default_group(known: RegisteredGroup, store: Any, world_size: int) -> None:
+def put_back_default_group(record: RegisteredGroup, store: Any, world_size: int) -> None:
     """Make it torch's default group again, with its present rank, `world_size`, and `store` for groups of the script's.
     torch itself leaves the ranks of the first forming in its registry."""
     c10d._register_pg_in_world(
-        known.group,
-        backend_name=known.backend,
-        store=_distributed_c10d.PrefixStore(f"{known.name}/", store),
-        group_name=known.name,
-        backend_config=known.backend_config,
+        record.group,
+        backend_name=record.backend,
+        store=_distributed_c10d.PrefixStore(f"{record.name}/", store),
+        group_name=record.name,
+        backend_config=record.backend_config,
         rank_mapping={rank: rank for rank in range(world_size)},
         add_to_default_tag=True,
     )
-    c10d._update_default_pg(known.group)
+    c10d._update_default_pg(record.group)
     c10d._world.group_count = 1  # as after the creation of a default group: it is part of the names of later ones
 
 
@@ -142,11 +142,11 @@ def rebuild_buckets(reducer: Any) -> Any:
 
 def end_reducer(model: torch.nn.Module) -> None:
     """End the reducer of a DistributedDataParallel, with its hooks at the parameters, and let go of the group."""
-    held: Any = vars(model)  # a name for the reducer itself would let it outlive the group
-    if "reducer" in held:
-        held["reducer"]._remove_autograd_hooks()  # the graph of an aborted backward may hold it
+    attributes: Any = vars(model)  # a name for the reducer itself would let it outlive the group
+    if "reducer" in attributes:
+        attributes["reducer"]._remove_autograd_hooks()  # the graph of an aborted backward may hold it
     for name in ("logger", "reducer", "_comm_hooks", "process_group"):  # the logger holds the reducer
-        held.pop(name, None)
+        attributes.pop(name, None)
 
 
 # After `destroy_process_group()` a reducer may hold the group alone. Its destructor then ends the group with the GIL
@@ -205,13 +205,13 @@ _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 def hooks_of(each: torch.nn.Module | torch.Tensor | torch.optim.Optimizer) -> Iterator[tuple[str, dict[int, Any]]]:
     """The dictionaries, by name, in which it has hooks. Python's and C++ code calls what is in them."""
     if isinstance(each, torch.Tensor):
-        found = ((name, getattr(each, name, None)) for name in _TENSOR_HOOKS)
+        pairs = ((name, getattr(each, name, None)) for name in _TENSOR_HOOKS)
     elif isinstance(each, torch.nn.Module):
-        held = vars(each)
-        found = ((name, held.get(name)) for name in _MODULE_HOOKS)
+        attributes = vars(each)
+        pairs = ((name, attributes.get(name)) for name in _MODULE_HOOKS)
     else:
-        found = (item for item in vars(each).items() if "_hooks" in item[0])
-    return ((name, hooks) for name, hooks in found if isinstance(hooks, dict))
+        pairs = (item for item in vars(each).items() if "_hooks" in item[0])
+    return ((name, hooks) for name, hooks in pairs if isinstance(hooks, dict))
 
 
 def is_used(scaler: torch.amp.GradScaler) -> bool:
@@ -235,12 +235,12 @@ def begin_anew(scaler: torch.amp.GradScaler) -> None:
 @contextlib.contextmanager
 def with_another_scale(scaler: torch.amp.GradScaler) -> Iterator[None]:
     """Context in which a scaler that is used has another scale and growth than before and after."""
-    held = scaler._scale, scaler._growth_tracker
-    scaler._scale, scaler._growth_tracker = (None if each is None else each * 2 + 1 for each in held)
+    before = scaler._scale, scaler._growth_tracker
+    scaler._scale, scaler._growth_tracker = (None if each is None else each * 2 + 1 for each in before)
     try:
         yield
     finally:
-        scaler._scale, scaler._growth_tracker = held
+        scaler._scale, scaler._growth_tracker = before
 
 
 def forget_scale(optimizer: torch.optim.Optimizer) -> None:

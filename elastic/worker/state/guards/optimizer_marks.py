@@ -67,31 +67,31 @@ def _part(held: dict[Any, Any], part: slice) -> dict[Any, Any]:
     return held if part.stop is None else dict(itertools.islice(held.items(), part.start, part.stop))
 
 
-def _marks(held: dict[Any, Any]) -> Marks:
+def _marks(state: dict[Any, Any]) -> Marks:
     tensors: list[torch.Tensor]
     plain: list[tuple[tuple[Any, ...], Any]] = []
     try:  # nearly always nothing but tensors
-        tensors = [item for entry in held.values() for item in entry.values()]
-        found = versions(tensors)
+        tensors = [item for entry in state.values() for item in entry.values()]
+        counters = versions(tensors)
     except AttributeError:
         tensors = []
-        _walk(held, (), tensors, plain)
-        found = versions(tensors)
-    return list(map(weakref.ref, tensors)), found, plain
+        _walk(state, (), tensors, plain)
+        counters = versions(tensors)
+    return list(map(weakref.ref, tensors)), counters, plain
 
 
-def _walk(held: Any, path: tuple[Any, ...], tensors: list[torch.Tensor], plain: list[Any]) -> None:
+def _walk(node: Any, path: tuple[Any, ...], tensors: list[torch.Tensor], plain: list[Any]) -> None:
     """What is zero or empty does not count: an optimizer may create it before it asks for the gradients."""
-    if isinstance(held, torch.Tensor):
-        tensors.append(held)
-    elif isinstance(held, dict):
-        for place, (key, item) in enumerate(held.items()):
+    if isinstance(node, torch.Tensor):
+        tensors.append(node)
+    elif isinstance(node, dict):
+        for place, (key, item) in enumerate(node.items()):
             _walk(item, (*path, key if isinstance(key, str | int) else place), tensors, plain)
-    elif isinstance(held, list | tuple):
-        for place, item in enumerate(held):
+    elif isinstance(node, list | tuple):
+        for place, item in enumerate(node):
             _walk(item, (*path, place), tensors, plain)
-    elif isinstance(held, bool | int | float | str | bytes) and held:
-        plain.append((path, held if held == held else "NaN"))
+    elif isinstance(node, bool | int | float | str | bytes) and node:
+        plain.append((path, node if node == node else "NaN"))
 
 
 def _differ(then: Marks, now: Marks) -> bool:

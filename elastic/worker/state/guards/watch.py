@@ -79,10 +79,10 @@ class TensorWatch:
         """As `changed`, but a tensor that was changed and changed back counts as unchanged, as far as the sample
         shows; for example weights that were swapped for their average during an evaluation. Waits for the device
         only if a version counter has moved."""
-        found = self.stepped(tensors)
-        if not found or len(tensors) != len(self._tensors):
-            return found
-        others = [place for place in found if tensors[place] is not self._tensors[place]]
+        moved = self.stepped(tensors)
+        if not moved or len(tensors) != len(self._tensors):
+            return moved
+        others = [place for place in moved if tensors[place] is not self._tensors[place]]
         differing = sorted({*others, *self._differing()})
         if not differing:
             self._versions = versions(tensors)
@@ -90,13 +90,13 @@ class TensorWatch:
 
     def changed(self, tensors: Sequence[torch.Tensor]) -> list[int]:
         """Indices of the tensors that have changed. Waits for the device."""
-        found = set(self.stepped(tensors))
+        stepped = set(self.stepped(tensors))
         window = self._window
         if window is None or len(tensors) != len(self._tensors):
-            return sorted(found)
+            return sorted(stepped)
         # A tensor that only has other storage now, as an LSTM's weights after `flatten_parameters`, is unchanged.
         moved = {i for i in window.moved() if tensors[i] is self._tensors[i]}
-        return sorted((found - moved) | self._differing())
+        return sorted((stepped - moved) | self._differing())
 
     def _differing(self) -> set[int]:
         """Indices of the tensors whose elements differ from the sample."""
@@ -147,22 +147,22 @@ class _Window:
 
     def differing(self, before: Sample) -> set[int]:
         """Indices of the tensors whose elements differ from `before`."""
-        found: set[int] = set()
+        changed: set[int] = set()
         spans, gathered = self.sample()
         if spans != before[0]:
             start = 0
             for place, span in zip(self._of_spans, self._spans, strict=True):
                 stop = start + len(span)
                 if spans[start:stop] != before[0][start:stop]:
-                    found.add(place)
+                    changed.add(place)
                 start = stop
         for (places, views), now, then in zip(self._groups, gathered, before[1], strict=True):
             if torch.equal(now, then):
                 continue
             sizes = [view.numel() for view in views]
             pairs = zip(places, torch.split(now, sizes), torch.split(then, sizes), strict=True)
-            found.update(place for place, a, b in pairs if not torch.equal(a, b))
-        return found
+            changed.update(place for place, a, b in pairs if not torch.equal(a, b))
+        return changed
 
 
 def _has_elements(tensor: torch.Tensor) -> bool:

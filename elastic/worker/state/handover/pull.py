@@ -81,7 +81,7 @@ def pull(
 
     Raises DistNetworkError if the source is gone.
     """
-    found: list[int] = []
+    hashes: list[int] = []
     staging = torch.empty(PIECE_BYTES, dtype=torch.uint8)
     for group in _groups(sizes):
         into = [tensors[i] for i in group]
@@ -90,7 +90,7 @@ def pull(
             total = sum(lengths)
             row = _vectors([staging.data_ptr()], [total])
             _fetch(pid, row, _vectors([addresses[i] for i in group], lengths), total)
-            found.append(xxhash.xxh3_64_intdigest(memory_of(staging[:total])))
+            hashes.append(xxhash.xxh3_64_intdigest(memory_of(staging[:total])))
             # To the tensors by a read of this process's own memory: one call, in place of one for each tensor.
             _fetch(os.getpid(), _vectors([tensor.data_ptr() for tensor in into], lengths), row, total)
             check()
@@ -114,14 +114,14 @@ def pull(
                     for view, read in pieces(tensor, start, count, piece):
                         view.copy_(read)
                 check()
-        found.append(hasher.intdigest())
-    return list(map(signed, found))
+        hashes.append(hasher.intdigest())
+    return list(map(signed, hashes))
 
 
 def digests(addresses: Sequence[int], sizes: Sequence[int], check: Callable[[], None] = lambda: None) -> list[int]:
     """xxh3 of each group of dense tensors of this process, by address and bytes, in the order in which `pull` reads
     them. The caller keeps them alive."""
-    found = []
+    hashes = []
     staging = torch.empty(PIECE_BYTES, dtype=torch.uint8)
     for group in _groups(sizes):
         if len(group) > 1:
@@ -129,7 +129,7 @@ def digests(addresses: Sequence[int], sizes: Sequence[int], check: Callable[[], 
             for i in group:
                 ctypes.memmove(at, addresses[i], sizes[i])
                 at += sizes[i]
-            found.append(xxhash.xxh3_64_intdigest(memory_of(staging[: at - first])))
+            hashes.append(xxhash.xxh3_64_intdigest(memory_of(staging[: at - first])))
             check()
             continue
         hasher, nbytes = xxhash.xxh3_64(), sizes[group[0]]
@@ -137,8 +137,8 @@ def digests(addresses: Sequence[int], sizes: Sequence[int], check: Callable[[], 
             piece = ctypes.c_char * min(PIECE_BYTES, nbytes - start)
             hasher.update(memoryview(piece.from_address(addresses[group[0]] + start)))
             check()
-        found.append(hasher.intdigest())
-    return list(map(signed, found))
+        hashes.append(hasher.intdigest())
+    return list(map(signed, hashes))
 
 
 def _groups(sizes: Sequence[int]) -> Iterator[list[int]]:

@@ -94,12 +94,12 @@ class Disk:
         """The version that `load` would most likely load, and the id of its storage; reads names and manifests only.
         `passed`: what other ranks have found damaged."""
         storage_id = _storage_id(self.directory)
-        found = _not_passed(find.peek(self.directory, self.job), storage_id, passed)
-        if self.remote and (not found or found[0] < self.known):
-            there = _not_passed(self._at_remote(optional=bool(found)), _hashed(self.remote), passed)
-            if there and (not found or there[0] > found[0]):
+        versions = _not_passed(find.peek(self.directory, self.job), storage_id, passed)
+        if self.remote and (not versions or versions[0] < self.known):
+            there = _not_passed(self._at_remote(optional=bool(versions)), _hashed(self.remote), passed)
+            if there and (not versions or there[0] > versions[0]):
                 return there[0], _hashed(self.remote)
-        return (found[0], storage_id) if found else (None, 0)
+        return (versions[0], storage_id) if versions else (None, 0)
 
     def _at_remote(self, *, optional: bool) -> list[Entry]:
         """The copies there. Raises RemoteError if there is no answer; with `optional` prints that, and returns none."""
@@ -148,20 +148,20 @@ class Disk:
         to decide), FileNotFoundError if there is none.
         """
 
-        def prepare(found: find.Found) -> read.Into:
-            shards = ((shard.extra, shard.tensors) for shard in found.manifest.shards)
+        def prepare(loaded: find.Found) -> read.Into:
+            shards = ((shard.extra, shard.tensors) for shard in loaded.manifest.shards)
             table = whole_table(shards)
-            came = state.adopt(table, found.manifest.extra["state"])
+            came = state.adopt(table, loaded.manifest.extra["state"])
             here = {info.name: tensor for info, tensor in zip(table, came, strict=True)}
             return lambda info: here[info.name]
 
         self._fetch_newer()
-        found = read.load_newest(self.directory, self.job, prepare, remote=self.remote, progress=progress)
-        if found is None:
+        loaded = read.load_newest(self.directory, self.job, prepare, remote=self.remote, progress=progress)
+        if loaded is None:
             raise FileNotFoundError(f"no checkpoint of job {self.job!r} in {self.directory}")
         state.filled()
-        said = f"checkpoint step {found.step} at {found.path}"
-        return said + "".join(f"; quarantined {one}" for one in found.aside)
+        said = f"checkpoint step {loaded.step} at {loaded.path}"
+        return said + "".join(f"; quarantined {one}" for one in loaded.aside)
 
 
 def _not_passed(found: Iterable[Entry], storage_id: int, passed: Sequence[UnreadableRange]) -> list[Version]:
@@ -224,11 +224,11 @@ class Store:
         """In the monitor thread. Closes the descriptors of an answer that came too late or for an earlier
         generation."""
         assert isinstance(message, messages.InMemorySnapshot)
-        whole = len(descriptors) == message.arenas
-        if message.generation != self._generation or not whole:
+        complete = len(descriptors) == message.arenas
+        if message.generation != self._generation or not complete:
             _close_all(descriptors)
         if message.generation == self._generation:
-            self._answers.put(descriptors if whole else None)
+            self._answers.put(descriptors if complete else None)
             if self._closed:
                 self._drop_answers()
 

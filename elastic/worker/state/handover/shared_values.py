@@ -44,9 +44,9 @@ def pack(value: Any, device: torch.device) -> tuple[bytes, list[torch.Tensor]]:
 
     `device`: the device of this worker; tensors lie there or on the CPU.
     """
-    found: dict[str, torch.Tensor] = {}
+    named: dict[str, torch.Tensor] = {}
     try:
-        encoded = encode(value, "value", found, {})
+        encoded = encode(value, "value", named, {})
     except CannotEncodeError as error:
         raise MisuseTypeError(
             f"cannot be sent: {error.path} is {error.kind}; send None, bool, int, float, str, bytes, list, tuple, set, "
@@ -54,8 +54,8 @@ def pack(value: Any, device: torch.device) -> tuple[bytes, list[torch.Tensor]]:
         ) from None
     except RecursionError:
         raise MisuseTypeError("cannot be sent: the value contains itself, or is nested too deeply") from None
-    tensors = [tensor.detach() for tensor in found.values()]
-    table = tuple(_described(name, tensor, device) for name, tensor in zip(found, tensors, strict=True))
+    tensors = [tensor.detach() for tensor in named.values()]
+    table = tuple(_described(name, tensor, device) for name, tensor in zip(named, tensors, strict=True))
     header = ValueHeader(value=encoded, table=table, devices=tuple(tensor.device.type for tensor in tensors))
     raw = msgspec.json.encode(header)
     if len(raw) > MAX_HEADER_BYTES:
@@ -138,15 +138,15 @@ def gather(value: Any, *, rank: int, world_size: int, device: torch.device) -> l
     longest = max(int(numbers[1]) for numbers in everywhere)
     padded = torch.zeros(longest, dtype=torch.uint8, device=control)
     padded[: flat.numel()] = flat
-    found = [torch.empty_like(padded) for _ in range(world_size)]
-    dist.all_gather(found, padded)
+    received = [torch.empty_like(padded) for _ in range(world_size)]
+    dist.all_gather(received, padded)
     headers = []
-    for numbers, data in zip(everywhere, found, strict=True):
+    for numbers, data in zip(everywhere, received, strict=True):
         header = msgspec.json.decode(data[: int(numbers[0])].cpu().numpy().tobytes(), type=ValueHeader)
         if header.error:
             raise MisuseTypeError(header.error)
         headers.append(header)
-    pieces = [data[int(numbers[0]) :].cpu() for numbers, data in zip(everywhere, found, strict=True)]
+    pieces = [data[int(numbers[0]) :].cpu() for numbers, data in zip(everywhere, received, strict=True)]
     return [_from_bytes(header, data) for header, data in zip(headers, pieces, strict=True)]
 
 

@@ -146,7 +146,7 @@ class Handover:
         NoStateError (StateLostError: on all ranks), ValueError (this rank's model differs), broadcast.CorruptError, and
         what `load` raises."""
         begun_s, state = time.monotonic(), self.state
-        mine = Offer(
+        offer = Offer(
             rank=self.rank,
             version=state.version,
             clean=state.clean(),
@@ -155,20 +155,20 @@ class Handover:
             reached=self.known_commit,
             described=len(state.last_described()),
         )
-        offers, saved = _gather(mine, self.world_size), Saved()
+        offers, saved = _gather(offer, self.world_size), Saved()
         if self.saved is not None and (self.restore != "newest" or not _live(offers, self.generation)):
             saved = self.saved()
             self.check()
-            mine = msgspec.structs.replace(
-                mine,
+            offer = msgspec.structs.replace(
+                offer,
                 snapshot=saved.snapshot,
                 checkpoint=saved.checkpoint,
                 storage_id=saved.storage_id,
                 known_step=max(self.known_step, saved.unusable_step),
             )
-            offers = _gather(mine, self.world_size)
+            offers = _gather(offer, self.world_size)
         with gc_pause.paused():
-            choice, source = self._chosen(mine, offers, saved.look_again)
+            choice, source = self._chosen(offer, offers, saved.look_again)
             source, nbytes, rows = self._bring(choice, source, offers[choice.source].described)
         self.check()
         return SyncResult(
@@ -182,7 +182,7 @@ class Handover:
             reached=reached(offers),
         )
 
-    def _chosen(self, mine: Offer, offers: Sequence[Offer], look_again: LookAgain) -> tuple[Choice, str]:
+    def _chosen(self, own: Offer, offers: Sequence[Offer], look_again: LookAgain) -> tuple[Choice, str]:
         """The source, and, on that rank, the description of the checkpoint it has loaded; '' if it has loaded none yet.
 
         Only loading shows that a checkpoint is damaged. The one before it may be older than what another rank has, so
@@ -202,26 +202,26 @@ class Handover:
             if choice.origin is not Origin.CHECKPOINT or choice.source in loaded:
                 return choice, source
             loaded.add(choice.source)
-            if mine.rank == choice.source:
+            if own.rank == choice.source:
                 try:
                     source = self._loaded(choice.origin)
                     version = self.state.version
                 except NoGoodCheckpoint as error:
                     print(f"elastic: {error}", file=sys.stderr, flush=True)
                     damaged, version = error, None
-                known_step = max(mine.known_step, choice.version[1])
-                clean = mine.clean and version is None and self.state.clean()
-                mine = msgspec.structs.replace(mine, clean=clean, checkpoint=version, known_step=known_step)
+                known_step = max(own.known_step, choice.version[1])
+                clean = own.clean and version is None and self.state.clean()
+                own = msgspec.structs.replace(own, clean=clean, checkpoint=version, known_step=known_step)
             storage_id = offers[choice.source].storage_id
-            offers = _gather(mine, len(offers))
+            offers = _gather(own, len(offers))
             self.check()
             if (version := offers[choice.source].checkpoint) != choice.version:
                 passed.append(UnreadableRange(storage_id, version or _NONE, choice.version))
                 # Else each rank of a shared folder would offer the damaged one, and load it.
-                if mine.rank not in loaded:
+                if own.rank not in loaded:
                     newest, storage_id = look_again(passed)
-                    mine = msgspec.structs.replace(mine, checkpoint=newest, storage_id=storage_id)
-                offers = _gather(mine, len(offers))
+                    own = msgspec.structs.replace(own, checkpoint=newest, storage_id=storage_id)
+                offers = _gather(own, len(offers))
 
     def _loaded(self, origin: Origin) -> str:
         if self.load is None:
@@ -294,11 +294,11 @@ class Handover:
         _relay(rest, chain, rank, check)
         if reads:
             where = _readable(theirs.table, head.window)
-            found = torch.tensor(pull.pull(dense, *where, head.window.pid, check), dtype=torch.int64)
-            sent = torch.empty_like(found)
+            digests = torch.tensor(pull.pull(dense, *where, head.window.pid, check), dtype=torch.int64)
+            sent = torch.empty_like(digests)
             p2p.exchange(sent, source=choice.source)
             p2p.send_number(1, choice.source)
-            broadcast.compare(found, sent)
+            broadcast.compare(digests, sent)
         else:
             waiting = [r for r, flag in zip(choice.needs, readers.tolist(), strict=True) if not flag]
             _relay(dense, (choice.source, *waiting), rank, check)
@@ -314,12 +314,12 @@ def _live(offers: Sequence[Offer], generation: int) -> bool:
     return any(offer.clean and offer.established and offer.version[0] >= generation - 1 for offer in offers)
 
 
-def _gather(mine: Offer, world_size: int) -> list[Offer]:
-    snapshot, checkpoint = mine.snapshot or _NONE, mine.checkpoint or _NONE
-    numbers = [*mine.version, int(mine.clean), int(mine.established), mine.known_step, *mine.reached]
-    numbers += [*snapshot, *checkpoint, mine.storage_id, mine.described]
+def _gather(offer: Offer, world_size: int) -> list[Offer]:
+    snapshot, checkpoint = offer.snapshot or _NONE, offer.checkpoint or _NONE
+    numbers = [*offer.version, int(offer.clean), int(offer.established), offer.known_step, *offer.reached]
+    numbers += [*snapshot, *checkpoint, offer.storage_id, offer.described]
     if world_size == 1:
-        return [mine]
+        return [offer]
     device = p2p.control_device()
     sent = torch.tensor(numbers, dtype=torch.int64, device=device)
     rows = [torch.empty_like(sent) for _ in range(world_size)]

@@ -27,10 +27,10 @@ Held = tuple[Any, Mapping[str, torch.Tensor]]
 
 def warn_if_not_restored(name: str, given: Held, now: Held) -> None:
     """Print the first difference for part `name`, if there is one. No error: an object may well count its loads."""
-    if not (found := next(differences(name, given, now), "")):
+    if not (text := next(differences(name, given, now), "")):
         return
     print(
-        f"elastic: state.{found}: load_state_dict() of state.{name} does not take all that its state_dict() contains. "
+        f"elastic: state.{text}: load_state_dict() of state.{name} does not take all that its state_dict() contains. "
         "This rank goes on with another value than the other ranks, and the replicas may drift apart. Let "
         "load_state_dict() restore each key that state_dict() returns, or leave the key out of both",
         file=sys.stderr,

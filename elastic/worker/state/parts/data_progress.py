@@ -169,8 +169,8 @@ class DataProgress:
         gives another order than before."""
         self._refuse_cut_short()
         self._allowed = self._allowed or allow_changed
-        known = any(map(plan.same, self._begun))
-        other = (bool(self._begun) and not known) or any(map(plan.same, self._finished))
+        again = any(map(plan.same, self._begun))
+        other = (bool(self._begun) and not again) or any(map(plan.same, self._finished))
         over = plan.end is not None and (plan.end < step or (plan.end == step and other))
         if self._committed and not self.in_round and over:
             raise MisuseRuntimeError(
@@ -180,9 +180,9 @@ class DataProgress:
             )
         for kept in self._kept.loops if not self._allowed else ():
             alike = (kept.nth, kept.epoch, kept.world) == (plan.nth, plan.epoch, plan.world)
-            if alike and not known and kept.numbers != plan.numbers and _but_order(kept, plan.numbers):
+            if alike and not again and kept.numbers != plan.numbers and _but_order(kept, plan.numbers):
                 raise MisuseRuntimeError(_another_order(kept, plan))
-        if not known:
+        if not again:
             self._begun.append(plan)
         self.moves(loop, plan)
 

@@ -79,13 +79,13 @@ def _place(tensor: torch.Tensor) -> object:
     return tensor.data_ptr(), tensor.device, tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
-def fitting(mine: torch.Tensor | None, info: TensorInfo, device: str, like: torch.Tensor | None = None) -> torch.Tensor:
-    """`mine` if the bytes of `info` can be written into it, else new storage on a device of type `device`."""
+def fitting(own: torch.Tensor | None, info: TensorInfo, device: str, like: torch.Tensor | None = None) -> torch.Tensor:
+    """`own` if the bytes of `info` can be written into it, else new storage on a device of type `device`."""
     dtype = dtype_of(info.dtype)
-    if mine is not None:
-        fits = mine.dtype == dtype and mine.shape == info.shape and device_type(mine) == device
-        if fits and writable(mine):
-            return mine
+    if own is not None:
+        fits = own.dtype == dtype and own.shape == info.shape and device_type(own) == device
+        if fits and writable(own):
+            return own
     if like is None:
         return torch.empty(info.shape, dtype=dtype, device=torch.device(device))
     return Like(like).empty(info, device)

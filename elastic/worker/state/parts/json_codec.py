@@ -143,10 +143,10 @@ def decode(value: Any, tensors: Callable[[str, str], torch.Tensor], codecs: Code
                     return from_json(sub(inner))
             raise ValueError(f"the state holds a {name}, and this State has no `convert` for it")
         case dict() if (written := _TYPES.get(key := next(iter(value), ""))) is not None:
-            held = value[key]
+            content = value[key]
             if written in _MAPPINGS:
-                return written({sub(name): sub(item) for name, item in held})
-            return written(map(sub, held) if written in _SEQUENCES else held)
+                return written({sub(name): sub(item) for name, item in content})
+            return written(map(sub, content) if written in _SEQUENCES else content)
         case dict():
             return {key: sub(item) for key, item in value.items()}
     return value

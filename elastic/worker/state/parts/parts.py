@@ -98,10 +98,10 @@ class ModulePart:
         self._makes: tuple[bool, dict[str, torch.nn.Module]] | None = None
 
     def held(self) -> tuple[Named, Any]:
-        found, made = self.split()
-        encoded = self._encoded(made, found if self._coming is None else {})
-        found.update(self._coming.tensors if self._coming is not None else {})
-        return list(found.items()), encoded
+        tensors, made = self.split()
+        encoded = self._encoded(made, tensors if self._coming is None else {})
+        tensors.update(self._coming.tensors if self._coming is not None else {})
+        return list(tensors.items()), encoded
 
     def adopt(self, infos: Infos, extra: Any) -> Mapping[str, torch.Tensor]:
         self._coming = None
@@ -119,10 +119,10 @@ class ModulePart:
                 slot.holder[slot.key] = replaced[slot.name] = new
         if not extra:
             return replaced
-        mine: dict[str, torch.Tensor] = {}
-        self._encoded(self.split()[1], mine)
+        present: dict[str, torch.Tensor] = {}
+        self._encoded(self.split()[1], present)
         self._coming = Coming.of(
-            extra, infos, self._codecs, lambda name, info, device: fitting(None, info, device, like=mine.get(name))
+            extra, infos, self._codecs, lambda name, info, device: fitting(None, info, device, like=present.get(name))
         )
         return {**replaced, **self._coming.tensors}
 
@@ -144,14 +144,14 @@ class ModulePart:
 
     def slots(self) -> list[Slot]:
         self._makes = None
-        found = []
+        slots = []
         for prefix, module in self.value.named_modules():
             path = f"{self.name}.{prefix}." if prefix else f"{self.name}."
             *own, skipped = torch_private.own_tensors(module)
             params, buffers = map(_dictionary, own)
-            found += [Slot(params, key, f"{path}{key}", False) for key in params]
-            found += [Slot(buffers, key, f"{path}{key}", True) for key in buffers if key not in skipped]
-        return found
+            slots += [Slot(params, key, f"{path}{key}", False) for key in params]
+            slots += [Slot(buffers, key, f"{path}{key}", True) for key in buffers if key not in skipped]
+        return slots
 
     def rest(self, before: Copy | None, watched: Watched) -> Copy | None:
         if self._makes is None:
@@ -176,16 +176,16 @@ class ModulePart:
 
     def split(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """(the module's own tensors by full name, everything else in its state_dict by key)."""
-        held = self.value.state_dict(keep_vars=True)
-        mine = [*self.value.parameters(), *self.value.buffers()]
-        ids = set(map(id, mine))
+        entries = self.value.state_dict(keep_vars=True)
+        tensors = [*self.value.parameters(), *self.value.buffers()]
+        ids = set(map(id, tensors))
         storages: set[int] | None = None
         own: dict[str, torch.Tensor] = {}
         made: dict[str, Any] = {}
-        for key, item in held.items():
+        for key, item in entries.items():
             if id(item) not in ids:
                 if storages is None:
-                    storages = {storage_of(tensor) for tensor in mine} - {0}
+                    storages = {storage_of(tensor) for tensor in tensors} - {0}
                 if not (isinstance(item, torch.Tensor) and storage_of(item) in storages):
                     made[key] = item
                     continue
@@ -252,14 +252,14 @@ class OptimizerPart:
             came[name] = fitting(mine.get(name), infos[name], device)
             return came[name]
 
-        for group, held in zip(self.value.param_groups, extra["groups"], strict=True):
-            options = decode(held["options"], target, self._codecs)
+        for group, saved in zip(self.value.param_groups, extra["groups"], strict=True):
+            options = decode(saved["options"], target, self._codecs)
             for key in [key for key in group if key != "params" and key not in options]:
                 del group[key]
             group.update(options)
-        for index, held in extra["state"].items():
+        for index, saved in extra["state"].items():
             param = params[int(index)]
-            fresh.setdefault(param, {}).update(decode(held, target, self._codecs))
+            fresh.setdefault(param, {}).update(decode(saved, target, self._codecs))
         fresh.update(decode(extra.get("common", {}), target, self._codecs))
         self.value.state.clear()
         self.value.state.update(_in_order(fresh, params, extra))
@@ -269,11 +269,11 @@ class OptimizerPart:
         self,
         infos: Infos,
         inner: Container[str],
-        mine: Mapping[str, torch.Tensor],
+        present: Mapping[str, torch.Tensor],
         devices: Mapping[str, str],
         on: Mapping[str, str],
     ) -> OptimizerTensors:
-        """Those of `mine` that fit, and new ones; without `inner`, the tensors within an optimizer's other entries.
+        """Those of `present` that fit, and new ones; without `inner`, the tensors within an optimizer's other entries.
         Each is on the device that is told by its name (`devices`) or key (`on`), else on its parameter's."""
         state, came, params = dict[Any, dict[str, Any]](), dict[str, torch.Tensor](), self._params()
         prefix, place, number, like = f"{self.name}.state.", dict[str, torch.Tensor](), "", Like(torch.empty(0))
@@ -287,7 +287,7 @@ class OptimizerPart:
                     raise ValueError(f"{name}: there are only {len(params)} parameters here")
                 number, param = index, params[int(index)]
                 place, like = state.setdefault(param, {}), Like(param)
-            device, here = devices.get(name) or on.get(key, like.device), mine.get(name)
+            device, here = devices.get(name) or on.get(key, like.device), present.get(name)
             place[key] = came[name] = like.empty(info, device) if here is None else fitting(here, info, device, param)
         return OptimizerTensors(state, came)
 
@@ -295,10 +295,10 @@ class OptimizerPart:
         pass
 
     def to(self, device: torch.device) -> None:
-        for param, held in self.value.state.items():
-            for key, item in held.items() if isinstance(param, torch.Tensor) else ():
+        for param, entries in self.value.state.items():
+            for key, item in entries.items() if isinstance(param, torch.Tensor) else ():
                 if isinstance(item, torch.Tensor) and (key != "step" or item.device.type != "cpu"):
-                    held[key] = item.to(param.device)
+                    entries[key] = item.to(param.device)
 
     def slots(self) -> list[Slot]:
         return []
@@ -338,24 +338,24 @@ class OptimizerPart:
             groups.append({"params": len(group["params"]), "options": encoded})
         on: dict[str, str] = {}
         rest: dict[str, Any] = {}
-        state = {id(param): held for param, held in self.value.state.items()}
+        state = {id(param): entries for param, entries in self.value.state.items()}
         sorts: dict[tuple[Any, ...], list[Any]] = {}
         order, last = dict[str, list[str]](), ()
         numbers: dict[int, int] = {}
         for index, param in enumerate(self._params()):
-            if (held := state.get(id(param))) is None:
+            if (entries := state.get(id(param))) is None:
                 continue
             numbers[id(param)] = index
-            if not held:
+            if not entries:
                 continue
             path = f"{self.name}.state.{index}"
-            if (keys := sorts.get(kinds := tuple(held))) is None:
-                keys = sorts[kinds] = _texts(held, path)
+            if (keys := sorts.get(kinds := tuple(entries))) is None:
+                keys = sorts[kinds] = _texts(entries, path)
             if kinds != last:
                 order[str(index)], last = list(kinds), kinds
             on_cpu, others = param.is_cpu, list[str]()
             for key in keys:
-                item = held[key]
+                item = entries[key]
                 if isinstance(item, torch.Tensor):
                     tensors[f"{path}.{key}"] = item
                     if not (on_cpu and item.is_cpu) and item.device.type != param.device.type:
@@ -363,13 +363,13 @@ class OptimizerPart:
                 else:
                     others.append(key)
             for key in others:  # last: a name that one of the tensors has is not given to a tensor within these
-                rest.setdefault(str(index), {})[key] = encode(held[key], f"{path}.{key}", tensors, self._codecs)
-        found: dict[str, Any] = {"groups": groups, "on": on, "state": rest, "order": order}
+                rest.setdefault(str(index), {})[key] = encode(entries[key], f"{path}.{key}", tensors, self._codecs)
+        extra: dict[str, Any] = {"groups": groups, "on": on, "state": rest, "order": order}
         if list(numbers) != list(state):  # by numbers, and by names, as the optimizer has met them
-            found["sequence"] = [numbers.get(id(key), key) for key in self.value.state]
+            extra["sequence"] = [numbers.get(id(key), key) for key in self.value.state]
         if common := self._common():
-            found["common"] = encode(common, f"{self.name}.common", tensors, self._codecs)
-        return found
+            extra["common"] = encode(common, f"{self.name}.common", tensors, self._codecs)
+        return extra
 
     def _common(self) -> dict[str, Any]:
         """State that the optimizer keeps for all parameters together, by name. Raises TypeError for other keys."""
@@ -392,20 +392,20 @@ def _in_order(
     it comes (a hash, the bytes of `torch.save`) is the same on survivors and replacements."""
     order, keys = {int(number): each for number, each in extra.get("order", {}).items()}, list[str]()
     for number, param in enumerate(params):
-        keys, held = order.get(number, keys), state.get(param, {})
+        keys, entries = order.get(number, keys), state.get(param, {})
         for key in keys:
-            if key in held:
-                held[key] = held.pop(key)
+            if key in entries:
+                entries[key] = entries.pop(key)
     first = [each if isinstance(each, str) else params[each] for each in extra.get("sequence", ())]
     return {**{key: state.get(key, {}) for key in first}, **state} if first else state
 
 
-def _texts(held: Mapping[Any, Any], path: str) -> list[str]:
+def _texts(entries: Mapping[Any, Any], path: str) -> list[str]:
     """The names in an optimizer's entry for a parameter, sorted. Raises TypeError for a key that is not text."""
-    for key in sorted(held, key=str):
+    for key in sorted(entries, key=str):
         if type(key) is not str:
             raise MisuseTypeError(f"state.{path} has an entry {key!r}: only names can be kept, this is no text")
-    return sorted(held)
+    return sorted(entries)
 
 
 def _dictionary(held: Any) -> MutableMapping[str, torch.Tensor | None]:

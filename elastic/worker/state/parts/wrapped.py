@@ -49,11 +49,11 @@ class WrappedOptimizerPart(OptimizerPart):
             part.to(device)
 
     def groups(self) -> list[dict[str, Any]]:
-        found = super().groups()
+        groups = super().groups()
         for part in self._inner.values():
-            known = set(map(id, found))
-            found = found + [group for group in part.groups() if id(group) not in known]
-        return found
+            known = set(map(id, groups))
+            groups = groups + [group for group in part.groups() if id(group) not in known]
+        return groups
 
 
 def optimizer_part(name: str, value: torch.optim.Optimizer, codecs: Codecs) -> OptimizerPart:
@@ -66,17 +66,17 @@ def inner_optimizers(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, to
 
     Not those whose `state` the wrapper exposes as its own.
     """
-    found: list[torch.optim.Optimizer] = [optimizer]
+    optimizers: list[torch.optim.Optimizer] = [optimizer]
     for name, value in vars(optimizer).items():
-        held: Iterable[tuple[Any, Any]] = [(None, value)]
+        items: Iterable[tuple[Any, Any]] = [(None, value)]
         if isinstance(value, list | tuple):
-            held = enumerate(value)
+            items = enumerate(value)
         elif isinstance(value, dict):
-            held = list(value.items())  # of `state` the keys are tensors: to write them out takes a millisecond each
-        for place, item in held:
-            if not isinstance(item, torch.optim.Optimizer) or any(item is known for known in found):
+            items = list(value.items())  # of `state` the keys are tensors: to write them out takes a millisecond each
+        for place, item in items:
+            if not isinstance(item, torch.optim.Optimizer) or any(item is known for known in optimizers):
                 continue
-            found.append(item)
+            optimizers.append(item)
             if item.state is not optimizer.state:
                 yield name if place is None else f"{name}.{place}", item
 
