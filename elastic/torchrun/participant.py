@@ -102,7 +102,7 @@ class RendezvousParticipant:
             self._wake()
 
     def trouble(self, running: GenerationRecord) -> str:
-        """Why `running` cannot continue: another generation followed, it is broken, or has lost a node. Empty: it can."""
+        """Why `running` cannot go on: another generation followed, it is broken, or a node is gone. Empty: it can."""
         with self.changed:
             generation, broken = self.view.generation, self.view.broken
             if generation is not None and generation != running:

@@ -108,9 +108,12 @@ class GradientWeight:
         Raises RuntimeError in a step of two loops whose batches have other weights: gradients have one only."""
         if self._sums:
             return 1.0 / self._sums
-        if shares := self._unlike or self._several():
-            raise MisuseRuntimeError(two_loops(shares))
-        self._serve()
+        if self._unlike or len(self._taken) > 1:
+            if shares := self._unlike or self._several():
+                raise MisuseRuntimeError(two_loops(shares))
+            self._serve()
+        elif self._taken:
+            self._taken[0].used = True  # as `_serve`, in the hot path
         self._held = "new"
         return self._weight if self._weight is not None else 1.0 / dist.get_world_size()
 
@@ -243,15 +246,12 @@ class GradientWeight:
 
     def _next(self) -> list[_Taken]:
         """Of which the next backward is."""
-        if len(self._taken) < 2:
-            return self._taken
         alive = [each for each in self._taken if each.alive]
         return alive or [each for each in self._taken if not each.used]
 
     def _several(self) -> list[float]:
         """Their shares, if these are unlike; those of loops that are alive are `_unlike`."""
-        batches = self._next()
-        shares = {each.share for each in batches} if len(batches) > 1 else ()
+        shares = {each.share for each in self._next()}
         return sorted(shares) if len(shares) > 1 else []
 
     def _serve(self) -> None:
