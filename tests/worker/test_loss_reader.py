@@ -26,6 +26,8 @@ class Event:
     def query(self) -> bool:
         return True
 
+    def synchronize(self) -> None: ...
+
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ def test_setup_that_fails_the_second_time_is_named_also_where_the_generation_is_
     def lost(*_: Any, **__: Any) -> None:
         raise StateLostError("no rank has a state")
 
-    monkeypatch.setattr(run, "synchronise", lost)
+    monkeypatch.setattr(run, "Handover", lost)
     monkeypatch.setattr(run, "_announce", lambda *_: None)
     settings = WorkerConfig(job="j", backend="gloo", form_timeout_s=1.0, snapshots="off")
     worker = run.ManagedWorker(session, setup, lambda job, state: None, settings)

@@ -19,8 +19,8 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 import msgspec
@@ -104,9 +104,9 @@ class OverSockets:
         if self._outgoing is None:
             return self._group.isend(data)
         if self._sender is not None:
-            return _Sending(self._sender.submit(_send, self._outgoing, data))
+            return _Begun(self._sender.submit(_send, self._outgoing, data).result)
         _send(self._outgoing, data)
-        return _DONE
+        return _Begun(lambda: None)  # it is done
 
     def irecv(self, data: torch.Tensor) -> Work:
         return self._group.irecv(data) if self._incoming is None else _Receiving(self._incoming, data)
@@ -117,20 +117,11 @@ class OverSockets:
                 _shut(sock)  # a thread that still sends, after an error here, must end
 
 
-class _Done:
-    def wait(self) -> None:
-        return
+class _Begun:
+    """A transfer that `wait` ends."""
 
-
-_DONE = _Done()
-
-
-class _Sending:
-    def __init__(self, future: Future[None]) -> None:
-        self._future = future
-
-    def wait(self) -> None:
-        self._future.result()
+    def __init__(self, wait: Callable[[], object]) -> None:
+        self.wait = wait
 
 
 class _Receiving:

@@ -43,4 +43,6 @@ def whole(name: str, value: Any, *, least: int | None = None) -> int:
 
 def at_most(name: str, value: Any) -> int | None:
     """A limit; None: there is none. Raises TypeError for what is no whole number, ValueError for a negative one."""
-    return None if value is None else whole(name, value, least=0)
+    if value is not None and whole(name, value) < 0:
+        raise MisuseValueError(f"{name} = {value}: 0 or more; leave it out for no limit")
+    return None if value is None else whole(name, value)

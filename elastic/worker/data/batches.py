@@ -140,7 +140,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
 def refuse_uncommitted(state: HasStep, step: int) -> None:
     """The turn of `step` has ended. Raises RuntimeError if it was not committed, or more than once."""
     if state.step != step + 1:
-        taken = " A loop of which a batch is taken in some steps only is made anew there: next(job.batches(…))"
+        taken = " If you need a batch in only some steps, create the loop there: next(job.batches(…))"
         raise MisuseRuntimeError(
             f"step {step} ended with state.step = {state.step}: call job.commit(state) once, "
             "at the end of each turn, after the optimizer's step; to accumulate gradients: micro_batch=…."

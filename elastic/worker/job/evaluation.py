@@ -120,7 +120,7 @@ def unnoticed() -> Iterator[None]:
 
 
 def _checked(sums: object) -> list[str]:
-    """The names. Raises TypeError."""
+    """Names of the metrics, validated. Raises TypeError."""
     if not isinstance(sums, Mapping) or not all(isinstance(name, str) for name in sums):
         raise MisuseTypeError(
             f"job.evaluate: measure returned {type(sums).__name__}: return sums by name, such as "

@@ -45,10 +45,10 @@ class CannotEncodeError(MisuseTypeError):
 
     def __init__(self, path: str, value: Any) -> None:
         self.path, self.kind = path, f"{'nested ' * _is_nested(value)}{type(value).__name__}"
-        super().__init__(f"state.{path} is {self.kind}, which JSON cannot hold: {_cure(value)}")
+        super().__init__(f"state.{path} is {self.kind}, which JSON cannot hold: {_fix(value)}")
 
 
-def _cure(value: Any) -> str:
+def _fix(value: Any) -> str:
     """What to put in its place."""
     kind, convert = type(value).__name__, "say how to convert it: State(…, convert={{{}: ({}, {})}})".format
     match value:

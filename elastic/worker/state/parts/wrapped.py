@@ -30,7 +30,7 @@ class WrappedOptimizerPart(OptimizerPart):
         return tensors, {**extra, "inner": {key: theirs for key, (_, theirs) in inner.items()}}
 
     def make(self, infos: Infos, devices: Mapping[str, str]) -> None:
-        """Nothing: with the inner optimizers' tensors `adopt` makes its own."""
+        """Creates nothing: `adopt` builds the wrapper's tensors with those of the inner optimizers."""
 
     def adopt(self, infos: Infos, extra: Any, made: OptimizerTensors | None = None) -> Mapping[str, torch.Tensor]:
         came = extra.get("inner", {})
