@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from elastic.contract.agent_files import EtcdAccess
 from elastic.contract.keys import ClusterKeys
+from elastic.contract.records.reasons import Code, reason
 from elastic.etcd.client import ClusterSigner, Etcd, EtcdError
 from elastic.etcd.signing import ending
 from elasticd.access.accounts import Accounts, account, group_id
@@ -249,7 +250,7 @@ class Daemon:
 
         def drain(notice: preemption.Notice) -> bool:
             try:
-                actions.drain(settings.node, notice.reason, notice.deadline_s)
+                actions.drain(settings.node, reason(Code.TAKEN_AWAY, notice.reason), notice.deadline_s)
             except Refused as error:  # etcd is unavailable, or this node not registered yet: the next look repeats it
                 self._log.warning("preemption.not_drained", error=str(error))
                 return False

@@ -27,6 +27,7 @@ from elastic.contract.records.job_records import (
 )
 from elastic.contract.records.node_records import AskedRecord, CordonRecord, DrainRecord
 from elastic.contract.records.phases import PhaseTrigger, after, allows
+from elastic.contract.records.reasons import Text
 from elastic.etcd.client import Absent, Compare, Delete, Etcd, EtcdError, EtcdForged, EtcdUnavailable, ModIs, Op, Put
 from elastic.etcd.signing import ending
 from elasticd.access.authority import Account, Authority, Peer
@@ -250,10 +251,10 @@ class Actions:
         record = CordonRecord(reason=reason, since_wall_s=time.time())
         self._txn([], [Put(self._keys.cordon(node), encode(record))])
 
-    def drain(self, node: str, reason: str, deadline_s: float) -> None:
+    def drain(self, node: str, why: Text, deadline_s: float) -> None:
         """Move all work off this node at a step boundary, and assign it no new work."""
         self._node(node)
-        record = DrainRecord(reason=reason, deadline_s=deadline_s, since_wall_s=time.time())
+        record = DrainRecord(reason=why, deadline_s=deadline_s, since_wall_s=time.time())
         self._txn([], [Put(self._keys.drain(node), encode(record))])
 
     def uncordon(self, node: str) -> None:

@@ -24,7 +24,7 @@ PRIORITIES = {"critical": 2, "error": 3, "warning": 4, "info": 6, "debug": 7}
 
 def start(level: str, node: str) -> Log:
     output = LogFile(lambda raw: os.write(sys.stderr.fileno(), raw))
-    render: Any = as_text if sys.stderr.isatty() else structlog.processors.JSONRenderer()
+    render: Any = as_text if sys.stderr.isatty() else structlog.processors.JSONRenderer(default=str)
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,

@@ -20,13 +20,14 @@ A job in a final phase, or about to stop, gets no new node. A job without a spec
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from elastic.contract.job.spec import JobSpec
 from elastic.contract.job.spec_values import MAX_WORKERS_PER_NODE
 from elastic.contract.records.job_records import Phase
 from elastic.contract.records.node_records import KnownNode, NodeRecord
+from elastic.contract.records.reasons import Code, Reason, Text, listed, reason
 
 from .cluster import Cluster, Job, Node, slots_wanted
 
@@ -38,9 +39,9 @@ class Assignment:
     """Job -> node -> workers there."""
 
     places: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    surplus: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    surplus: Mapping[str, Mapping[str, Reason]] = field(default_factory=dict)
     """Job -> node -> why it should leave the job."""
-    waiting: Mapping[str, str] = field(default_factory=dict)
+    waiting: Mapping[str, Text] = field(default_factory=dict)
     """Job -> why it has fewer nodes than its minimum."""
     queue: tuple[str, ...] = ()
     """Jobs that have no node and wait for their minimum, the oldest first."""
@@ -51,7 +52,7 @@ class Assignment:
         """Job -> workers, of one node."""
         return {job: nodes[node] for job, nodes in self.places.items() if node in nodes}
 
-    def leaving(self, node: str) -> dict[str, str]:
+    def leaving(self, node: str) -> dict[str, Reason]:
         """Job -> why, of one node."""
         return {job: nodes[node] for job, nodes in self.surplus.items() if node in nodes}
 
@@ -68,7 +69,7 @@ def plan(
     `reconcile.Silent`: daemons see that at about the same time, and a node too many leaves again."""
     used = _Used()
     places: dict[str, dict[str, int]] = {}
-    surplus: dict[str, dict[str, str]] = {}
+    surplus: dict[str, dict[str, Reason]] = {}
     staying: dict[str, list[str]] = {}
     for job in cluster.jobs.values():
         if job.over:
@@ -77,7 +78,7 @@ def plan(
         staying[job.name] = [n for n in places[job.name] if not _leaving(cluster, job, n)]
         for node, slots in places[job.name].items():
             used.add(job, node, slots)
-    waiting, queue, never = dict[str, str](), list[Job](), set[str]()
+    waiting, queue, never = dict[str, Text](), list[Job](), set[str]()
     remembered = _remembered(cluster)
     alive = [job for job in cluster.by_age() if not job.over]
     for job in sorted(alive, key=lambda job: not _is_incomplete(job, staying[job.name])):
@@ -215,7 +216,7 @@ def _leaving(cluster: Cluster, job: Job, node: str) -> bool:
     return draining or node in job.state.excluded_nodes
 
 
-def _surplus(job: Job, staying: list[str], planned: list[str]) -> dict[str, str]:
+def _surplus(job: Job, staying: list[str], planned: list[str]) -> dict[str, Reason]:
     """Node -> why it should leave: beyond the job's maximum, those outside its generation, then the youngest; and
     excluded ones."""
     assert job.spec is not None
@@ -225,11 +226,8 @@ def _surplus(job: Job, staying: list[str], planned: list[str]) -> dict[str, str]
     aside = [n for n in planned if n in job.state.excluded_nodes]
     if len(planned) - len(aside) < job.spec.spec.min_nodes:
         aside = []
-    most = job.spec.spec.max_nodes
-    enough = f"{job.name} has the {most} nodes" if most > 1 else f"{job.name} has the one node"
-    return dict.fromkeys(extra, f"{enough} that it may have (nodes = {job.spec.spec.nodes})") | {
-        n: f"{n} is excluded for {job.name}: {job.state.no_agent.get(n, 'its workers fail there more often')}"
-        for n in aside
+    return dict.fromkeys(extra, reason(Code.SURPLUS, nodes=job.spec.spec.nodes)) | {
+        n: reason(Code.EXCLUDED, job.state.no_agent.get(n) or reason(Code.FAILS_MORE), node=n) for n in aside
     }
 
 
@@ -237,43 +235,40 @@ def _candidates(
     cluster: Cluster, job: Job, mine: Mapping[str, int], used: _Used, silent: Collection[tuple[str, str]] = ()
 ) -> list[Node]:
     on_gpus = _on_gpus(cluster, job, mine)
-    return [
-        node
-        for node in sorted(cluster.nodes.values(), key=lambda n: ((job.name, n.name) in silent, n.create_revision))
-        if node.name not in mine
-        and not node.why_not
-        and node.name not in job.state.excluded_nodes
-        and job.name not in node.record.refuses
-        and used.fits(job, node, on_gpus)
-    ]
+    others = sorted(cluster.nodes.values(), key=lambda n: ((job.name, n.name) in silent, n.create_revision))
+    return [n for n in others if n.name not in mine and next(_against(job, n, used, on_gpus), None) is None]
 
 
-def _why(cluster: Cluster, job: Job, mine: Mapping[str, int], used: _Used, never: bool) -> str:
-    """The reasons, as text: why each node that the job does not have is not assigned to it."""
+def _why(cluster: Cluster, job: Job, mine: Mapping[str, int], used: _Used, never: bool) -> Text:
+    """Why each node that the job does not have is not assigned to it."""
     assert job.spec is not None
     spec, on_gpus = job.spec.spec, _on_gpus(cluster, job, mine)
-    reasons = []
     if never:
-        reasons.append(f"can never run here: it needs {_size(spec)}, the cluster has {_capacity(cluster, on_gpus)}")
-    for node in sorted(cluster.nodes.values(), key=lambda n: n.name):
-        if node.name in mine:
-            continue
-        free, wanted = used.free(node), slots_wanted(job.spec, node.record.slots)
-        if node.why_not:
-            reasons.append(f"{node.name} is {node.why_not}")
-        elif node.name in job.state.excluded_nodes:
-            reasons.append(f"{node.name} is excluded for this job (elasticctl uncordon {node.name} takes it back)")
-        elif job.name in node.record.refuses:
-            reasons.append(f"{node.name} does not run this job: {node.record.refuses[job.name]}")
-        elif used.held.get(node.name, job.name) != job.name:
-            reasons.append(f"{node.name} is reserved for {used.held[node.name]}, which has waited longer")
-        elif wanted > free:
-            reasons.append(f"{node.name} has {free} of {node.record.slots} slots free, {wanted} are needed")
-        elif not used.fits(job, node, on_gpus):
-            reasons.append(_lacks_gpus(node, wanted, used.free_gpus(node), spec.backend))
-    reasons += [f"{name} is {'off' if known.left else 'lost'}" for name, known in cluster.absent.items()]
-    count = [] if never else [f"{len(mine)} of at least {spec.min_nodes} nodes"]
-    return "; ".join([*count, *reasons])
+        short = reason(Code.NEVER, needs=_size(spec), capacity=_capacity(cluster, on_gpus))
+    else:
+        short = reason(Code.TOO_FEW, count=len(mine), least=spec.min_nodes)
+    others = [node for name, node in sorted(cluster.nodes.items()) if name not in mine]
+    why_not = [next(_against(job, node, used, on_gpus), None) for node in others]
+    gone = [reason(Code.NODE_IS, node=name, state="off" if n.left else "lost") for name, n in cluster.absent.items()]
+    return listed(short, *filter(None, why_not), *gone)
+
+
+def _against(job: Job, node: Node, used: _Used, on_gpus: bool) -> Iterator[Reason]:
+    """What speaks against `node` for `job`, the most general first."""
+    assert job.spec is not None
+    name, needs, free = node.name, slots_wanted(job.spec, node.record.slots), used.free(node)
+    if node.why_not:
+        yield reason(Code.NODE_IS, node=name, state=node.why_not)
+    if name in job.state.excluded_nodes:
+        yield reason(Code.EXCLUDED, node=name)
+    if job.name in node.record.refuses:
+        yield reason(Code.REFUSES, node.record.refuses[job.name], node=name)
+    if needs > free and (other := used.held.get(name, job.name)) != job.name:
+        yield reason(Code.RESERVED, node=name, other=other)
+    if needs > free:
+        yield reason(Code.NO_SLOTS, node=name, free=free, total=node.record.slots, needs=needs)
+    if not used.fits(job, node, on_gpus):
+        yield _lacks_gpus(node, needs, used.free_gpus(node), job.spec.spec.backend)
 
 
 def _size(spec: JobSpec) -> str:
@@ -289,15 +284,12 @@ def _capacity(cluster: Cluster, on_gpus: bool) -> str:
     return f"{total} {'GPUs' if on_gpus else 'slots'} on {len(nodes)} node{'' if len(nodes) == 1 else 's'}"
 
 
-def _lacks_gpus(node: Node, wanted: int, free: int, backend: str) -> str:
-    if not node.record.gpus and backend == "nccl":
-        return f"{node.name} has no GPU, and the job asks for backend nccl"
-    if not node.record.gpus:
-        return f"{node.name} has no GPU, and other nodes have: submit with backend gloo to train on CPUs"
-    if free >= wanted:
-        return f"{node.name} has GPUs, and the job's other nodes train on their CPUs (backend auto)"
-    fix = f"set slots = {node.record.gpus} on {node.name}" if node.record.slots > node.record.gpus else "wait"
-    return (
-        f"{node.name} has {max(0, free)} of {node.record.gpus} GPUs free, {wanted} are needed, one per worker "
-        f"(backend {backend}): {fix}, or submit with fewer workers per node or backend gloo"
-    )
+def _lacks_gpus(node: Node, needs: int, free: int, backend: str) -> Reason:
+    gpus, slots = node.record.gpus, node.record.slots
+    if not gpus:
+        who = "the job asks for backend nccl" if backend == "nccl" else "other nodes have"
+        return reason(Code.HAS_NO_GPU, node=node.name, who=who)
+    if free >= needs:
+        return reason(Code.OTHERS_ON_CPUS, node=node.name)
+    fix = f"set slots = {gpus} on {node.name}" if slots > gpus else "wait"
+    return reason(Code.NO_GPUS, node=node.name, free=max(0, free), total=gpus, needs=needs, fix=fix)

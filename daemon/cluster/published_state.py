@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from elastic.contract.agent_files import AgentStatus
 from elastic.contract.records.node_records import AskedRecord
+from elastic.contract.records.reasons import Text
 from elastic.etcd.client import MemberHealth
 from elasticd.base.answers import Certificate
 
@@ -22,7 +23,7 @@ class LocalAgent:
     pid: int
     slots: int
     status: AgentStatus | None
-    draining: str | None
+    draining: Text | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from elastic.contract.agent_files import AgentStatus
 from elastic.contract.records.job_records import JobState, Phase
 from elastic.contract.records.node_records import AgentRow, WorkerRow
 from elastic.contract.records.phases import PhaseTrigger, after
+from elastic.contract.records.reasons import Code, Text, reason
 from elasticd.base.settings import Settings
 from elasticd.machine import addresses
 
@@ -167,7 +168,7 @@ def job_state(
     failed: str,
     wall_s: float,
     aside_s: float = 0.0,
-    no_room: str = "",
+    no_room: Text = "",
     deserted_s: float = 0.0,
     *,
     lacking: bool = False,
@@ -197,11 +198,11 @@ def job_state(
         hopeless = state.phase is Phase.PENDING and not job.members and set(cluster.nodes) <= set(excluded_nodes)
         no_agent = {**state.no_agent, me: failed}
         without = msgspec.structs.replace(state, excluded_nodes=excluded_nodes, no_agent=no_agent)
-        reason = f"no agent comes up on {me}: {failed}"
-        return after(without, PhaseTrigger.FAILED, reason, wall_s) if hopeless else without
+        why = reason(Code.NO_AGENT, failed, node=me)
+        return after(without, PhaseTrigger.FAILED, why, wall_s) if hopeless else without
     deserted = state.phase is Phase.RUNNING and not job.members and not here and deserted_s >= DESERTED_S
     if deserted and no_room and is_oldest(cluster, me):  # else its leader writes this
-        return after(state, PhaseTrigger.BELOW_MIN, f"no agent of it is left: {no_room}", wall_s)
+        return after(state, PhaseTrigger.BELOW_MIN, reason(Code.DESERTED, no_room), wall_s)
     return None
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from elastic.contract.records.rank_records import RanksRecord, Sample
+from elasticd.base import phrases
 
 Json = dict[str, Any]
 
@@ -59,53 +60,34 @@ def newest(records: Mapping[str, RanksRecord], generation: int, world_size: int)
     return steps.pop(), held
 
 
-def findings(samples: Mapping[int, Sample]) -> list[str]:
+def findings(samples: Mapping[int, Sample]) -> Iterator[str]:
     """What is wrong, one sentence each. `samples`: by rank, of one step."""
-    found = []
     for rank, sample in sorted(samples.items()):
         if sample.bad:
-            found.append(f"the gradient of {sample.bad} is not finite on rank {rank}")
-    found += _without(samples)
+            yield f"the gradient of {sample.bad} is not finite on rank {rank}"
+    for names, ranks in _groups({rank: sample.without for rank, sample in samples.items() if sample.without}).items():
+        where = "all ranks" if len(ranks) == len(samples) else phrases.ranks(ranks)
+        unused = "unused in the loss, or frozen without requires_grad = False"
+        yield f"no gradient reaches {phrases.some(names, NAMED)} on {where}: {unused}"
     for ranks in _groups({rank: sample.gradients for rank, sample in samples.items() if sample.gradients}).values():
         if len(ranks) > 1:
-            found.append(
-                f"{_ranks(ranks)} have the same gradients before they are averaged: they train on the same samples, or "
-                "on none"
-            )
+            why = "they train on the same samples, or on none"
+            yield f"{phrases.ranks(ranks)} have the same gradients before they are averaged: {why}"
     replicas = _groups({rank: sample.weights for rank, sample in samples.items()})
     if len(replicas) > 1:
         most = max(replicas.values(), key=len)
         if 2 * len(most) > len(samples):
-            others = sorted(rank for ranks in replicas.values() if ranks is not most for rank in ranks)
-            found.append(f"the weights of {_ranks(others)} differ from those of the other replicas")
+            yield f"the weights of {phrases.ranks(samples.keys() - most)} differ from those of the other replicas"
         else:
-            found.append(f"the replicas' weights differ, and no majority is equal: {_ranks(sorted(samples))}")
-    return found
+            yield f"the replicas' weights differ, and no majority is equal: {phrases.ranks(samples)}"
 
 
-def _without(samples: Mapping[int, Sample]) -> list[str]:
-    by_name: dict[tuple[str, ...], list[int]] = {}
-    for rank, sample in sorted(samples.items()):
-        if sample.without:
-            by_name.setdefault(sample.without, []).append(rank)
-    found = []
-    for names, ranks in by_name.items():
-        shown = ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
-        where = "on all ranks" if len(ranks) == len(samples) else f"on {_ranks(ranks)}"
-        found.append(
-            f"no gradient reaches {shown} {where}: unused in the loss, or frozen without requires_grad = False"
-        )
-    return found
+K = TypeVar("K")
 
 
-def _groups(values: Mapping[int, str]) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
+def _groups(values: Mapping[int, K]) -> dict[K, list[int]]:
+    """Value -> the ranks that have it."""
+    groups: dict[K, list[int]] = {}
     for rank, value in sorted(values.items()):
-        found.setdefault(value, []).append(rank)
-    return found
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return f"ranks {', '.join(map(str, ranks[:8]))}" + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+        groups.setdefault(value, []).append(rank)
+    return groups

@@ -130,11 +130,11 @@ def _of_node(old: Node | None, new: Node, wall_s: float) -> Iterator[EventRecord
         kind = "node.healthy" if record.healthy else "node.unhealthy"
         yield _event(wall_s, kind, node=name, text=record.reason or "")
     if record.draining and not old.record.draining and not new.drain:
-        yield _event(wall_s, "node.draining", node=name, text=record.draining)
+        yield _event(wall_s, "node.draining", node=name, text=str(record.draining))
 
 
 def _of_job(old: Job | None, new: Job, wall_s: float) -> Iterator[EventRecord]:
-    phase, reason = new.state.phase, new.state.reason
+    phase, reason = new.state.phase, str(new.state.reason)
     if old is not None and old.state.phase is not phase:
         yield _event(wall_s, f"job.{phase}", job=new.name, text=reason)
     elif old is None and phase is not Phase.PENDING:

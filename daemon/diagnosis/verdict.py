@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
-import msgspec
+from msgspec.structs import replace
 
 from elastic.contract.origin import Origin
 from elastic.contract.records.job_records import Cause, IncidentRecord, Phase
-from elastic.contract.records.reasons import reasons
+from elastic.contract.records.reasons import Code, codes, reasons
 from elastic.contract.texts import cut_middle, one_line
+from elasticd.base import phrases
+from elasticd.base.answers import Cost, Evidence, Verdict
 
-from .rules import RULES, Class, Rule
+from .rules import RULES, Rule
 
 CONSEQUENCES = frozenset({"comm", "idle", "undrain", "boundary", "respawn", "no-state"})
 """Kinds of causes that follow from another one, if there is another one."""
@@ -30,7 +30,6 @@ LASTING_S = 60.0
 """The same, where etcd refuses this cluster: that does not pass by itself."""
 LAST_LINES = 12
 """How many of the last lines of a log are searched and shown."""
-RANKS_SHOWN = 8
 FRAMES = 12
 """How many frames of a hung process's main thread are searched: those further out only called these."""
 TEXT_CHARS, LINE_CHARS, STACK_CHARS, STACK_LINE_CHARS = 2_000, 1_000, 20_000, 500
@@ -40,22 +39,11 @@ write longer ones, and the time that a pattern takes grows with the square of a 
 KILLED = ("SIGKILL", "SIGTERM")
 """Signals that come from outside: what the log ends with is not the reason for them."""
 
-_SIGNAL = re.compile(r"killed by (SIG[A-Z0-9]+)")
-_WITHOUT_LOG = re.compile(r"(killed by SIG(?:KILL|TERM)(?:: out of memory \(the kernel's OOM killer\))?)[^\n]*")
-"""The report of a death by a signal: after it comes the last line of the log."""
 _EXCEPTION = re.compile(r"^(\w+\.)*[A-Z]\w*(Error|Exception|Exit|Interrupt|Iteration)\b")
 _FRAME = re.compile(r'File "[^"\n]+", line \d+(?:, in [^\n]+)?')
 _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3|/elastic/(worker|checkpoint|contract)/|<frozen")
 """Frames that are not the script's own."""
 _BY_NAME = {rule.name: rule for rule in RULES}
-
-
-@dataclass(frozen=True, slots=True)
-class Evidence:
-    source: str  # "error of rank 1 on n1", "log of rank 1 on n1", "report of n2", "stack of slot 0 (hung)", "etcd"
-    line: str
-    from_log: bool = False
-    """A line of a worker's log, which not every user may read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,59 +64,24 @@ class VerdictContext:
     """Whether all nodes have loopback addresses, as on one machine: such an address then means nothing."""
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
-    steps: int | None
-    """Committed steps that were done again, at least; None: unknown."""
-    steps_at_most: int | None
-    """None: no bound is known."""
-    rank_s: float | None
-    """Ranks × seconds without a step; None: unknown."""
-    gpu_s: float | None
-    """The same, where each rank has a GPU."""
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    rule: str
-    cls: Class
-    cause: str
-    """What failed, and the error's own text."""
-    what: str
-    """The same after the ranks and nodes where it failed."""
-    evidence: tuple[Evidence, ...]
-    followed: tuple[str, ...]
-    """Failures that followed from it."""
-    done: str
-    cost: Cost
-    held_by: str
-    """What holds the recovery up at present; empty: nothing does, or it is over."""
-    person: bool
-    """Whether a person is needed."""
-    fix: str
-
-
 def judge(record: IncidentRecord, seen: VerdictContext = VerdictContext()) -> Verdict:
     texts, open_ = _texts(record), record.open and not seen.phase.over
-    rule, found = _rule(record, texts, seen)
+    rule, decided = _rule(record, texts, seen)
     held = _held(seen) if open_ else None
     failed = seen.phase is Phase.FAILED and record.origin is Origin.NOTHING
     patience_s = LASTING_S if held and held[0].name != "etcd_unavailable" else PATIENCE_S
-    person = failed or (open_ and seen.age_s > patience_s) or (rule.person and not seen.phase.over)
-    fix = held[0].fix if held else rule.fix
-    held_by = f"{held[0].what}: {held[1]}" if held else seen.waits_for if open_ else ""
     return Verdict(
         rule=rule.name,
         cls=rule.cls,
         cause=_cause(record, rule),
         what=_what(record, rule),
-        evidence=_evidence(record, texts, found, held[1] if held else ""),
+        evidence=_evidence(record, texts, decided, held[1] if held else ""),
         followed=_followed(record),
         done=_done(record, open_, seen.phase),
         cost=_cost(record, seen, open_),
-        held_by=held_by,
-        person=person,
-        fix=fix,
+        held_by=f"{held[0].what}: {held[1]}" if held else seen.waits_for if open_ else "",
+        person=failed or (open_ and seen.age_s > patience_s) or (rule.person and not seen.phase.over),
+        fix=held[0].fix if held else rule.fix,
     )
 
 
@@ -147,42 +100,42 @@ class _Texts:
 
 def _texts(record: IncidentRecord) -> _Texts:
     error = record.error
-    report = Evidence(
-        f"report of {record.node}" if record.node else "report", cut_middle(str(record.detail), TEXT_CHARS)
-    )
-    says, logs = [], []
-    said = f"{cut_middle(str(record.detail), TEXT_CHARS)}\n{cut_middle(error.message, TEXT_CHARS) if error else ''}"
-    found = _SIGNAL.search(said)
-    signal = found[1] if found else (error.signal or "") if error else ""
+    death = next((each for each in reasons(record.detail) if each.code in (Code.KILLED, Code.OOM_KILLED)), None)
+    signal = str(death.values.get("signal", "")) if death else (error.signal or "") if error else ""
     killed = signal in KILLED and (error is None or error.exit_code is None)  # else its script has handled the signal
+    of = f"report of {record.node}" if record.node else "report"
+    report = _shown(of, cut_middle(str(record.detail), TEXT_CHARS))
+    says, logs = [], []
     if error is not None:
         of = f"rank {error.rank} on {error.node}" if error.rank >= 0 else f"slot {error.slot} on {error.node}"
-        says += [Evidence(f"error of {of}", cut_middle(error.message, TEXT_CHARS))] if error.message else []
+        says += [_shown(f"error of {of}", cut_middle(error.message, TEXT_CHARS))] if error.message else []
         lines = error.last_lines or tuple(line for line in error.traceback.splitlines() if line.strip())
-        logs = [Evidence(f"log of {of}", cut_middle(line.strip(), LINE_CHARS), True) for line in lines[-LAST_LINES:]]
+        logs = [_shown(f"log of {of}", cut_middle(line.strip(), LINE_CHARS), True) for line in lines[-LAST_LINES:]]
         says += [line for line in reversed(logs) if not killed and _EXCEPTION.match(line.line)][:1]
     says.append(report)
     if error is not None and not killed and (frames := _FRAME.findall(error.traceback)):
         own = [frame for frame in frames if not _LIBRARY.search(frame)]
-        says.append(Evidence(f"traceback of {of}", (own or frames)[-1]))
-    stacks = tuple(Evidence(f"stack of {who}", main_thread(stack)) for who, stack in record.stacks.items())
+        says.append(_shown(f"traceback of {of}", (own or frames)[-1]))
+    stacks = tuple(_shown(f"stack of {who}", main_thread(stack)) for who, stack in record.stacks.items())
     if record.last_lines:
-        log = f"log of {_ranks(record.ranks)} on {record.node}"
-        logs = [Evidence(log, cut_middle(line, LINE_CHARS), True) for line in record.last_lines[-LAST_LINES:]]
-    if killed:
-        says = [replace(e, line=_WITHOUT_LOG.sub(r"\1", e.line)) for e in says]
+        log = f"log of {phrases.ranks(record.ranks)} on {record.node}"
+        logs = [_shown(log, cut_middle(line, LINE_CHARS), True) for line in record.last_lines[-LAST_LINES:]]
     return _Texts(tuple(says), tuple(logs), stacks, signal)
+
+
+def _shown(source: str, line: str, from_log: bool = False) -> Evidence:
+    return Evidence(source=source, line=line, from_log=from_log)
 
 
 def _rule(record: IncidentRecord, texts: _Texts, seen: VerdictContext) -> tuple[Rule, Evidence | None]:
     misuse = record.error is not None and record.error.misuse
-    codes = {each.code for each in reasons(record.detail)}
+    given = codes(record.detail)
     for rule in RULES:
         if rule.misuse and not misuse:
             continue
         if (rule.kinds and record.kind not in rule.kinds) or (rule.name == "loopback" and seen.one_host):
             continue
-        if not (rule.codes or rule.says or rule.logs or rule.stacks or rule.signal) or not codes.isdisjoint(rule.codes):
+        if not (rule.codes or rule.says or rule.logs or rule.stacks or rule.signal) or not given.isdisjoint(rule.codes):
             return rule, None
         if rule.signal and texts.signal == rule.signal:
             return rule, next((e for e in texts.says if rule.signal in e.line), None)
@@ -217,12 +170,6 @@ def _held(seen: VerdictContext) -> tuple[Rule, str] | None:
     return _BY_NAME["etcd_refused" if refused else "etcd_unavailable"], seen.etcd_error
 
 
-def as_json(verdict: Verdict) -> dict[str, Any]:
-    """As docs/api.md describes it."""
-    row: dict[str, Any] = msgspec.to_builtins(verdict)
-    return {"class": row.pop("cls")} | row
-
-
 # ── its parts ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -233,38 +180,25 @@ def _cause(record: IncidentRecord, rule: Rule) -> str:
 
 
 def _what(record: IncidentRecord, rule: Rule) -> str:
-    where = " ".join(part for part in (_ranks(record.ranks), f"on {record.node}" if record.node else "") if part)
+    where = " ".join(part for part in (phrases.ranks(record.ranks), f"on {record.node}" if record.node else "") if part)
     return ": ".join(part for part in (where, _cause(record, rule)) if part)
 
 
-def _ranks(ranks: Iterable[int]) -> str:
-    """'rank 1', 'ranks 0 to 3', 'ranks 0, 2 and 5 more'."""
-    found = sorted(set(ranks))
-    if not found:
-        return ""
-    if len(found) == 1:
-        return f"rank {found[0]}"
-    if len(found) > 2 and found[-1] - found[0] == len(found) - 1:
-        return f"ranks {found[0]} to {found[-1]}"
-    shown = ", ".join(map(str, found[:RANKS_SHOWN]))
-    return f"ranks {shown}" + (f" and {len(found) - RANKS_SHOWN} more" if len(found) > RANKS_SHOWN else "")
-
-
-def _evidence(record: IncidentRecord, texts: _Texts, found: Evidence | None, etcd: str) -> tuple[Evidence, ...]:
+def _evidence(record: IncidentRecord, texts: _Texts, decided: Evidence | None, etcd: str) -> list[Evidence]:
     """The line that decided first; then the exit, the report, the suspect's stack, and etcd's own words."""
-    lines = [found] if found else []
+    lines = [decided] if decided else []
     if error := record.error:
         code = f"exit code {error.exit_code}" if error.exit_code is not None else ""
         how = " after ".join(part for part in (code, error.signal) if part)
-        lines += [Evidence(f"exit of rank {error.rank} on {error.node}", how)] if how and error.rank >= 0 else []
+        lines += [_shown(f"exit of rank {error.rank} on {error.node}", how)] if how and error.rank >= 0 else []
     lines += [replace(e, line=one_line(e.line)) for e in texts.says if e.line]
     lines += [replace(e, line=_innermost(e.line)) for e in texts.stacks[:1]]
-    lines += [Evidence("etcd", etcd)] if etcd else []
+    lines += [_shown("etcd", etcd)] if etcd else []
     kept: dict[str, Evidence] = {}
     for evidence in lines:
         if evidence.line and not any(evidence.line in other.line for other in kept.values()):
             kept[evidence.source + evidence.line] = evidence
-    return tuple(kept.values())
+    return list(kept.values())
 
 
 def main_thread(dump: str) -> str:
@@ -286,22 +220,22 @@ def _innermost(stack: str) -> str:
     return next((line.strip() for line in stack.splitlines() if line.startswith(" ")), stack.partition("\n")[0])
 
 
-def _followed(record: IncidentRecord) -> tuple[str, ...]:
+def _followed(record: IncidentRecord) -> list[str]:
     """One line for each group of equal failures beside the first cause."""
     first, *rest = record.causes or (None,)
     if first is None or not rest:
-        return ()
+        return []
     groups: dict[tuple[bool, str, str], list[Cause]] = {}
     for cause in rest:
         groups.setdefault((cause.generation > first.generation, cause.kind, str(cause.detail)), []).append(cause)
     lines = []
     for (is_later, kind, detail), causes in groups.items():
         nodes = ", ".join(dict.fromkeys(cause.node for cause in causes))
-        ranks = _ranks(rank for cause in causes for rank in cause.ranks)
+        ranks = phrases.ranks(rank for cause in causes for rank in cause.ranks)
         later = " during the recovery" if is_later else ""
         as_well = "" if kind in CONSEQUENCES else " as well"
         lines.append(f"{kind}{as_well}{later} on {nodes}{f', {ranks}' if ranks else ''}: {detail}")
-    return tuple(lines)
+    return lines
 
 
 def _done(record: IncidentRecord, open_: bool, phase: Phase) -> str:
@@ -320,7 +254,7 @@ def _done(record: IncidentRecord, open_: bool, phase: Phase) -> str:
     kept = max(0, before - len(lost))
     parts = []
     if lost:
-        parts.append(f"{_ranks(lost)} {'replaced' if after >= before else 'gone'}")
+        parts.append(f"{phrases.ranks(lost)} {'replaced' if after >= before else 'gone'}")
     if not lost and record.kind == "planned":  # ranks that leave, or move, end their process: which is not on record
         parts.append("each rank that stays kept its process")
     elif not again and kept:
@@ -348,4 +282,9 @@ def _cost(record: IncidentRecord, seen: VerdictContext, open_: bool) -> Cost:
     if record.kind in ("checkpoint", "late exit"):
         took_s = 0.0
     rank_s = round(took_s * record.world_size_before, 3) if took_s is not None else None
-    return Cost(record.steps_lost, record.steps_lost_at_most, rank_s, rank_s if seen.gpus else None)
+    return Cost(
+        steps=record.steps_lost,
+        steps_at_most=record.steps_lost_at_most,
+        rank_s=rank_s,
+        gpu_s=rank_s if seen.gpus else None,
+    )

@@ -1,114 +1,181 @@
-"""One line for every job and every node, always: its activity, its reason to wait, or its fault. Pure."""
+"""One line for every job and every node, always, and those on what is wrong with the cluster: what is done, waited for
+or broken. The only place that decides which reason is shown, and says it. Pure."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
 
-from elastic.contract.records.job_records import Phase
+from elastic.contract.records.job_records import Phase, ProgressRecord
 from elastic.contract.records.node_records import AgentRow
+from elastic.contract.records.reasons import Code, Text, codes, reason
+from elastic.contract.records.standings import Stillness
 from elasticd.base import answers
+from elasticd.base.phrases import age, clock, some
 from elasticd.cluster.cluster import Cluster, Job, Node
-from elasticd.cluster.published_state import Snapshot
+from elasticd.cluster.published_state import Contact, Snapshot
 from elasticd.cluster.reconcile import SET_ASIDE_S, agent_rows
+from elasticd.machine import expiring
 
 from . import step_time
 
 SLOW_NAMED = 2
 """So many slow ranks are named in a job's line."""
 
+SILENT_S = 10.0
+"""An agent rewrites its status once a second; if it is older than this, the agent is stopped or its disk is full."""
 
-def of_job(snapshot: Snapshot, job: Job, row: answers.Job, starting: bool, wall_s: float) -> str:
-    """`row`: the rest of its summary, as `views.job_row` makes it; `starting`: as `ProgressRecord.starting`."""
-    said = _over(snapshot.cluster, job, wall_s) if job.over else _alive(snapshot, job, row, starting, wall_s)
-    contact = snapshot.contact
-    if job.over or contact.connected:
-        return said
-    return f"{said}; etcd unreachable: {contact.error or 'no answer'} (training goes on, a recovery waits for etcd)"
+SHOWN_NODES = 8
+"""At most this many nodes have a line each among the problems."""
+
+LARGE_DATABASE_MB = 1600.0
+"""Size of etcd's database that is reported: three quarters of its default quota."""
+
+_ALARMS = {
+    "NOSPACE": "etcd is out of space (alarm NOSPACE) and takes no writes: training goes on, a failure waits to be "
+    "repaired; compact and defragment etcd, or raise its --quota-backend-bytes, then `etcdctl alarm disarm`",
+    "CORRUPT": "etcd found its data corrupt (alarm CORRUPT) and takes no writes: replace the member that differs",
+}
 
 
-def of_node(snapshot: Snapshot, row: answers.Node, me: str, wall_s: float) -> str:
-    """`row`: the rest of its row, as `views.nodes` makes it; `me`: the node of this daemon."""
-    name = row.node
-    node = snapshot.cluster.nodes.get(name)
-    if node is None:
-        waits = "; its drain waits for elasticd" if name in snapshot.cluster.drains else ""
-        cordon = snapshot.cluster.cordons.get(name)
-        waits += f"; cordoned: {cordon.reason}" if cordon else ""
-        if not row.jobs:
-            return f"{row.state} {row.reason}{waits}"
-        return f"elasticd is down on this node; its agents of {', '.join(row.jobs)} keep running{waits}"
-    parts = [*_blocked(snapshot.cluster, node, wall_s), *_disputes(snapshot.cluster, name)]
-    past = {job.name for job in snapshot.cluster.jobs.values() if job.over or _has_stepped_with(job, name)}
-    starting = [agent for agent in _agents_of(snapshot, name, node) if agent.job not in past]
-    parts += [_starting(name, wall_s, agent.job, agent.doing, agent.since_wall_s) for agent in starting]
-    if name == me and not snapshot.contact.connected:
-        parts.append(f"etcd unreachable from here: {snapshot.contact.error or 'no answer'}; what runs here goes on")
-    if name == me:
-        none = {job: why for job, why in snapshot.trouble.items() if why and job not in snapshot.agents}
-        parts += [f"no agent of {job} runs: {why}" for job, why in none.items()]
-    used = f"{row.slots_used} of {row.slots} slots used" if row.slots_used else "idle"
-    older = [f"the agent of {job} still runs {version}" for job, version in node.record.older.items()]
-    return "; ".join([*(parts or [f"ready: {used}"]), *older])
+# ── the cluster ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def of_cluster(
+    snapshot: Snapshot, rows: Iterable[answers.Node], plain_text: Iterable[str], wall_s: float
+) -> Iterator[str]:
+    """What is wrong as this node sees it. `rows`: the nodes, as `views.nodes` makes them; `plain_text`: endpoints of
+    etcd that are reached without TLS."""
+    if not snapshot.contact.connected:
+        yield "etcd cannot be reached: this is the last that was seen of it"
+    yield from (_ALARMS.get(alarm, f"etcd has raised the alarm {alarm}") for alarm in snapshot.contact.alarms)
+    yield from _of_members(snapshot.contact)
+    yield from expiring.problems(snapshot.contact.certificates, wall_s)
+    if snapshot.stays_out:
+        yield f"this node stays out of the cluster: {snapshot.stays_out}"
+    elif not snapshot.registered:
+        yield "this node is not registered in the cluster (yet)"
+    unread = {} if snapshot.stays_out else snapshot.cluster.foreign
+    for what, keys in (
+        ("what this elasticd cannot read", unread),
+        ("a record that is refused", snapshot.cluster.refused),
+    ):
+        if keys:
+            more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
+            yield f"etcd holds {what}: {min(keys)}{more}: {keys[min(keys)]}"
+    for agent in snapshot.agents.values():
+        if agent.status and (silent_s := wall_s - agent.status.written_wall_s) > SILENT_S:
+            yield f"the agent of {agent.job} on this node has said nothing for {silent_s:.0f} s"
+        if agent.status and agent.status.why_fresh:
+            yield (
+                f"workers of {agent.job} start seconds later on this node, as new processes, since the zygote is unfit "
+                f"to fork: {agent.status.why_fresh}"
+            )
+    ill = [f"{row.node}: {row.why}" for row in rows if row.state in ("unhealthy", "no daemon", "lost")]
+    yield from ill[:SHOWN_NODES]
+    if len(ill) > SHOWN_NODES:
+        yield f"{len(ill) - SHOWN_NODES} more nodes are lost, unhealthy or without elasticd: elasticctl nodes"
+    if where := ", ".join(plain_text):
+        yield f"etcd at {where} is reached in plain text (etcd.insecure): set etcd.ca_file, or trust that network"
+
+
+def _of_members(contact: Contact) -> Iterator[str]:
+    members, good = contact.members, sum(member.ok for member in contact.members)
+    well = "are well" if contact.connected else "were well when last asked"
+    for member in members:
+        if not member.ok:
+            yield (
+                f"etcd member {member.endpoint} is in trouble: {member.error}; {good} of {len(members)} {well}, "
+                f"{len(members) // 2 + 1} are needed"
+            )
+    for member in members:
+        if member.database_mb > LARGE_DATABASE_MB:
+            yield (
+                f"etcd member {member.endpoint}: its database takes {member.database_mb:.0f} MB of the 2147 that etcd "
+                "takes by default; compact and defragment it, or raise its --quota-backend-bytes"
+            )
 
 
 # ── jobs ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+def waits_for(snapshot: Snapshot, job: Job, progress: ProgressRecord | None, wall_s: float) -> Text:
+    """What `job` waits for; '': for nothing, or nothing is known. `progress`: the newest."""
+    lacks, queue = snapshot.plan.waiting.get(job.name, ""), snapshot.plan.queue
+    if job.over or _lacks_nodes(snapshot, job):
+        return "" if job.over else lacks
+    if progress and (job.members or job.name in snapshot.agents):  # else it is stale, written by an agent that left
+        still = progress.still if job.members else None
+        if waits := progress.waiting_for or (_stands(still, wall_s) if still and not still.declared else ""):
+            return waits
+    if job.name in queue:
+        return reason(Code.TURN, lacks, count=queue.index(job.name) + 1, total=len(queue))
+    return lacks or (snapshot.trouble.get(job.name, "") if job.name not in snapshot.agents else "")
+
+
+def _lacks_nodes(snapshot: Snapshot, job: Job) -> bool:
+    """Whether a job that has run cannot have the nodes for its minimum, as far as its agents have said that they wait
+    for nodes. What broke its generation is in its incident, and is not what it waits for."""
+    return job.state.phase is Phase.WAITING and bool(job.members) and job.name in snapshot.plan.waiting
+
+
+def of_job(snapshot: Snapshot, job: Job, row: answers.Job, waits: Text, still: Stillness | None, wall_s: float) -> str:
+    """`row`: the rest of its summary, as `views.job_row` makes it; `waits`: see `waits_for`."""
+    if job.over:
+        return _over(snapshot.cluster, job, wall_s)
+    line, contact = _alive(snapshot, job, row, waits, still, wall_s), snapshot.contact
+    if contact.connected:
+        return line
+    return f"{line}; etcd unreachable: {contact.error or 'no answer'} (training goes on, a recovery waits for etcd)"
+
+
 def _over(cluster: Cluster, job: Job, wall_s: float) -> str:
-    ended = f"{job.state.phase} {_age(wall_s - job.state.since_wall_s)} ago"
+    ended = f"{job.state.phase} {age(wall_s - job.state.since_wall_s)} ago"
     places = (place.node for place in (job.generation.nodes if job.generation else ()))
     if still := [name for name in places if name in cluster.nodes and job.name in cluster.nodes[name].record.jobs]:
         saves = job.spec is not None and job.spec.spec.checkpoint.dir  # an agent leaves when its writes are on the disk
-        ended += f" (agents on {_names(still)} still end{'; the last checkpoint may not be complete' if saves else ''})"
-    reason, progress = job.state.reason, job.progress
+        unsure = "; the last checkpoint may not be complete" if saves else ""
+        ended += f" (agents on {some(sorted(still))} still end{unsure})"
+    why, progress = job.state.reason, job.progress
     stepless = progress is not None and progress.step == progress.resumed_step and not progress.stepped_in
     if job.state.phase is Phase.SUCCEEDED and progress is not None and stepless:
-        reason = f"without a step: {progress.resumed_from} has all of them; another checkpoint.dir begins anew"
-    return f"{ended}: {reason}" if reason else ended
+        why = f"without a step: {progress.resumed_from} has all of them; another checkpoint.dir begins anew"
+    return f"{ended}: {why}" if why else ended
 
 
-def _alive(snapshot: Snapshot, job: Job, row: answers.Job, waits_for_start: bool, wall_s: float) -> str:
-    cluster = snapshot.cluster
-    if job.state.phase is Phase.STOPPING:  # also while its user writes what cannot be used
-        reason = f" ({job.state.reason})" if job.state.reason else ""
-        return f"stopping{reason}: the workers on {_names(job.members) or 'no node'} end"
-    prefix = f"/jobs/{job.name}/"
-    if bad := min((key for keys in (cluster.foreign, cluster.refused) for key in keys if prefix in key), default=""):
-        return f"a record of it in etcd cannot be used: {bad}: {cluster.refused.get(bad) or cluster.foreign[bad]}"
+def _alive(snapshot: Snapshot, job: Job, row: answers.Job, waits: Text, still: Stillness | None, wall_s: float) -> str:
+    cluster, state, incident = snapshot.cluster, job.state, row.last_incident
+    if state.phase is Phase.STOPPING:  # also while its user writes what cannot be used
+        why = f" ({state.reason})" if state.reason else ""
+        return f"stopping{why}: the workers on {some(sorted(job.members)) or 'no node'} end"
+    unusable, prefix = {**cluster.foreign, **cluster.refused}, f"/jobs/{job.name}/"
+    if bad := min((key for key in unusable if prefix in key), default=""):
+        return f"a record of it in etcd cannot be used: {bad}: {unusable[bad]}"
     if job.spec is None:
         return "waiting for its agents to write its description back to etcd"
-    parts = []
     starting = list(_starts(snapshot, job, wall_s))
-    if lacks := lacking(snapshot, job):
-        parts.append(f"waiting for: {lacks}")
-    elif still := row.no_progress:
-        parts.append(_still(still))
-    elif (last := row.last_incident) and last.open:
-        held = f"; waits for {last.verdict.held_by}" if last.verdict.held_by else ""
-        parts.append(f"recovering for {_age(last.age_s)} from {last.verdict.cls}: {last.verdict.what}{held}")
-    elif row.waiting_for and not (waits_for_start and starting):
-        parts.append(f"{'' if row.can_never_run else 'waiting for: '}{row.waiting_for}")
-    elif job.state.phase in (Phase.PENDING, Phase.WAITING) and job.state.reason:
-        parts.append(f"waiting: {job.state.reason}")
+    waiting = f"waiting for: {waits}" if Code.NEVER not in codes(waits) else str(waits)
+    parts = []
+    if _lacks_nodes(snapshot, job):
+        parts.append(waiting)
+    elif still and job.members:
+        parts.append(_stands(still, wall_s))
+    elif incident and incident.open:
+        held = f"; waits for {incident.verdict.held_by}" if incident.verdict.held_by else ""
+        parts.append(f"recovering for {age(incident.age_s)} from {incident.verdict.cls}: {incident.verdict.what}{held}")
+    elif waits and not (starting and Code.WORKERS_START in codes(waits)):
+        parts.append(waiting)
+    elif state.phase in (Phase.PENDING, Phase.WAITING) and state.reason:
+        parts.append(f"waiting: {state.reason}")
     disputes = [text for name in job.members for text in _disputes(cluster, name, only=job.name)]
     if not parts and (not starting or _has_stepped(job)):
+        slow = row.step_time.slow_ranks[:SLOW_NAMED] if row.step_time else ()
         parts.append(_runs(row) if job.generation else _unplaced(snapshot, job, wall_s))
-        parts += [
-            step_time.slow_text(slow) for slow in (row.step_time.slow_ranks[:SLOW_NAMED] if row.step_time else ())
-        ]
+        parts += map(step_time.slow_text, slow)
     parts += starting + disputes
-    parts += [f"{name} is excluded {_excluded(job, name, wall_s)}" for name in job.state.excluded_nodes]
+    parts += [f"{name} is excluded {_excluded(job, name, wall_s)}" for name in state.excluded_nodes]
     if row.checkpoint and row.checkpoint.error:
         parts.append(f"the newest checkpoint failed: {row.checkpoint.error}")
     return "; ".join(dict.fromkeys(parts))
-
-
-def lacking(snapshot: Snapshot, job: Job) -> str:
-    """Why a job that has run cannot have the nodes for its minimum; '': it can, or its agents have not said yet that
-    they wait for nodes. What broke its generation is in its incident, and is not what it waits for."""
-    return snapshot.plan.waiting.get(job.name, "") if job.state.phase is Phase.WAITING and job.members else ""
 
 
 def _runs(row: answers.Job) -> str:
@@ -128,11 +195,11 @@ def _ranks(row: answers.Job) -> str:
 
 def _unplaced(snapshot: Snapshot, job: Job, wall_s: float) -> str:
     if job.members:
-        return f"waiting for the first generation: agents are there on {_names(job.members)}"
+        return f"waiting for the first generation: agents are there on {some(sorted(job.members))}"
     placed = snapshot.plan.places.get(job.name, {})
     if not placed:
         return "waiting for a node"
-    return f"waiting for {_names(placed)} to start an agent, for {_age(wall_s - job.state.since_wall_s)}"
+    return f"waiting for {some(sorted(placed))} to start an agent, for {age(wall_s - job.state.since_wall_s)}"
 
 
 def _starts(snapshot: Snapshot, job: Job, wall_s: float) -> Iterator[str]:
@@ -169,13 +236,13 @@ def _has_stepped_with(job: Job, node: str) -> bool:
 
 def _starting(node: str, wall_s: float, job: str, doing: str, since_wall_s: float) -> str:
     where = f"{job} is" if job else f"{node} is"
-    return f"{where} {doing} for {_age(wall_s - since_wall_s)}"
+    return f"{where} {doing} for {age(wall_s - since_wall_s)}"
 
 
-def _still(still: answers.NoProgress) -> str:
+def _stands(still: Stillness, wall_s: float) -> str:
     where = f", probably rank {still.rank} on {still.node}" if still.rank is not None else ""
-    since = _clock(still.since_wall_s)
-    return f"no progress since {since} ({_age(still.for_s)}){where}: {still.because}"
+    since = f"{clock(still.since_wall_s)} ({age(wall_s - still.since_wall_s)})"
+    return f"no progress since {since}{where}: {still.because}"
 
 
 def _excluded(job: Job, node: str, wall_s: float) -> str:
@@ -188,26 +255,49 @@ def _excluded(job: Job, node: str, wall_s: float) -> str:
         return f"{until}, because workers of {job.name} failed there"
     end_s = max(failure.wall_s for failure in failures) + SET_ASIDE_S
     times = "once" if len(failures) == 1 else f"{len(failures)} times"
-    return f"until about {_clock(max(end_s, wall_s))}, because workers of {job.name} failed there {times}"
+    return f"until about {clock(max(end_s, wall_s))}, because workers of {job.name} failed there {times}"
 
 
 # ── nodes ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+def of_node(snapshot: Snapshot, row: answers.Node, me: str, wall_s: float) -> str:
+    """`row`: the rest of its row, as `views.nodes` makes it; `me`: the node of this daemon."""
+    name = row.node
+    node = snapshot.cluster.nodes.get(name)
+    if node is None:
+        waits = "; its drain waits for elasticd" if name in snapshot.cluster.drains else ""
+        cordon = snapshot.cluster.cordons.get(name)
+        waits += f"; cordoned: {cordon.reason}" if cordon else ""
+        if not row.jobs:
+            return f"{row.state} {row.reason}{waits}"
+        return f"elasticd is down on this node; its agents of {', '.join(row.jobs)} keep running{waits}"
+    parts = [*_blocked(snapshot.cluster, node, wall_s), *_disputes(snapshot.cluster, name)]
+    past = {job.name for job in snapshot.cluster.jobs.values() if job.over or _has_stepped_with(job, name)}
+    starting = [agent for agent in _agents_of(snapshot, name, node) if agent.job not in past]
+    parts += [_starting(name, wall_s, agent.job, agent.doing, agent.since_wall_s) for agent in starting]
+    if name == me and not snapshot.contact.connected:
+        parts.append(f"etcd unreachable from here: {snapshot.contact.error or 'no answer'}; what runs here goes on")
+    if name == me:
+        none = {job: why for job, why in snapshot.trouble.items() if why and job not in snapshot.agents}
+        parts += [f"no agent of {job} runs: {why}" for job, why in none.items()]
+    used = f"{row.slots_used} of {row.slots} slots used" if row.slots_used else "idle"
+    older = [f"the agent of {job} still runs {version}" for job, version in node.record.older.items()]
+    return "; ".join([*(parts or [f"ready: {used}"]), *older])
+
+
 def _blocked(cluster: Cluster, node: Node, wall_s: float) -> Iterator[str]:
     """Why it takes no work, in part or at all."""
-    if draining := node.drain or node.record.draining:
-        reason = node.drain.reason if node.drain else node.record.draining
-        since = f" for {_age(wall_s - node.drain.since_wall_s)}" if node.drain else ""
+    if node.drain or node.record.draining:
+        since = f" for {age(wall_s - node.drain.since_wall_s)}" if node.drain else ""
         jobs = ", ".join(cluster.jobs_on(node.name))
         none = "nothing runs here any more" if cluster.is_empty(node.name) else "its elasticd has yet to see that"
         left = f"; {jobs} still here" if jobs else f"; {none}"
-        assert draining
-        yield f"draining{since}: {reason}{left}"
+        yield f"draining{since}: {node.drain.reason if node.drain else node.record.draining}{left}"
     if not node.record.healthy:
         yield f"takes no work: {node.record.reason or 'unhealthy'}"
     if node.cordon:
-        yield f"cordoned for {_age(wall_s - node.cordon.since_wall_s)}: {node.cordon.reason}"
+        yield f"cordoned for {age(wall_s - node.cordon.since_wall_s)}: {node.cordon.reason}"
     for job in cluster.jobs.values():
         if node.name in job.state.excluded_nodes and not job.over:
             yield f"excluded for {job.name} {_excluded(job, node.name, wall_s)}"
@@ -220,15 +310,10 @@ def _disputes(cluster: Cluster, node: str, only: str = "") -> Iterator[str]:
             continue
         by = [name for name, member in job.members.items() if node in member.record.unreachable]
         if by:
-            yield f"{f'{node} is ' if only else ''}unreachable by {_names(by)}{'' if only else f' ({job.name})'}"
+            yield f"{f'{node} is ' if only else ''}unreachable by {some(sorted(by))}{'' if only else f' ({job.name})'}"
 
 
 # ── words ───────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _names(names: Any) -> str:
-    found = sorted(names)
-    return ", ".join(found[:8]) + (f" and {len(found) - 8} more" if len(found) > 8 else "")
 
 
 def absence(cluster: Cluster, name: str, wall_s: float) -> tuple[str, str]:
@@ -243,23 +328,4 @@ def absence(cluster: Cluster, name: str, wall_s: float) -> tuple[str, str]:
 
 def _when(then_wall_s: float, wall_s: float) -> str:
     """'14:02:33'; '11-27 14:02:33' of what is older than half a day."""
-    clock = _clock(then_wall_s)
-    if wall_s - then_wall_s < 43200.0 or not clock[0].isdigit():
-        return clock
-    return f"{time.strftime('%m-%d', time.localtime(then_wall_s))} {clock}"
-
-
-def _clock(wall_s: float) -> str:
-    """The local time of day; a record may hold any number."""
-    try:
-        return time.strftime("%H:%M:%S", time.localtime(wall_s))
-    except (OverflowError, ValueError, OSError):
-        return "an unknown time"
-
-
-def _age(seconds: float) -> str:
-    seconds = max(0.0, seconds)
-    for unit, size in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"
+    return clock(then_wall_s, "%H:%M:%S" if wall_s - then_wall_s < 43200.0 else "%m-%d %H:%M:%S")

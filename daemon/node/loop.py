@@ -18,6 +18,7 @@ from elastic.contract.job.spec import Limits
 from elastic.contract.keys import ClusterKeys
 from elastic.contract.records.job_records import Phase
 from elastic.contract.records.node_records import AgentRow, KnownNode, NodeRecord, WorkerRow
+from elastic.contract.records.reasons import Code, Reason, reason
 from elastic.etcd.client import ClusterSigner, Lease, View
 from elastic.etcd.stamps import Stamps
 from elasticd.agents.agents import Agents, Gone
@@ -189,8 +190,8 @@ class DaemonLoop:
                 self._log.info("etcd.contact", connected=True, error="", revision=revision)
                 self._contact_said = ("", 0.0)
             return
-        (reason, until_s), error = self._contact_said, seen.error or "unknown"
-        if not reason or (error != reason and now_s >= until_s):
+        (contact, until_s), error = self._contact_said, seen.error or "unknown"
+        if not contact or (error != contact and now_s >= until_s):
             self._log.warning("etcd.contact", connected=False, error=error, revision=revision)
             self._contact_said = error, now_s + CONTACT_S
 
@@ -284,9 +285,9 @@ class DaemonLoop:
             version=elastic.__version__,
             pid=os.getpid(),
             started_wall_s=self._started_wall_s,
-            draining=drain.reason if drain else self._health.sick or None,
-            healthy=not (reason := host.sickness(settings.state_dir) or self._health.reason),
-            reason=reason or None,
+            draining=drain.reason if drain else self._faulty(),
+            healthy=not (ill := host.sickness(settings.state_dir) or self._health.reason),
+            reason=ill or None,
             workers=self._workers(),
             agents=self._agent_rows,
             jobs=tuple(sorted(self._agents.running)),
@@ -375,16 +376,17 @@ class DaemonLoop:
             if job is None or job.spec is None or job.over:
                 continue
             orders = AgentOrders(
-                draining=drain.reason if drain else self._gpu_reason(name) or leaving.get(name),
+                draining=drain.reason if drain else self._faulty(name) or leaving.get(name),
                 drain_deadline_s=drain.deadline_s if drain else 0.0,
                 checkpoint=job.asked.checkpoint,
                 sample_step=job.asked.sample_step,
             )
             self._agents.order(name, orders)
 
-    def _gpu_reason(self, job: str) -> str:
-        """Why a job that uses GPUs should leave this node; empty: it need not."""
-        return self._health.sick if self._agents.running[job].config.gpus else ""
+    def _faulty(self, job: str = "") -> Reason | None:
+        """Why the node, or a job that uses GPUs, should leave; None: it need not."""
+        uses = not job or self._agents.running[job].config.gpus
+        return reason(Code.GPU_FAULTY, self._health.sick) if self._health.sick and uses else None
 
     def _end_overdue(self, now_s: float) -> None:
         """Agents end by themselves when their job is over or stopping, or at the deadline of a drain; those that do not

@@ -11,11 +11,12 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from elastic.contract.records.reasons import Code, Text, reason
 from elasticd.base.errors import Refused
 from elasticd.base.log import Log
 from elasticd.cluster.published_state import Snapshot
 
-REASON = "the machine shuts down"
+REASON = reason(Code.SHUTS_DOWN)
 """Of the drain, which the daemon removes when it starts again."""
 ASK_S = 5.0
 MARGIN_S = 15.0
@@ -23,7 +24,7 @@ MARGIN_S = 15.0
 
 
 class Drains(Protocol):
-    def drain(self, node: str, reason: str, deadline_s: float) -> None: ...
+    def drain(self, node: str, why: Text, deadline_s: float) -> None: ...
 
 
 def is_stopping() -> bool:

@@ -201,7 +201,7 @@ def _occurrence(snapshot: Snapshot, candidate: _Candidate, wall_s: float, now_s:
     job, record = candidate.job, candidate.record
     verdict = _verdict(snapshot, job, record, wall_s, now_s) if record else None
     if event == "job_failed":
-        why = job.state.reason or "it failed; no reason is on record"
+        why = str(job.state.reason) or "it failed; no reason is on record"
     elif event == "job_waiting" or verdict is None:
         why = _why(snapshot, job, wall_s, now_s)
     else:
@@ -213,7 +213,7 @@ def _occurrence(snapshot: Snapshot, candidate: _Candidate, wall_s: float, now_s:
         job=name,
         node=record.node if record else "",
         wall_s=began_wall_s,
-        why=_line(why),
+        why=_line(str(why)),
         verdict={
             "class": verdict.cls,
             "cause": _line(verdict.cause),
@@ -229,7 +229,7 @@ def _why(snapshot: Snapshot, job: Job, wall_s: float, now_s: float) -> str:
     try:
         return views.job_row(snapshot, job, Now(now_s, wall_s)).why
     except (OverflowError, ValueError, OSError):  # a time on record that is no date: the job's agents wrote it
-        return job.state.reason or f"it is {job.state.phase}"
+        return str(job.state.reason) or f"it is {job.state.phase}"
 
 
 def _line(text: str) -> str:

@@ -5,12 +5,12 @@ elasticctl imports this: it needs no record, and nothing that is slow to import.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
+from elasticd.base import phrases
 from elasticd.base.answers import Checkpoint, Incident, InMemorySnapshot, Job, JobDetail, Verdict, WorkerError
 from elasticd.diagnosis import goodput, step_time
 
@@ -173,13 +173,7 @@ def share(value: float | None) -> str:
 
 
 def ago(age_s: float | None) -> str:
-    """'12 s ago', '3 min ago', '2 h ago', '5 d ago'."""
-    if age_s is None:
-        return "-"
-    for unit, size in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
-        if age_s >= 2 * size:
-            return f"{age_s / size:.0f} {unit} ago"
-    return f"{age_s:.0f} s ago"
+    return "-" if age_s is None else f"{phrases.age(age_s)} ago"
 
 
 def seconds(value: float | None) -> str:
@@ -188,10 +182,7 @@ def seconds(value: float | None) -> str:
 
 
 def clock(wall_s: float | None, form: str = "%m-%d %H:%M:%S") -> str:
-    try:
-        return time.strftime(form, time.localtime(wall_s)) if wall_s else "-"
-    except (OverflowError, ValueError, OSError):  # a record may hold any number
-        return "?"
+    return phrases.clock(wall_s, form, "?") if wall_s else "-"
 
 
 def steps(managed: bool | None, step: int | None) -> str:

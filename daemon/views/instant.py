@@ -35,13 +35,5 @@ class Now:
     wall_s: float
 
 
-def plain_text(identity: Identity) -> list[str]:
-    """etcd is used without TLS from another machine."""
-    if not identity.plain_text:
-        return []
-    where = ", ".join(identity.plain_text)
-    return [f"etcd at {where} is reached in plain text (etcd.insecure): set etcd.ca_file, or trust that network"]
-
-
 def now() -> Now:
     return Now(time.monotonic(), time.time())

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from elastic.contract.records.job_records import IncidentRecord, Phase, ProgressRecord
+from elastic.contract.records.reasons import in_words
 from elastic.contract.records.standings import FIRST_STEP_S
 from elasticd.access import authority
 from elasticd.base import answers, masking
@@ -17,7 +18,6 @@ from elasticd.diagnosis import goodput, step_time, verdict, why
 
 from . import rank_rows
 from .instant import Identity, Now
-from .problems import problems_of
 
 SHOWN_REFUSED = 20
 """At most this many refused records are listed."""
@@ -33,7 +33,7 @@ def status(snapshot: Snapshot, identity: Identity, now: Now, every: bool = False
     left_out = {job.name for job in over}
     jobs = [job_row(snapshot, job, now) for job in known if job.name not in left_out]
     nodes_ = nodes(snapshot, identity.node, now.wall_s)
-    problems = problems_of(snapshot, identity, nodes_, now)
+    problems = list(why.of_cluster(snapshot, nodes_, identity.plain_text, now.wall_s))
     return msgspec.structs.replace(
         _as(answers.Status, identity),
         uptime_s=round(now.monotonic_s - identity.started_s, 1),
@@ -110,7 +110,7 @@ def job_row(snapshot: Snapshot, job: Job, now: Now) -> answers.Job:
     """Summary of one job."""
     spec = job.spec.spec if job.spec else None
     progress = newest_progress(snapshot, job)
-    waiting = _waiting(snapshot, job, progress)
+    waits = why.waits_for(snapshot, job, progress, now.wall_s)
     logged = progress if progress and (progress.logged or progress.logged_not_finite) else job.progress
     row = msgspec.structs.replace(
         _as(answers.Job, job.state),  # phase, reason, since when, restarts, error
@@ -136,7 +136,7 @@ def job_row(snapshot: Snapshot, job: Job, now: Now) -> answers.Job:
         logged_not_finite=dict(logged.logged_not_finite) if logged else {},
         step_time=step_time.row(progress, job.ranks, job.generation.number if job.generation else 0),
         managed=progress.managed if progress else None,
-        waiting_for=waiting,
+        waiting_for=str(waits),
         queue_position=queue.index(job.name) + 1 if job.name in (queue := snapshot.plan.queue) else None,
         can_never_run=job.name in snapshot.plan.never,
         no_progress=_no_progress(job, progress, now),
@@ -144,8 +144,7 @@ def job_row(snapshot: Snapshot, job: Job, now: Now) -> answers.Job:
         last_incident=incident(snapshot, job, job.incidents[-1], now) if job.incidents else None,
     )
     row.health = _health(job, row, _starts(job, row, progress, now))
-    starting = progress is not None and progress.starting and waiting == progress.waiting_for
-    row.why = why.of_job(snapshot, job, row, starting, now.wall_s)
+    row.why = why.of_job(snapshot, job, row, waits, progress.still if progress else None, now.wall_s)
     return row
 
 
@@ -163,7 +162,7 @@ def job_detail(snapshot: Snapshot, job: Job, now: Now, *, secrets: bool = False)
         member_nodes={
             name: answers.Member(
                 ready=list(m.record.ready), slots=m.record.slots, address=f"{m.record.host}:{m.record.port}",
-                draining=None if m.record.draining is None else str(m.record.draining),
+                draining=in_words(m.record.draining),
             )
             for name, m in job.members.items()
         },
@@ -189,8 +188,8 @@ def incident(snapshot: Snapshot, job: Job, record: IncidentRecord, now: Now) -> 
     row.job, row.lost = job.name, steps_lost(record)
     row.age_s = round(max(0.0, now.wall_s - record.wall_s), 1)
     row.took_s = row.age_s if row.open else max(record.timeline_s.values(), default=None)
-    waits = _waiting(snapshot, job, newest_progress(snapshot, job)) if row.open else ""
-    row.verdict = _as(answers.Verdict, verdict.as_json(verdict.judge(record, _seen(snapshot, job, row.age_s, waits))))
+    waits = str(why.waits_for(snapshot, job, newest_progress(snapshot, job), now.wall_s)) if row.open else ""
+    row.verdict = verdict.judge(record, _seen(snapshot, job, row.age_s, waits))
     return row
 
 
@@ -199,7 +198,7 @@ A = TypeVar("A", bound=answers.Answer)
 
 def _as(kind: type[A], record: object) -> A:
     """The answer with those of its fields that a record, or what it is as JSON, has too."""
-    return msgspec.convert(record, kind, from_attributes=True)
+    return msgspec.convert(in_words(record), kind, from_attributes=True)
 
 
 def _seen(snapshot: Snapshot, job: Job, age_s: float, waits_for: str) -> verdict.VerdictContext:
@@ -266,7 +265,7 @@ def _agent(snapshot: Snapshot, job: str) -> answers.Agent | None:
     if agent is None:
         return answers.Agent(trouble=snapshot.trouble[job]) if job in snapshot.trouble else None
     row = _as(answers.Agent, agent.status) if agent.status else answers.Agent(phase="starting")
-    row.pid, row.draining, row.trouble = agent.pid, agent.draining, snapshot.trouble.get(job, "")
+    row.pid, row.draining, row.trouble = agent.pid, in_words(agent.draining), snapshot.trouble.get(job, "")
     return row
 
 
@@ -301,23 +300,6 @@ def _snapshot(progress: ProgressRecord | None) -> answers.InMemorySnapshot | Non
     )
 
 
-def _waiting(snapshot: Snapshot, job: Job, progress: ProgressRecord | None) -> str:
-    if job.over:
-        return ""
-    if lacks := why.lacking(snapshot, job):
-        return lacks
-    at_work = job.members or job.name in snapshot.agents  # else it is stale, written by an agent that left
-    if progress and progress.waiting_for and at_work:
-        return progress.waiting_for
-    if lacks := snapshot.plan.waiting.get(job.name, ""):
-        queue = snapshot.plan.queue
-        turn = (
-            f"its turn, number {queue.index(job.name) + 1} of {len(queue)} in the queue: " if job.name in queue else ""
-        )
-        return f"{turn}{lacks}"
-    return snapshot.trouble.get(job.name, "") if job.name not in snapshot.agents else ""
-
-
 def _no_progress(job: Job, progress: ProgressRecord | None, now: Now) -> answers.NoProgress | None:
     still = progress.still if progress and not job.over and job.members else None
     if still is None:
@@ -329,7 +311,7 @@ def _no_progress(job: Job, progress: ProgressRecord | None, now: Now) -> answers
 
 def _starts(job: Job, row: answers.Job, progress: ProgressRecord | None, now: Now) -> bool:
     """Whether nothing is waited for but what every start waits for: agents, `setup`, the first group."""
-    if progress is None or progress.stepped_in or row.waiting_for != progress.waiting_for:
+    if progress is None or progress.stepped_in or row.waiting_for != str(progress.waiting_for):
         return False
     failed = job.state.error or (row.last_incident and row.last_incident.open)
     return not failed and now.wall_s - job.state.since_wall_s < FIRST_STEP_S

@@ -35,6 +35,7 @@ from elastic.contract.records.job_records import (  # noqa: E402
     WorkerError,
 )
 from elastic.contract.records.ledger import Bucket, Ledger  # noqa: E402
+from elastic.contract.records.reasons import Code, reason  # noqa: E402
 from elasticd.cluster.cluster import Job  # noqa: E402
 from elasticd.ctl.jobs import top  # noqa: E402
 from elasticd.page import live, report  # noqa: E402
@@ -85,8 +86,7 @@ def incidents() -> tuple[IncidentRecord, ...]:
         node="b", slot=1, rank=3, message="killed by SIGKILL", traceback="", signal="SIGKILL", exit_code=-9, step=9_120
     )
     killed = Cause(
-        generation=1, kind="exit", node="b", ranks=(3,), detail="killed by SIGKILL: out of memory (the kernel's OOM "
-        "killer)",
+        generation=1, kind="exit", node="b", ranks=(3,), detail=reason(Code.OOM_KILLED, signal="SIGKILL"),
     )  # fmt: skip
     return (
         IncidentRecord(

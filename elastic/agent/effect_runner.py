@@ -95,7 +95,7 @@ class EffectRunner:
                 self._on_incident(record)
                 log.info("incident", key=key, **record.in_words())
             case AddCauses(key, record):
-                log.info("incident.causes", key=key, kind=record.kind, node=record.node, detail=str(record.detail))
+                log.info("incident.causes", key=key, kind=record.kind, node=record.node, detail=record.detail)
 
     def _fork(self, effect: ForkWorker | ForkPlain, agent: Agent) -> None:
         slot, worker_id, spec = effect.slot, effect.worker_id, self._spec

@@ -36,7 +36,7 @@ from elastic.contract.records.job_records import (
     SpecRecord,
     WorkerError,
 )
-from elastic.contract.records.reasons import Text
+from elastic.contract.records.reasons import Code, Reason, Text, reason
 from elastic.contract.worker import messages
 from elastic.etcd.client import View
 from elastic.recovery.machine.effects import Leave
@@ -85,7 +85,7 @@ class AgentLoop:
         keys: JobKeys,
         spec: SpecRecord,
         pool: Pool,
-        store_overfull: Callable[[int, int], str],
+        store_overfull: Callable[[int, int], Reason | None],
         on_incident: Callable[[IncidentRecord], None],
     ) -> None:
         """`store_overfull(generation, ranks)`: see `Stores.overfull`; `on_incident`: called with each record of one."""
@@ -226,7 +226,7 @@ class AgentLoop:
         self._read_orders()
         drain = self.agent.drain
         if self._end_by_s < (drain.drain_deadline_s if drain.draining is not None else float("inf")):
-            self._turn(Drain(drain.draining or "the agent was told to end", self._end_by_s))
+            self._turn(Drain(drain.draining or reason(Code.AGENT_ENDED), self._end_by_s))
         self._turn(progress or Tick())
         self._check_store()
         self._look_around(now_s)
@@ -269,7 +269,7 @@ class AgentLoop:
             self._effects.slots.get(worker_id, -1),
         )
 
-    def _why(self, ended: Exited, slot: int) -> tuple[WorkerError | None, str]:
+    def _why(self, ended: Exited, slot: int) -> tuple[Text, WorkerError | None, str]:
         ranks = self.agent.formed.generation.ranks(self.config.node) if self.agent.formed.generation else {}
         return read_error(ended, node=self.config.node, slot=slot, rank=ranks.get(slot, -1), step=ended.step)
 
@@ -279,18 +279,18 @@ class AgentLoop:
         self.pool.give_grace(process)
         step, files = process.page.read().step, (process.error_file, process.log_file)
         ended = Exited(worker_id, code, None, step, *files, misuse=process.misuse, terminated=process.terminated)
-        error, fingerprint = self._why(ended, slot)
+        cause, error, fingerprint = self._why(ended, slot)
         log.info("worker.failed", slot=slot, worker_id=worker_id, cause=ended.cause)
-        self._turn(WorkerFailed(slot, worker_id, ended.cause, code, error, fingerprint, ended.step))
+        self._turn(WorkerFailed(slot, worker_id, cause, code, error, fingerprint, ended.step))
 
     def _exited(self, ended: Exited) -> None:
         slot = self._slot(ended.worker_id)
-        error, fingerprint = self._why(ended, slot)
+        cause, error, fingerprint = self._why(ended, slot)
         log.info("worker.exited", slot=slot, worker_id=ended.worker_id, cause=ended.cause, late_s=ended.late_s)
-        if record := late_exit(self.agent, slot, ended, error, time.time()):
+        if record := late_exit(self.agent, slot, ended, cause, error, time.time()):
             self._etcd_writer.put_exit_incident(record, ended.worker_id)
         said, signal = last_lines(ended.log_file) if ended.signal else (), ended.signal or ""
-        how = ended.cause, ended.code, error, fingerprint, ended.step, said, signal, ended.stopped, ended.shortage
+        how = cause, ended.code, error, fingerprint, ended.step, said, signal, ended.stopped, ended.shortage
         self._turn(WorkerExited(slot, ended.worker_id, *how))
 
     def _read_orders(self) -> None:

@@ -209,7 +209,7 @@ def _log_to(path: Path) -> None:
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info,
-            structlog.processors.JSONRenderer(),
+            structlog.processors.JSONRenderer(default=str),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(
             logging.DEBUG if os.environ.get("ELASTIC_DEBUG") else logging.INFO

@@ -23,6 +23,7 @@ import msgspec
 
 from elastic.contract.records.job_records import PROTOCOL, ProgressRecord, RankRow
 from elastic.contract.records.rank_records import RanksRecord
+from elastic.contract.records.reasons import Text
 from elastic.contract.worker.messages import GradientRow
 
 from .timeouts import Timeouts
@@ -101,7 +102,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AgentOrders(msgspec.Struct, frozen=True, kw_only=True):
-    draining: str | None = None
+    draining: Text | None = None
     """Move the workers off this node at a step boundary, for this reason."""
     drain_deadline_s: float = 0.0
     """Seconds from the order until the node goes away in any case; 0: no deadline."""
@@ -118,7 +119,7 @@ class AgentStatus(msgspec.Struct, frozen=True, kw_only=True):
     node: str
     phase: str
     """joining, forming, running, repairing, waiting, draining, finishing."""
-    reason: str
+    reason: Text
     leader: bool
     generation: int
     etcd_ok: bool

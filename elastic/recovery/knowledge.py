@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from elastic.contract.records.reasons import Code, reason
 from elastic.contract.structs import replace
 from elastic.contract.worker.messages import (
     BadNumbers,
@@ -55,9 +56,6 @@ def mark_managed(turn: Turn) -> None:
         turn.etcd = replace(turn.etcd, published=None)  # the slots published as ready have no worker yet
 
 
-BEHIND = "a failure before the step boundary: a rank that leaves may be the only one that has committed the last step"
-
-
 # One case per event, none inside another: a list to be read, whatever its length.
 def apply(turn: Turn, event: events.Event) -> None:  # noqa: C901
     match event:
@@ -91,16 +89,16 @@ def apply(turn: Turn, event: events.Event) -> None:  # noqa: C901
             _forgive(turn)  # a Progress event comes in place of a Tick
         case events.RanksStill(standings):
             turn.local = replace(turn.local, standings=standings)
-        case events.Drain(reason, deadline_s):
+        case events.Drain(why, deadline_s):
             saved = turn.drain.drain_saved if turn.drain.draining is not None else (0, 0)
-            turn.drain = replace(turn.drain, draining=reason, drain_deadline_s=deadline_s, drain_saved=saved)
+            turn.drain = replace(turn.drain, draining=why, drain_deadline_s=deadline_s, drain_saved=saved)
         case events.Undrain():
             turn.drain = replace(turn.drain, draining=None, drain_deadline_s=math.inf)
             current = turn.formed.generation
             if current and any(
                 w.stage is Stage.READY and w.generation == current.number for w in turn.local.workers.values()
             ):
-                report_failure(turn, uncharged(failure(turn, "undrain", "stopped for a drain that was called off")))
+                report_failure(turn, uncharged(failure(turn, "undrain", reason(Code.CALLED_OFF))))
         case events.StoreClosed(number, why):
             if (held := turn.formed.generation) and held.number == number:
                 group_failed(turn, why, STORE)
@@ -177,7 +175,7 @@ def _heard(turn: Turn, worker: Worker, event: events.WorkerEvent) -> None:
                 if worker.slot in turn.my_ranks():
                     record = worker_failure(turn, worker, kind, evidence)
                     report_failure(turn, replace(record, fingerprint=kind, stacks=dict(stacks)))
-                turn.kill(worker, evidence)
+                turn.kill(worker, str(evidence))
         case events.GroupStuck(_, _, evidence):
             if worker.stage is Stage.RUNNING and worker.slot in turn.my_ranks():
                 group_failed(turn, evidence)
@@ -389,10 +387,10 @@ def _released(turn: Turn, worker: Worker, message: GroupClosed | CollectiveFaile
     current = turn.formed.generation
     if current is None or current.number != message.generation:
         if failed and _may_be_behind(turn, failed):
-            report_failure(turn, uncharged(failure(turn, "boundary", BEHIND)))
+            report_failure(turn, uncharged(failure(turn, "boundary", reason(Code.AT_BOUNDARY))))
         return
     if failed and failed.altered:
-        group_failed(turn, failed.altered, STORE)
+        group_failed(turn, reason(Code.STORE_ALTERED, key=failed.altered), STORE)
     elif failed and untold and not turn.is_broken():
         turn.local = replace(turn.local, suspicion=failed.error or "a collective failed")
         if turn.local.suspicious_since_s is None:

@@ -6,6 +6,7 @@ import math
 
 from elastic.contract.records.job_records import BrokenRecord, Phase
 from elastic.contract.records.phases import PhaseTrigger, after
+from elastic.contract.records.reasons import Code, Text, listed, reason
 from elastic.contract.structs import replace
 from elastic.contract.texts import one_line
 from elastic.recovery.facts.evidence import bad_numbers
@@ -32,9 +33,6 @@ LEAD_S = 0.35
 DISPUTE_S = 1.0
 """From the newest dispute until it decides anything. The two sides of a partition report it up to a second apart, and
 only all reports together show which nodes are partitioned."""
-
-SAVING = "the last checkpoint to be saved"
-"""What a job waits for whose training is complete."""
 
 PUBLISH_AGAIN_S = 5.0
 """A generation that the view does not show this long after it was ordered is decided on anew. Should the order still be
@@ -64,8 +62,8 @@ def lead(turn: Turn) -> None:
     decision = _decision(turn)
     if isinstance(decision, Wait):
         _wait(turn, decision)
-    elif reason := _pauses(turn):
-        turn.lead = replace(turn.lead, reason=reason)
+    elif pause := _pauses(turn):
+        turn.lead = replace(turn.lead, reason=pause)
     else:
         _publish(turn, decision)
 
@@ -82,9 +80,9 @@ def _follow(turn: Turn) -> None:
     """Another agent decides; this one only shows whether its node is left out, and why."""
     view, node = turn.etcd.view, turn.policy.node
     out = view.disputes and node in cut_off(view, turn.peers.dead, turn.formed.generation)
-    reason = f"{unreached(view, node)}: it waits with its state" if out else ""
-    if turn.lead.reason != reason or turn.lead.below_min:
-        turn.lead = replace(turn.lead, reason=reason, below_min=False, halted=False)
+    why = reason(Code.LEFT_OUT, unreached(view, node)) if out else ""
+    if turn.lead.reason != why or turn.lead.below_min:
+        turn.lead = replace(turn.lead, reason=why, below_min=False, halted=False)
 
 
 def _decision(turn: Turn) -> Change | Wait:
@@ -126,15 +124,15 @@ def _decision(turn: Turn) -> Change | Wait:
         return decision
     if not decision.planned:
         unsure = view.disputes and turn.now_s - turn.peers.disputed_s < DISPUTE_S
-        return Wait("nodes are checking their connections to each other") if unsure else decision
+        return Wait(reason(Code.CHECKING)) if unsure else decision
     if turn.done_here():
-        return Wait("training is complete; the others are finishing")
+        return Wait(reason(Code.OTHERS_FINISH))
     if turn.now_s < turn.etcd.wiped_until_s:
-        return Wait("a planned change waits: etcd has lost its data a moment ago")
+        return Wait(reason(Code.ETCD_LOST_DATA))
     return decision
 
 
-def _pauses(turn: Turn) -> str:
+def _pauses(turn: Turn) -> Text:
     """Why the next generation has to wait: the last ones all broke before their first step. '' when it need not."""
     broken = turn.etcd.view.broken
     if broken is None or not turn.is_broken() or broken.generation != turn.formed.broken:
@@ -143,7 +141,7 @@ def _pauses(turn: Turn) -> str:
     pause_s = backoff_s(count, turn.policy.spec.restarts, jitter=1.0)
     if turn.now_s >= turn.formed.broken_at_s + pause_s:
         return ""
-    return f"{count} generations in a row broke before their first step; again within {pause_s:g} s: {broken.detail}"
+    return reason(Code.PAUSES, broken.detail, count=count, pause_s=pause_s)
 
 
 def _survives(turn: Turn, broken: BrokenRecord) -> bool:
@@ -181,7 +179,7 @@ def _publish(turn: Turn, change: Change) -> None:
         )  # fmt: skip
         # Its agent stops the job, too, and tries once: etcd may have been away, or the state changed at that moment.
         if turn.policy.spec.on_bad_numbers == "stop" and (bad := bad_numbers(broken)):
-            charged = Charge(after(view.state, PhaseTrigger.FAILED, str(bad.detail), turn.wall_s), str(bad.detail))
+            charged = Charge(after(view.state, PhaseTrigger.FAILED, bad.detail, turn.wall_s), bad.detail)
     turn.lead = replace(turn.lead, reason="", below_min=False, halted=False)
     if charged.stopped:
         turn.ask(PutState(charged.state, view.state_revision), f"failed {view.state_revision}")
@@ -275,19 +273,19 @@ def _all_done(turn: Turn) -> bool:
 
 
 def _wait(turn: Turn, decision: Wait) -> None:
-    view, reason = turn.etcd.view, decision.reason
+    view, why = turn.etcd.view, [decision.reason]
     if turn.drain.draining and decision.below_min and not turn.policy.spec.checkpoint.dir:
-        reason += "; the job has no checkpoint.dir, so its state would be lost"
-    if turn.formed.generation is None and view.state.error is not None:
-        reason += f"; the newest failure, on {view.state.error.node}: {one_line(view.state.error.message)}"
+        why.append(reason(Code.WOULD_BE_LOST))
+    if turn.formed.generation is None and (error := view.state.error) is not None:
+        why.append(reason(Code.NEWEST_FAILURE, one_line(error.message), node=error.node))
     if decision.below_min:
         short = (m.record for m in view.members.values() if m.record.lacks)
-        reason += "".join(f"; {m.node} is tried again and again: {m.lacks}" for m in short)
+        why += [reason(Code.TRIED_AGAIN, m.lacks, node=m.node) for m in short]
+    if decision.steady:
+        why = [reason(Code.SAVING)] if turn.done_here() and turn.policy.spec.checkpoint.dir else []
     lost = turn.is_broken() or not turn.steps_advance()
     halted = decision.below_min and lost and turn.formed.generation is not None
-    if decision.steady:
-        reason = SAVING if turn.done_here() and turn.policy.spec.checkpoint.dir else ""
-    turn.lead = replace(turn.lead, reason=reason, below_min=decision.below_min, halted=halted)
+    turn.lead = replace(turn.lead, reason=listed(*why), below_min=decision.below_min, halted=halted)
     if decision.below_min and any(m.record.draining for m in view.members.values()):
         # Any rank passes this request on to the others; the draining node may have none.
         turn.ask(SaveNow("a node leaves, and the job falls below its minimum", stop=True), "save")
@@ -297,7 +295,7 @@ def _wait(turn: Turn, decision: Wait) -> None:
         _put_phase(turn, PhaseTrigger.STEPS_ON)
 
 
-def _put_phase(turn: Turn, trigger: PhaseTrigger, reason: str = "") -> None:
+def _put_phase(turn: Turn, trigger: PhaseTrigger, why: Text = "") -> None:
     view = turn.etcd.view
-    state = after(view.state, trigger, reason, turn.wall_s)
+    state = after(view.state, trigger, why, turn.wall_s)
     turn.ask(PutState(state, view.state_revision), f"{state.phase.value} {view.state_revision}")

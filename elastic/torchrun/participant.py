@@ -268,7 +268,7 @@ class RendezvousParticipant:
         if isinstance(decision, Change):
             self._publish(view, current, decision)
             return
-        self.waiting_for = decision.reason
+        self.waiting_for = str(decision.reason)
         ends_s = [self._absence_ignored_until_s] + [
             s + last_call_s for s in (self._enough_since_s, self._newcomers_since_s) if s
         ]

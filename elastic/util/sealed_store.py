@@ -37,8 +37,8 @@ class SealedStore(Store):
         self._store = store
         self._secret = secret.encode()
         self.altered = ""
-        """What was wrong with the first value that was refused; empty: none was. Back ends report an exception of a
-        store in words of their own."""
+        """The key of the first value that was refused; empty: none was. Back ends report an exception of a store in
+        words of their own."""
 
     def set(self, key: str, value: str | bytes) -> None:
         self._store.set(key, self._sealed(key, value))  # type: ignore[arg-type]  # takes bytes as well
@@ -67,9 +67,8 @@ class SealedStore(Store):
         raw = sealed[SEAL_NBYTES:]
         if hmac.compare_digest(sealed[:SEAL_NBYTES], self._seal(key, raw)):
             return raw
-        said = f"the store holds a value that no rank of this generation wrote: {key}"
-        self.altered = self.altered or said
-        raise StoreAltered(said)
+        self.altered = self.altered or key
+        raise StoreAltered(f"no rank of this generation wrote: {key}")
 
     def _seal(self, key: str, raw: bytes) -> bytes:
         name = key.encode()

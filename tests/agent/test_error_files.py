@@ -28,7 +28,7 @@ JSON = st.recursive(
 
 def read(folder: pathlib.Path) -> WorkerError | None:
     ended = Exited(5, 1, None, 3, str(folder / "e.json"), str(folder / "log"))
-    error, fingerprint = read_error(ended, node="a", slot=0, rank=0, step=1)
+    _, error, fingerprint = read_error(ended, node="a", slot=0, rank=0, step=1)
     record = BrokenRecord(generation=1, node="a", kind="exit", detail="", error=error, fingerprint=fingerprint)
     assert decode(BrokenRecord, encode(record)) == record
     return error

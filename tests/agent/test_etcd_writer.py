@@ -391,14 +391,16 @@ def test_late_exits_write_one_incident_each_with_no_steps_lost() -> None:
     office = Office()
     agent = Agent(office.policy)
     for worker_id, slot in ((4, 0), (5, 1)):  # before their first generation: neither has a rank
-        record = late_exit(agent, slot, Exited(worker_id, 0, None, 0, late_s=3.0), None, 10.0)
+        record = late_exit(agent, slot, Exited(worker_id, 0, None, 0, late_s=3.0), "", None, 10.0)
         assert record is not None
         office.writer.put_exit_incident(record, worker_id)
         office.queues["lazy"].orders[-1]()
     found = [decode(IncidentRecord, kv.value) for kv in office.client.get_prefix(KEYS.incidents).kvs.values()]
     assert sorted(i.text.partition(" had")[0] for i in found) == ["the process of slot 0", "the process of slot 1"]
     assert {(i.open, i.ended_wall_s, steps_lost(i)) for i in found} == {(False, 10.0, "0 steps")}
-    assert late_exit(agent, 0, Exited(4, 1, None, 0, late_s=3.0), None, 10.0) is None, "its failure is told of already"
+    assert late_exit(agent, 0, Exited(4, 1, None, 0, late_s=3.0), "", None, 10.0) is None, (
+        "its failure is told of already"
+    )
 
 
 def test_checkpoints_that_fail_without_end_do_not_fill_etcd() -> None:

@@ -12,7 +12,7 @@ from support.wait import eventually
 
 from elastic.checkpoint.stored import find
 from elastic.contract.records.job_records import Phase
-from elastic.recovery.leading import SAVING
+from elastic.contract.records.reasons import Code, reason
 
 pytestmark = [pytest.mark.etcd, pytest.mark.chaos]
 
@@ -52,7 +52,7 @@ def saved(folder: Path) -> list[int]:
 def waits(job: Job) -> bool:
     phase, progress = job.state().phase, job.progress()
     assert not phase.over, f"{phase} before the last checkpoint is on disk"
-    return progress is not None and progress.waiting_for == SAVING
+    return progress is not None and progress.waiting_for == reason(Code.SAVING)
 
 
 def test_a_job_has_succeeded_when_its_last_checkpoint_is_committed(tmp_path: Path, go: Callable[[], None]) -> None:

@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import TCPStore
 from elastic.agent.peers import store
 from elastic.agent.peers.listening import listen
 from elastic.agent.peers.store import Stores
+from elastic.contract.records.reasons import Code, reason
 from elastic.util import processes
 
 HERE, ELSEWHERE = "127.0.0.1", "127.0.0.2"
@@ -47,14 +48,14 @@ def test_a_store_that_makes_its_process_grow_beyond_the_limit_is_closed(monkeypa
     memory[0] += 100
     _, second = stores.open(2)
     memory[0] += store.LIMIT_NBYTES
-    assert (stores.overfull(2, 4), answers(HERE, first), answers(HERE, second)) == ("", True, True), "many addresses"
+    assert (stores.overfull(2, 4), answers(HERE, first), answers(HERE, second)) == (None, True, True), "many addresses"
     memory[0] += store.LIMIT_PER_PAIR_NBYTES + 1
     said = stores.overfull(2, 1)
-    assert said == "its store grew by 256 MiB, 256 are allowed, and was closed"
+    assert said == reason(Code.STORE_GREW, mib=256, most=256)
     assert (answers(HERE, first), answers(HERE, second)) == (False, False)
     assert stores.overfull(2, 1) == said, "until the generation is known to be broken"
     _, third = stores.open(3)
-    assert (stores.overfull(3, 1), stores.overfull(2, 1), answers(HERE, third)) == ("", said, True), "a measure anew"
+    assert (stores.overfull(3, 1), stores.overfull(2, 1), answers(HERE, third)) == (None, said, True), "a measure anew"
     stores.close()
 
 
@@ -67,7 +68,7 @@ def test_a_store_is_not_measured_while_no_descriptor_is_free(monkeypatch: pytest
     stores = Stores(HERE, HERE)
     _, port = stores.open(1)
     monkeypatch.setattr(processes, "kernel_file", full)
-    assert (stores.overfull(1, 4), answers(HERE, port)) == ("", True)
+    assert (stores.overfull(1, 4), answers(HERE, port)) == (None, True)
     stores.close()
 
 

@@ -10,6 +10,7 @@ from support.agents import Job
 from support.wait import eventually
 
 from elastic.contract.records.job_records import Phase
+from elastic.contract.records.reasons import Code, codes
 
 pytestmark = [pytest.mark.etcd, pytest.mark.chaos]
 
@@ -26,8 +27,10 @@ def test_an_emptied_checkpoint_folder_is_no_beginning(tmp_path: Path) -> None:
         job.start_agent("n0")
         state = eventually(lambda: (s := job.state()).phase.over and s, 60.0, "the end")
         assert state.phase is Phase.FAILED
-        assert "restarts.budget" in state.reason, "it may have come late, so it was looked for as long as that allows"
-        assert "has had a checkpoint of step" in state.reason
+        assert Code.OVER_BUDGET in codes(state.reason), (
+            "it may have come late, so it was looked for as long as that allows"
+        )
+        assert "has had a checkpoint of step" in str(state.reason)
         assert state.error is not None
         assert "has had a checkpoint of step" in state.error.message
         entered = [line for line in job.lines() if "entered" in line]
@@ -40,7 +43,7 @@ def test_without_any_checkpoint_the_new_beginning_is_said() -> None:
         job.kill_node("n0")
         job.start_agent("n0")
         said = "no checkpoint was ever saved"
-        eventually(lambda: any(said in s.reason for s in job.statuses().values()), 40.0, "said in status")
+        eventually(lambda: any(said in str(s.reason) for s in job.statuses().values()), 40.0, "said in status")
         incident = eventually(lambda: [i for i in job.incidents() if said in i.text], 20.0, "an incident")[0]
         assert incident.restored_from == "setup"
         assert incident.steps_lost is not None

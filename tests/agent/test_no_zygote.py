@@ -8,6 +8,7 @@ import pytest
 from support.agents import Job
 
 from elastic.contract.records.job_records import Phase
+from elastic.contract.records.reasons import Code, codes
 
 pytestmark = [pytest.mark.etcd, pytest.mark.chaos]
 
@@ -18,6 +19,6 @@ def test_job_with_python_without_torch_fails_with_the_zygote_output(tmp_path: Pa
     python.chmod(0o755)
     with Job(nodes="1:1", spec={"python": str(python)}) as job:
         state = job.wait_phase(Phase.FAILED)
-        assert "zygote" in state.reason
+        assert Code.ZYGOTE_DIES in codes(state.reason)
         assert state.error is not None
         assert "No module named 'torch'" in state.error.traceback

@@ -27,6 +27,7 @@ from elastic.agent.workers.descendants import PR_SET_CHILD_SUBREAPER, Descendant
 from elastic.agent.workers.pool import Exited, Pool, PoolEvent, WorkerMessage, ZygoteUp
 from elastic.agent.workers.worker_error import read_error
 from elastic.agent.workers.zygote import ZygoteUnfit
+from elastic.contract.records.reasons import Code, reason
 from elastic.contract.worker.messages import Forked, ForkRefused, GroupClosed, Preload, SaveSoon, ScriptEnded, encode
 from elastic.worker.link.session import CHANNEL_ENV
 
@@ -141,7 +142,11 @@ def test_worker_may_be_killed_by_a_signal_without_a_name_in_python(bench: Bench)
     bench.until(lambda: bench.exit_of(1) is not None)
     end = bench.exit_of(1)
     assert end is not None
-    assert (end.code, end.signal, end.cause) == (None, "SIGRTMIN+6", "killed by SIGRTMIN+6")
+    assert (end.code, end.signal, end.cause) == (
+        None,
+        "SIGRTMIN+6",
+        reason(Code.KILLED, signal="SIGRTMIN+6"),
+    )
 
 
 def test_worker_killed_before_fork_exits_without_waiting_for_the_zygote(bench: Bench) -> None:
@@ -149,7 +154,7 @@ def test_worker_killed_before_fork_exits_without_waiting_for_the_zygote(bench: B
     bench.pool.kill(1, graceful=True)
     (end,) = bench.pool.tick()
     assert isinstance(end, Exited)
-    assert "before it was started" in end.cause
+    assert end.cause == reason(Code.ENDED_UNSTARTED)
     assert not bench.pool.processes
     assert not any(isinstance(h, ZygoteUp) for h in bench.seen)
 
@@ -259,11 +264,11 @@ class TestBroken:
         bench.until(lambda: bench.exit_of(1), 10.0)
         end = bench.exit_of(1)
         assert end is not None
-        assert said in end.cause
-        error, fingerprint = read_error(end, node="n", slot=0, rank=-1, step=None)
+        assert end.cause.code is Code.ZYGOTE_DIES
+        assert said in str(end.cause)
+        _, error, fingerprint = read_error(end, node="n", slot=0, rank=-1, step=None)
         assert error is not None
-        assert "dies before it has forked one" in error.message
-        assert fingerprint == "the process that forks workers (zygote) dies before it has forked one"
+        assert fingerprint == str(reason(Code.ZYGOTE_DIES))
         if said == "exit code 7":
             assert error.traceback.count("no torch here") == 3
         assert not bench.pool.processes
@@ -334,7 +339,7 @@ def test_worker_that_cannot_be_forked_is_reported_as_exited(bench: Bench) -> Non
     end = bench.exit_of(1)
     assert end is not None
     assert end.code == 1
-    assert "cannot be started" in end.cause
+    assert end.cause.code is Code.NOT_STARTED
     assert not end.shortage, "a folder that is not there is nothing that the node lacks"
     assert not bench.pool.processes
 
@@ -353,7 +358,7 @@ def test_worker_that_the_node_has_no_descriptors_for_is_reported_as_that(
     end = bench.exit_of(1)
     assert end is not None
     assert end.shortage
-    assert end.cause == "a worker cannot be started: [Errno 24] Too many open files"
+    assert end.cause == reason(Code.NOT_STARTED, "[Errno 24] Too many open files")
     assert not bench.pool.processes
 
 
@@ -365,7 +370,7 @@ def test_a_worker_whose_environment_no_message_can_hold_is_reported_as_exited(be
     bench.until(lambda: bench.exit_of(1))
     end = bench.exit_of(1)
     assert end is not None
-    assert "a worker cannot be started: the job's arguments and environment take" in end.cause
+    assert end.cause.code is Code.NOT_STARTED
     assert not bench.pool.processes
 
 
@@ -505,15 +510,15 @@ sys.exit(3)
 @pytest.mark.parametrize(
     ("more", "sent", "expected"),
     [
-        ("", "from outside", (3, "exit code 3 after SIGTERM")),
-        ("", "by the agent", (3, "exit code 3")),
-        (OF_A_CHILD, "to a child", (3, "exit code 3")),
-        (OF_ASYNCIO, "from outside", (3, "exit code 3")),  # it has Python write elsewhere: nothing can be said
+        ("", "from outside", (3, Code.AFTER_SIGTERM)),
+        ("", "by the agent", (3, Code.EXITED)),
+        (OF_A_CHILD, "to a child", (3, Code.EXITED)),
+        (OF_ASYNCIO, "from outside", (3, Code.EXITED)),  # it has Python write elsewhere: nothing can be said
     ],
     ids=["outside", "agent", "child", "asyncio"],
 )
 def test_sigterm_that_the_script_handles_is_told_with_its_exit(
-    bench: Bench, more: str, sent: str, expected: tuple[int, str]
+    bench: Bench, more: str, sent: str, expected: tuple[int, Code]
 ) -> None:
     bench.pool._grace_s = 60.0
     pid = bench.worker(1, HANDLES.format(more=more))
@@ -526,7 +531,7 @@ def test_sigterm_that_the_script_handles_is_told_with_its_exit(
     bench.until(lambda: bench.exit_of(1))
     end = bench.exit_of(1)
     assert end is not None
-    assert (end.code, end.cause) == expected, log.read_text()
+    assert (end.code, end.cause.code) == expected, log.read_text()
 
 
 SHARES = """
@@ -703,4 +708,4 @@ def test_a_worker_whose_message_cannot_be_read_is_ended_and_its_agent_is_not(ben
     ended = bench.exit_of(1)
     assert ended is not None
     assert (ended.code, ended.signal) == (None, None)
-    assert ended.cause.startswith("it sent a message that its agent cannot read: ")
+    assert ended.cause.code is Code.UNREADABLE

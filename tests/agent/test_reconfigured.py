@@ -45,4 +45,4 @@ def test_an_older_torch_is_named_when_the_job_fails() -> None:
     spec = {"forming": "reconfigure", "restarts": {"same_failure": 1}}
     with Job(nodes="1:1", args={"steps": STEPS}, spec=spec) as job:
         state = job.wait_phase(Phase.FAILED)
-        assert "needs torch 2.14 or newer" in state.reason
+        assert "needs torch 2.14 or newer" in str(state.reason)

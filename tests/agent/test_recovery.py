@@ -10,6 +10,7 @@ from support.agents import Job
 from support.wait import eventually
 
 from elastic.contract.records.job_records import Phase
+from elastic.contract.records.reasons import Code, codes
 from elastic.contract.timeouts import Timeouts
 
 pytestmark = [pytest.mark.etcd, pytest.mark.chaos]
@@ -140,8 +141,8 @@ def test_a_bug_stops_the_job_with_its_traceback() -> None:
     with Job(nodes="1:1", args={"steps": 100, "step-ms": 1, "fail": "1:12:always"}) as job:
         state = eventually(lambda: (s := job.state()).phase.over and s, 40.0, "the end")
         assert state.phase is Phase.FAILED
-        assert "crash loop" in state.reason
-        assert "planted at step 12" in state.reason
+        assert Code.CRASH_LOOP in codes(state.reason)
+        assert "planted at step 12" in str(state.reason)
         assert state.error is not None
         assert state.error.step == 12
         assert state.restarts == 3

@@ -13,6 +13,7 @@ from elastic.agent.hangs.standstill import Others, with_stillness
 from elastic.contract.job.spec import Hang
 from elastic.contract.records.decoding import Member
 from elastic.contract.records.job_records import BrokenRecord, JobState, MemberRecord, Phase, ProgressRecord
+from elastic.contract.records.reasons import Code, reason
 from elastic.contract.records.standings import Standing, Stillness
 from elastic.recovery.facts.transitions import Stage
 from elastic.recovery.hangs.stillness import StillRank
@@ -48,17 +49,13 @@ def said(made: Agent, after_s: float, known: tuple[StillRank, ...] = KNOWN) -> P
 def test_ten_step_times_without_a_step_are_said_with_the_rank_and_the_reason() -> None:
     assert said(agent(), 2.9) == RECORD
     record = said(agent(), 3.1)
-    assert record.still == Stillness(since_wall_s=WALL_S, because="it is computing in step 41", rank=1, node="b")
-    assert (
-        record.waiting_for == "no progress since 00:16:40 UTC, probably rank 1 on b, because it is computing in step 41"
-    )
+    why = reason(Code.DOES_NOT_WAIT, doing="computing", place="step 41", furthest="step 41")
+    assert record.still == Stillness(WALL_S, why, rank=1, node="b")
 
 
 def test_standstill_record_keeps_known_waiting_reason() -> None:
-    record = with_stillness(
-        replace(RECORD, waiting_for="slot 0 of b to start"), agent(), KNOWN, RULES, AT_S + 9.0, WALL_S + 9.0
-    )
-    assert record.waiting_for == "slot 0 of b to start"
+    record = with_stillness(replace(RECORD, waiting_for="as it was"), agent(), KNOWN, RULES, AT_S + 9.0, WALL_S + 9.0)
+    assert record.waiting_for == "as it was"
     assert record.still is not None
 
 
@@ -82,7 +79,7 @@ def test_a_generation_that_is_broken_and_not_followed_by_another_is_the_reason()
     broken = BrokenRecord(generation=1, node="b", kind="exit", detail="killed by SIGKILL")
     still = said(agent(broken=1, broken_record=broken), 9.0).still
     assert still is not None
-    assert still.because == "generation 1 is broken (killed by SIGKILL): the next one has not formed yet"
+    assert still.because == reason(Code.NOT_FORMED, "killed by SIGKILL", number=1)
 
 
 @pytest.mark.parametrize(

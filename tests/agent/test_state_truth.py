@@ -101,7 +101,7 @@ def test_training_loop_that_cannot_be_kept_exact_ends_the_job_at_the_first_refus
         assert state.error is not None
         assert said in state.error.message
         assert state.error.misuse
-        assert said in state.reason
+        assert said in str(state.reason)
         assert state.restarts == 1, "it is not tried again: the second try would begin behind the change it lost"
         assert (generation := job.generation()) is not None
         assert generation.number == 1

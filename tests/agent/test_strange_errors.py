@@ -9,6 +9,7 @@ from support.agents import Job
 from support.wait import eventually
 
 from elastic.contract.records.job_records import Phase
+from elastic.contract.records.reasons import Code, codes
 
 pytestmark = pytest.mark.etcd
 
@@ -43,7 +44,7 @@ def test_script_error_with_invalid_utf8_text_is_stopped_as_crash_loop(tmp_path: 
     rules = {"restarts": {"same_failure": 2, "backoff_s": 0.1}}
     with Job(nodes="2:2", workers=1, script=script, spec=rules) as job:
         state = job.wait_phase(Phase.FAILED, 40.0)
-        assert "crash loop" in state.reason
+        assert Code.CRASH_LOOP in codes(state.reason)
         assert state.error is not None
         assert "FileNotFoundError: caf\\udce9.png" in state.error.message
         assert state.error.rank == 1

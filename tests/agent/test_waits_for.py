@@ -11,6 +11,7 @@ from elastic.agent.reports.status import SLOW_S, StepRate, progress
 from elastic.agent.snapshots.saver import SaveStatus
 from elastic.agent.workers.pool import Pool
 from elastic.contract.records.job_records import ProgressRecord
+from elastic.contract.records.reasons import Code, Text, reason
 from elastic.recovery.facts.transitions import Stage
 from elastic.recovery.machine.model import Agent, Worker
 
@@ -28,14 +29,13 @@ def waits_for(stage: Stage, since_s: float) -> ProgressRecord:
 
 
 @pytest.mark.parametrize(
-    ("stage", "since_s", "said"),
+    ("stage", "since_s", "why"),
     [
         (Stage.RUNNING, 100.0, ""),
         (Stage.FORMING, SLOW_S / 2, ""),
-        (Stage.FORMING, SLOW_S * 2, "all ranks to start in generation 2 (because)"),
-        (Stage.STARTING, 0.0, "slot 0 of a to start"),
+        (Stage.FORMING, SLOW_S * 2, reason(Code.RANKS_START, "because", number=2)),
+        (Stage.STARTING, 0.0, reason(Code.WORKERS_START, slots="0", node="a")),
     ],
 )
-def test_waits_for_text_names_what_the_stage_waits_for(stage: Stage, since_s: float, said: str) -> None:
-    record = waits_for(stage, since_s)
-    assert (record.waiting_for, record.starting) == (said, stage is Stage.STARTING)
+def test_waits_for_names_what_the_stage_waits_for(stage: Stage, since_s: float, why: Text) -> None:
+    assert waits_for(stage, since_s).waiting_for == why

@@ -24,9 +24,10 @@ from elastic.agent.workers import stacks
 from elastic.agent.workers.process import Exited
 from elastic.agent.workers.worker_error import last_lines, read_error
 from elastic.contract.records.job_records import IncidentRecord
-from elastic.contract.texts import one_line
+from elastic.contract.records.reasons import Code, reason
 from elastic.worker.boot import bootstrap
-from elasticd.diagnosis.verdict import Verdict, VerdictContext
+from elasticd.base.answers import Verdict
+from elasticd.diagnosis.verdict import VerdictContext
 from elasticd.diagnosis.verdict import judge as verdict_of
 
 TIMES = 10
@@ -76,10 +77,9 @@ def death(folder: Path, name: str) -> Verdict:
         1, None if number else os.WEXITSTATUS(status), signal.Signals(number).name if number else None, 12,
         str(folder / "error.json"), str(folder / "log"),
     )  # fmt: skip
-    error, _ = read_error(ended, node="node1", slot=0, rank=1, step=12)
-    detail = one_line(error.message) if error else ended.cause
+    detail, error, _ = read_error(ended, node="node1", slot=0, rank=1, step=12)
     if ended.code == 0:
-        detail = "exited with code 0 before the job was done"
+        detail = reason(Code.ENDED_EARLY)
     lines = last_lines(ended.log_file) if ended.signal else ()
     record = IncidentRecord(
         generation=2, kind="exit", node="node1", ranks=(1,), detail=detail, wall_s=9.0, step=12, error=error,
@@ -95,7 +95,7 @@ def hang(folder: Path, name: str) -> Verdict:
         eventually(lambda: (folder / "begun").exists(), 30.0, f"{name} begins")
         time.sleep(0.3)
         state = stacks.process_state(pid)
-        detail = "process is stopped (state T) and silent for 2.0 s" if state == "T" else "no progress for 4.0 s"
+        detail = reason(Code.STOPPED) if state == "T" else reason(Code.NO_PROGRESS)
         stack = "" if state == "T" else stacks.stack(pid, native=True)
     finally:
         os.kill(pid, signal.SIGKILL)

@@ -12,6 +12,8 @@ from support.incidents import Deed
 from support.procs import alive, kill
 from support.wait import eventually
 
+from elastic.contract.records.reasons import Code, reason
+
 pytestmark = [pytest.mark.chaos, pytest.mark.etcd]
 
 STEPS = 80
@@ -76,7 +78,7 @@ def test_a_rank_that_is_stuck_after_its_gradients_are_handed_over() -> None:
         struck = job.wait_struck("gil")
         job.wait_over(deadline_s=90.0)
         history = job.check(
-            job.deed("gil", "hang", within_s=15.0, words=("no thread of it has run Python",)),
+            job.deed("gil", "hang", within_s=15.0, words=(str(Code.DEAF.sentence),)),
             job.deed("stuck", "hang", within_s=30.0, words=("while exchanging at step 50",)),
         )
         assert not alive(int(str(struck["pid"])))
@@ -122,7 +124,7 @@ def test_job_with_a_rank_that_returned_from_train_is_not_healthy() -> None:
             lambda: still if (still := job.row()["no_progress"]) and still["rank"] == 1 else None, 20.0, "rank 1 is"
         )
         assert named["node"] == next(c.node for c in job.history.commits if c.rank == 1)
-        assert named["because"] == "its train has returned at step 21, others go on"
+        assert named["because"] == str(reason(Code.HAS_RETURNED, place="step 22"))
         assert row["health"] == "degraded"
         assert job.row()["waiting_for"].startswith("no progress since ")
         eventually(lambda: job.row()["no_progress"]["for_s"] > 4.0, 20.0, "the ceiling passes")

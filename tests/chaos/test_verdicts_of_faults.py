@@ -11,13 +11,13 @@ from elastic.contract.records.job_records import IncidentRecord
 from elastic.contract.records.reasons import Code, Text, reason
 from elasticd.diagnosis.verdict import judge
 
-STOPPED = ["process is stopped (state T) and silent for 2.1 s", "no progress for 4.0 s while computing at step 9; …"]
+STOPPED = [reason(Code.STOPPED, reason(Code.SILENT, for_s=2.1)), reason(Code.NO_PROGRESS, doing="computing", step=9)]
 RECORDED = {
     "exit": {
-        "worker SIGKILL": ["killed by SIGKILL", "killed by SIGKILL: OSError: from an earlier line of the log"],
-        "two workers SIGKILL": ["killed by SIGKILL (and 1 more)"],
-        "zygote and worker SIGKILL": ["killed by SIGKILL"],
-        "worker SIGSEGV": ["killed by SIGSEGV", "killed by SIGSEGV: Fatal Python error: Segmentation fault"],
+        "worker SIGKILL": [reason(Code.KILLED, signal="SIGKILL")],
+        "two workers SIGKILL": [reason(Code.KILLED, signal="SIGKILL")],
+        "zygote and worker SIGKILL": [reason(Code.KILLED, signal="SIGKILL")],
+        "worker SIGSEGV": [reason(Code.KILLED, signal="SIGSEGV")],
     },
     "hang": {"worker SIGSTOP": STOPPED, "node frozen for up to 6 s": STOPPED},
 }

@@ -19,6 +19,7 @@ from elastic.contract.records.job_records import (
     SpecRecord,
 )
 from elastic.contract.records.node_records import CordonRecord, DrainRecord, NodeRecord
+from elastic.contract.records.reasons import Code, Reason, codes, listed, reason, reasons
 from elasticd.cluster.assignment import Assignment, plan
 from elasticd.cluster.cluster import Cluster, Job, Node, slots_wanted
 from elasticd.cluster.reconcile import Silent
@@ -82,10 +83,14 @@ def test_an_agent_that_starts_or_is_a_member_is_no_silence(there: Node) -> None:
         assert not silent.look({"j1": {"a": 2}}, cluster([there], [one]), {}, "b", now_s)
 
 
+def no_slots(node: str, total: int, needs: int) -> Reason:
+    return reason(Code.NO_SLOTS, node=node, free=0, total=total, needs=needs)
+
+
 def test_the_oldest_job_is_served_first() -> None:
     made = plan(cluster([node("a")], [job("j2"), job("j1")]), {}, "a")
     assert where(made) == {"j2": [], "j1": ["a"]}
-    assert "a has 0 of 2 slots free, 2 are needed" in made.waiting["j2"]
+    assert no_slots("a", 2, 2) in reasons(made.waiting["j2"])
 
 
 def test_the_oldest_nodes_come_first() -> None:
@@ -102,10 +107,9 @@ def test_a_job_gets_no_more_slots_than_there_are_gpus() -> None:
     """NCCL refuses two ranks on one GPU, and a slot without one would take a device that does not exist."""
     made = plan(cluster([node("a", 4, gpus=2)], [job("j1", workers=3)]), {}, "a")
     assert where(made) == {"j1": []}
-    assert made.waiting["j1"] == (
-        "can never run here: it needs 3 workers on 1 node, the cluster has 2 GPUs on 1 node; "
-        "a has 2 of 2 GPUs free, 3 are needed, one per worker (backend auto): "
-        "set slots = 2 on a, or submit with fewer workers per node or backend gloo"
+    assert made.waiting["j1"] == listed(
+        reason(Code.NEVER, needs="3 workers on 1 node", capacity="2 GPUs on 1 node"),
+        reason(Code.NO_GPUS, node="a", free=2, total=2, needs=3, fix="set slots = 2 on a"),
     )
     assert where(plan(cluster([node("a", 4, gpus=2)], [job("j1", workers=3, backend="gloo")]), {}, "a")) == {
         "j1": ["a"]
@@ -116,7 +120,9 @@ def test_gpus_that_another_job_has_are_not_handed_out_again() -> None:
     jobs = [job("j1", workers=2), job("j2", workers=1, backend="nccl"), job("j3", workers=2, backend="gloo")]
     made = plan(cluster([node("a", 4, gpus=2)], jobs), {}, "a")
     assert where(made) == {"j1": ["a"], "j2": [], "j3": ["a"]}
-    assert "a has 0 of 2 GPUs free, 1 are needed" in made.waiting["j2"]
+    assert reason(Code.NO_GPUS, node="a", free=0, total=2, needs=1, fix="set slots = 2 on a") in reasons(
+        made.waiting["j2"]
+    )
 
 
 def test_nccl_by_name_takes_no_node_without_a_gpu() -> None:
@@ -124,7 +130,7 @@ def test_nccl_by_name_takes_no_node_without_a_gpu() -> None:
     assert where(plan(cluster(both, [job("j1", backend="nccl", nodes="1:2")]), {}, "a")) == {"j1": ["b"]}
     made = plan(cluster(both, [job("j1", backend="nccl", nodes="2:2")]), {}, "a")
     assert where(made) == {"j1": []}
-    assert "a has no GPU, and the job asks for backend nccl" in made.waiting["j1"]
+    assert reason(Code.HAS_NO_GPU, node="a", who="the job asks for backend nccl") in reasons(made.waiting["j1"])
 
 
 def test_nodes_with_and_without_gpus_do_not_share_a_job() -> None:
@@ -132,7 +138,7 @@ def test_nodes_with_and_without_gpus_do_not_share_a_job() -> None:
     both = [node("a"), node("b", gpus=2), node("c", gpus=2)]
     assert where(plan(cluster(both, [job("j1", "1:3")]), {}, "a")) == {"j1": ["b", "c"]}
     made = plan(cluster(both, [job("j1", "3:3")]), {}, "a")
-    assert "a has no GPU, and other nodes have: submit with backend gloo to train on CPUs" in made.waiting["j1"]
+    assert reason(Code.HAS_NO_GPU, node="a", who="other nodes have") in reasons(made.waiting["j1"])
     assert where(plan(cluster(both, [job("j1", "3:3", backend="gloo")]), {}, "a")) == {"j1": ["a", "b", "c"]}
 
 
@@ -140,15 +146,14 @@ def test_a_job_does_not_train_on_cpus_because_all_gpus_are_taken() -> None:
     jobs = [job("j1"), job("j2")]
     made = plan(cluster([node("a"), node("b", gpus=2)], jobs), {}, "a")
     assert where(made) == {"j1": ["b"], "j2": []}
-    assert "a has no GPU" in made.waiting["j2"]
-    assert "b has 0 of 2 slots free" in made.waiting["j2"]
+    assert {Code.HAS_NO_GPU, Code.NO_SLOTS} < codes(made.waiting["j2"])
 
 
 def test_a_job_that_trains_on_cpus_takes_no_node_with_gpus_that_comes_later() -> None:
     running = replace(job("j1", "2:2", phase="running"), members={"a": member("a")})
     made = plan(cluster([node("a"), node("b", gpus=2)], [running]), {}, "a")
     assert where(made) == {"j1": ["a"]}
-    assert "b has GPUs, and the job's other nodes train on their CPUs (backend auto)" in made.waiting["j1"]
+    assert reason(Code.OTHERS_ON_CPUS, node="b") in reasons(made.waiting["j1"])
 
 
 @pytest.mark.parametrize("slots", [-1000, 10**12])
@@ -158,7 +163,7 @@ def test_slots_that_no_agent_can_have_neither_free_nor_fill_a_node(slots: int) -
     made = plan(cluster([node("a", 4)], [strange, job("j2", workers=3), job("j3", workers=3)]), {}, "a")
     assert made.of("a") == {"j1": 1, "j2": 3}
     assert made.places["j1"]["gone"] == 1
-    assert "a has 0 of 4 slots free, 3 are needed" in made.waiting["j3"]
+    assert no_slots("a", 4, 3) in reasons(made.waiting["j3"])
 
 
 def test_auto_takes_the_whole_node() -> None:
@@ -207,7 +212,7 @@ def test_assignment_replaces_an_excluded_node_and_tells_it_to_leave() -> None:
     standing = replace(job("j1", excluded_nodes=["a"]), members={"a": member("a")})
     made = plan(cluster([node("a"), node("b")], [standing]), {}, "a")
     assert where(made) == {"j1": ["a", "b"]}
-    assert "excluded" in made.leaving("a")["j1"]
+    assert made.leaving("a")["j1"].code is Code.EXCLUDED
 
 
 def test_assignment_keeps_an_excluded_node_while_there_is_no_other() -> None:
@@ -222,7 +227,7 @@ def test_assignment_scale_down_drops_nodes_outside_the_generation_then_the_young
     standing = replace(job("j1", "1:1"), members=members, generation=generation)
     made = plan(cluster([node("a"), node("b"), node("c")], [standing]), {}, "a")
     assert set(made.surplus["j1"]) == {"a", "c"}
-    assert made.surplus["j1"]["c"] == "j1 has the one node that it may have (nodes = 1:1)"
+    assert made.surplus["j1"]["c"] == reason(Code.SURPLUS, nodes="1:1")
 
 
 @pytest.mark.parametrize("phase", ["succeeded", "failed", "stopped"])
@@ -398,9 +403,8 @@ def test_job_is_not_assigned_to_a_node_that_does_not_run_jobs_of_its_user() -> N
     made = plan(cluster([picky, node("b")], [job("j1"), job("j2")]), {}, "a")
     assert where(made) == {"j1": ["b"], "j2": ["a"]}
     made = plan(cluster([picky], [job("j1")]), {}, "a")
-    assert made.waiting["j1"] == (
-        "0 of at least 1 nodes; a does not run this job: there is no user 'alice' on this machine"
-    )
+    refuses = reason(Code.REFUSES, "there is no user 'alice' on this machine", node="a")
+    assert made.waiting["j1"] == listed(reason(Code.TOO_FEW, count=0, least=1), refuses)
 
 
 def test_running_job_stays_on_a_node_that_no_longer_knows_its_user() -> None:

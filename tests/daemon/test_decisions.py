@@ -24,6 +24,7 @@ from elastic.contract.records.job_records import (
     encode,
 )
 from elastic.contract.records.node_records import CordonRecord, DrainRecord, NodeRecord
+from elastic.contract.records.reasons import Code, reason
 from elastic.recovery.facts.restart_budget import BAD_NODE_FAILURES, charge
 from elasticd.agents import logs
 from elasticd.agents.logs import Tail
@@ -156,7 +157,7 @@ def test_a_running_job_without_agents_and_without_room_for_one_waits() -> None:
 
     waits = decided(job(Phase.RUNNING))
     assert waits is not None
-    assert (waits.phase, waits.reason) == (Phase.WAITING, "no agent of it is left: b is full")
+    assert (waits.phase, waits.reason) == (Phase.WAITING, reason(Code.DESERTED, "b is full"))
     member = Member(MemberRecord(node="b", incarnation="i", host="h", port=1, slots=1), 1)
     assert decided(job(Phase.RUNNING, members={"b": member})) is None
     assert decided(job(Phase.RUNNING), me="b") is None, "one daemon writes it"
@@ -198,7 +199,7 @@ def test_job_fails_only_if_no_node_can_start_it_else_the_node_is_excluded() -> N
     alone = state(job(Phase.PENDING), failed="no torch")
     assert alone is not None
     assert alone.phase is Phase.FAILED
-    assert alone.reason == "no agent comes up on a: no torch"
+    assert alone.reason == reason(Code.NO_AGENT, "no torch", node="a")
     others = state(job(Phase.PENDING), failed="no torch", nodes=("a", "b"))
     assert others is not None
     assert (others.phase, others.excluded_nodes, others.reason) == (Phase.PENDING, ("a",), "")

@@ -9,8 +9,9 @@ import pytest
 
 from elasticd.base.errors import InvalidConfig
 from elasticd.base.settings import EtcdSettings
+from elasticd.cluster.published_state import Snapshot
+from elasticd.diagnosis import why
 from elasticd.etcd import trust
-from elasticd.views.instant import Identity, plain_text
 
 REMOTE, LOCAL = ("10.0.0.1:2379",), ("127.0.0.1:2379", "localhost:2379", "[::1]:2379")
 USER = 1000
@@ -47,11 +48,11 @@ def test_tls_loopback_and_insecure_are_accepted(secret: pathlib.Path) -> None:
 
 def test_plain_text_that_is_allowed_is_a_problem_in_status() -> None:
     def problems(settings: EtcdSettings) -> list[str]:
-        here = Identity("c", "n", "1", 1, 0.0, (), False, "", plain_text=trust.in_plain_text(settings))
-        return plain_text(here)
+        lines = why.of_cluster(Snapshot(), (), trust.in_plain_text(settings), 0.0)
+        return [line for line in lines if "plain text" in line]
 
     (said,) = problems(etcd(endpoints=(*LOCAL, *REMOTE), insecure=True))
-    assert "10.0.0.1:2379 is reached in plain text" in said
+    assert "10.0.0.1:2379" in said
     assert problems(etcd(endpoints=LOCAL)) == problems(etcd(endpoints=REMOTE, ca_file="ca.pem")) == []
 
 

@@ -18,6 +18,7 @@ from support.pictures import job, snapshot
 from elastic.contract.keys import ClusterKeys
 from elastic.contract.records.job_records import decode, encode
 from elastic.contract.records.node_records import CordonRecord, DrainRecord, KnownNode, NodeRecord
+from elastic.contract.records.reasons import Code, reason, reasons
 from elasticd.api.doctor import absent
 from elasticd.api.metrics import metrics
 from elasticd.base.answers import Json, Status, read
@@ -66,7 +67,7 @@ def test_a_lost_node_is_on_every_screen_and_the_cluster_is_degraded() -> None:
     assert (row["state"], row["hostname"], row["slots"], row["away_since_wall_s"]) == ("lost", "h-b", None, 999_940.0)
     assert row["why"].startswith("lost since ")
     assert data["health"] == "degraded"
-    assert [p for p in data["problems"] if p.startswith("b is lost since ")]
+    assert [p for p in data["problems"] if p.startswith("b: lost since ")]
     (finding,) = absent(published.cluster, NOW.wall_s)
     assert (finding.node, finding.level) == ("b", ERROR)
     assert finding.fix.endswith("elasticctl nodes forget b")
@@ -110,7 +111,8 @@ def test_a_job_that_waits_names_lost_nodes() -> None:
     wide = msgspec.structs.replace(waiting.spec.spec, nodes="2:2")  # type: ignore[union-attr]
     waiting = replace(waiting, spec=msgspec.structs.replace(waiting.spec, spec=wide))  # type: ignore[type-var]
     published = seen(gone("b"), jobs={"train": waiting})
-    assert plan(published.cluster, {}, "a").waiting["train"].endswith("; b is lost")
+    lost = reason(Code.NODE_IS, node="b", state="lost")
+    assert lost in reasons(plan(published.cluster, {}, "a").waiting["train"])
 
 
 def test_the_event_says_whether_a_node_left_in_order() -> None:
@@ -201,7 +203,7 @@ def call(door: Door, *words: str) -> Result:
 
 def test_a_lost_node_is_cordoned_drained_and_the_answers_are_true(door: Door) -> None:
     assert call(door, "status").exit_code == 3
-    assert "b is lost since " in call(door, "status").stdout
+    assert "b: lost since " in call(door, "status").stdout
     assert "lost since " in call(door, "nodes").stdout
     assert call(door, "cordon", "b").exit_code == 0
     done = call(door, "drain", "b", "--wait")

@@ -10,6 +10,7 @@ import structlog
 from support.pictures import job, snapshot
 
 from elastic.contract.records.node_records import DrainRecord
+from elastic.contract.records.reasons import Text
 from elasticd.base.errors import Refused
 from elasticd.cluster.published_state import LocalAgent, Snapshot
 from elasticd.node import machine_shutdown
@@ -56,7 +57,7 @@ def test_without_etcd_the_shutdown_goes_on() -> None:
 
 
 @pytest.mark.parametrize(("reason", "removed"), [(REASON, True), ("a new disk", False)])
-def test_only_its_own_drain_is_removed_at_the_next_start(reason: str, removed: bool) -> None:
+def test_only_its_own_drain_is_removed_at_the_next_start(reason: Text, removed: bool) -> None:
     record = DrainRecord(reason=reason, deadline_s=0.0, since_wall_s=0.0)
     seen = replace(BUSY, cluster=replace(BUSY.cluster, drains={"a": record}))
     assert ours(seen, "a") == removed

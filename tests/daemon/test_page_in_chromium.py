@@ -59,7 +59,7 @@ def test_an_open_page_shows_a_recovery_as_it_happens(tmp_path: pathlib.Path) -> 
             assert not browser.value(is_open)
             assert browser.value("document.documentElement.scrollWidth") <= 390, "no sideways scrolling on a phone"
             broken = IncidentRecord(
-                generation=3, kind="exit", node="b", ranks=(2,), detail="killed by SIGKILL", wall_s=time.time(),
+                generation=3, kind="exit", node="b", ranks=(2,), detail="killed", wall_s=time.time(),
                 open=True,
             )  # fmt: skip
             publish(42, broken, reason=EVIL)

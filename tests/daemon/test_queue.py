@@ -11,6 +11,7 @@ import pytest
 
 from elastic.contract.records.job_records import GenerationNode, GenerationRecord, Phase
 from elastic.contract.records.node_records import KnownNode
+from elastic.contract.records.reasons import Code, codes, listed, reason, reasons
 from elasticd.cluster import assignment
 from elasticd.cluster.assignment import RESERVED_AFTER_S, plan
 from elasticd.cluster.cluster import Cluster, Job, Node
@@ -29,16 +30,17 @@ def test_a_job_that_cannot_fit_leaves_idle_slots_to_a_smaller_one() -> None:
 def test_a_job_that_can_never_run_says_so_at_once_and_is_not_in_the_queue() -> None:
     made = plan(cluster([node("a"), node("b")], [job("j1", "2:2", workers=8)]), {}, "a")
     assert (made.queue, made.never) == ((), {"j1"})
-    said = "can never run here: it needs 16 workers on 2 nodes, the cluster has 4 slots on 2 nodes; a has 2 of 2 "
-    assert made.waiting["j1"].startswith(said)
+    never = reason(Code.NEVER, needs="16 workers on 2 nodes", capacity="4 slots on 2 nodes")
+    assert never in reasons(made.waiting["j1"])
     auto = plan(cluster([node("a")], [job("j1", "2:2", workers="auto")]), {}, "a")
-    assert auto.waiting["j1"].startswith("can never run here: it needs 2 nodes, the cluster has 2 slots on 1 node")
+    assert auto.waiting["j1"] == reason(Code.NEVER, needs="2 nodes", capacity="2 slots on 1 node")
 
 
 def test_a_job_that_waits_for_a_lost_or_cordoned_node_may_run_again() -> None:
     lost = {"b": KnownNode.of(node("b").record, 5.0)}
     made = plan(replace(cluster([node("a")], [job("j1", "2:2")]), known=lost), {}, "a")
-    assert (made.queue, made.waiting["j1"]) == (("j1",), "0 of at least 2 nodes; b is lost")
+    why = listed(reason(Code.TOO_FEW, count=0, least=2), reason(Code.NODE_IS, node="b", state="lost"))
+    assert (made.queue, made.waiting["j1"]) == (("j1",), why)
     draining = plan(cluster([node("a"), node("b", draining="r")], [job("j1", "2:2")]), {}, "a")
     assert draining.queue == ("j1",)
 
@@ -50,8 +52,8 @@ def test_slots_are_reserved_for_a_job_that_has_waited_and_its_rival_is_told() ->
     made = plan(pair, {}, "a", LATE_S)
     assert where(made) == {"j1": ["a"], "j2": [], "j3": []}
     assert made.queue == ("j2", "j3")
-    assert "b is reserved for j2, which has waited longer" in made.waiting["j3"]
-    assert "reserved" not in made.waiting["j2"]
+    assert reason(Code.RESERVED, node="b", other="j2") in reasons(made.waiting["j3"])
+    assert Code.RESERVED not in codes(made.waiting["j2"])
 
 
 def test_nodes_are_reserved_for_the_first_that_has_waited_alone() -> None:
@@ -60,9 +62,9 @@ def test_nodes_are_reserved_for_the_first_that_has_waited_alone() -> None:
     jobs = [replace(job("j1"), members={"a": member("a")}), replace(job("j2"), members={"b": member("b")})]
     made = plan(cluster(nodes, [*jobs, job("j3", "2:2"), job("j4", "3:3"), job("j5")]), {}, "a", LATE_S)
     assert where(made)["j5"] == [], "c is reserved for j3"
-    assert "c is reserved for j3" in made.waiting["j4"]
+    assert reason(Code.RESERVED, node="c", other="j3") in reasons(made.waiting["j4"])
     four = plan(cluster([*nodes, node("d")], [jobs[0], job("j3", "4:4"), job("j4", "4:4"), job("j5")]), {}, "a", LATE_S)
-    assert {"b", "c", "d"} == {n for n in "bcd" if f"{n} is reserved for j3" in four.waiting["j5"]}
+    assert {"a", "b", "c", "d"} == {r.values["node"] for r in reasons(four.waiting["j5"]) if r.code is Code.RESERVED}
 
 
 def test_a_job_that_has_agents_is_completed_before_an_older_one_begins() -> None:

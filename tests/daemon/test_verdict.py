@@ -11,8 +11,8 @@ from elastic.contract.records.job_records import Cause, IncidentRecord, Phase, W
 from elastic.contract.records.reasons import Code, Reason, reason
 from elastic.contract.texts import one_line
 from elasticd.diagnosis import verdict
-from elasticd.diagnosis.rules import RULES
-from elasticd.diagnosis.verdict import Class, Verdict, VerdictContext, judge
+from elasticd.diagnosis.rules import RULES, Class
+from elasticd.diagnosis.verdict import Verdict, VerdictContext, judge
 
 
 def incident(kind: str = "exit", detail: str | Reason = "", **facts: object) -> IncidentRecord:
@@ -30,37 +30,43 @@ def raised(message: str, traceback: str = "", **facts: object) -> IncidentRecord
 
 def died(number: str, *log: str) -> IncidentRecord:
     """The worker was ended by a signal: the end of its log is all it left."""
-    last = f": {log[-1]}" if log else ""
-    error = {"node": "n1", "slot": 1, "rank": 1, "message": f"killed by {number}{last}", "signal": number}
-    return incident("exit", f"killed by {number}{last}", error=error | {"traceback": "\n".join(log)})
+    return incident("exit", reason(Code.KILLED, signal=number), last_lines=log)
 
 
-def handled(message: str, code: int, *log: str) -> IncidentRecord:
+def handled(code: int, *log: str) -> IncidentRecord:
     """The worker's script has turned a SIGTERM into an exit code."""
-    error = {"node": "n1", "slot": 1, "rank": 1, "message": message, "signal": "SIGTERM", "exit_code": code}
-    return incident("exit", message, error=error | {"traceback": "\n".join(log)})
+    said = reason(Code.AFTER_SIGTERM, *log, status=code)
+    error = {"node": "n1", "slot": 1, "rank": 1, "message": str(said), "signal": "SIGTERM", "exit_code": code}
+    return incident("exit", said, error=error | {"traceback": "\n".join(log)})
 
 
-def hung(stack: str, evidence: str = "no progress for 12 s while computing", waiting: str = "") -> IncidentRecord:
+def hung(stack: str, evidence: Reason | str = "", waiting: str = "") -> IncidentRecord:
     stacks = {"slot 1 (hung)": f"Thread 1 (active)\n    {stack}"}
     return incident("hang", evidence, stacks=stacks | ({"slot 0 (waits for it)": waiting} if waiting else {}))
+
+
+def leaves(why: Reason | str) -> IncidentRecord:
+    return incident("planned", reason(Code.LEAVES, why, node="n1"))
 
 
 ETCD = "etcdserver: mvcc: database space exceeded"
 SHM = "RuntimeError: DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that dataloader's workers"
 CASES: dict[str, list[IncidentRecord]] = {
-    "gpu_drained": [incident("planned", "n1 leaves (GPU 3: XID 79, fallen off the bus)")],
-    "excluded": [incident("planned", "n1 leaves (n1 is excluded for big: its workers fail there more often)")],
+    "gpu_drained": [leaves(reason(Code.GPU_FAULTY, "GPU 3: XID 79, fallen off the bus"))],
+    "excluded": [leaves(reason(Code.EXCLUDED, reason(Code.FAILS_MORE), node="n1"))],
     "preempted": [
-        incident("planned", "n1 leaves (the agent was told to end)"),
+        leaves(reason(Code.AGENT_ENDED)),
+        leaves(reason(Code.TAKEN_AWAY, "maintenance")),
+        incident("drain", reason(Code.SHUTS_DOWN)),
         incident("drain", "spot instance is reclaimed in 120 s"),
     ],
-    "scaled_down": [incident("planned", "n3 leaves (big has the 2 nodes that it may have (nodes = 1:2))")],
-    "joined": [incident("planned", "n3 joins")],
-    "drained": [incident("planned", "n1 leaves (drained by ada)"), incident("drain", "drained by ada")],
-    "boundary": [incident("boundary", "a failure before the step boundary")],
-    "called_off": [incident("undrain", "stopped for a drain that was called off")],
-    "planned": [incident("planned", "new order")],
+    "scaled_down": [leaves(reason(Code.SURPLUS, nodes="1:2"))],
+    "joined": [incident("planned", reason(Code.JOINS, node="n3"))],
+    "left": [leaves("drained by ada")],
+    "drained": [incident("drain", "drained by ada")],
+    "boundary": [incident("boundary", reason(Code.AT_BOUNDARY))],
+    "called_off": [incident("undrain", reason(Code.CALLED_OFF))],
+    "planned": [incident("planned", reason(Code.REORDERED))],
     "diverged": [incident("drift", "drift on rank 1 at step 40: its state differs")],
     "bad_loss": [incident("bad loss", "bad loss on rank 1 at step 40: nan")],
     "shortage": [incident("shortage", "a worker cannot be started: [Errno 24] Too many open files")],
@@ -90,7 +96,6 @@ CASES: dict[str, list[IncidentRecord]] = {
         incident("checkpoint", "checkpoint of step 40 failed: step-20 is damaged: hash mismatch in a checkpoint"),
         raised("safetensors_rust.SafetensorError: Error while deserializing header: HeaderTooLarge"),
     ],
-    "state_missing": [raised("NoStateError: the job has had a checkpoint of step 900, and /ck is empty now")],
     "no_state": [incident("no-state", "nothing to resume from")],
     "gpu_memory": [raised("OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB")],
     "gpu_lost": [raised("RuntimeError: CUDA error: unknown error"), died("SIGABRT", "Xid (PCI:0000:1a): 79, pid=1")],
@@ -99,7 +104,7 @@ CASES: dict[str, list[IncidentRecord]] = {
     "driver": [raised("RuntimeError: The NVIDIA driver version is insufficient: CUDA driver version is insufficient")],
     "device_assert": [raised("RuntimeError: CUDA error: device-side assert triggered")],
     "cuda_error": [raised("RuntimeError: CUDA error: an illegal memory access was encountered")],
-    "host_memory": [incident("exit", "killed by SIGKILL: out of memory (the kernel's OOM killer)")],
+    "host_memory": [incident("exit", reason(Code.OOM_KILLED, signal="SIGKILL"))],
     "dataloader_killed": [raised("RuntimeError: DataLoader worker (pid 99) is killed by signal: Killed. ")],
     "allocation": [
         raised("MemoryError"),
@@ -108,7 +113,7 @@ CASES: dict[str, list[IncidentRecord]] = {
     ],
     "open_files": [raised("OSError: [Errno 24] Too many open files: '/data/7'")],
     "processes": [raised("RuntimeError: can't start new thread")],
-    "store_altered": [incident("store", "the store holds a value that no rank of this generation wrote: g2/0//cpu//1")],
+    "store_altered": [incident("store", reason(Code.STORE_ALTERED, key="g2/0//cpu//1"))],
     "store_overfull": [incident("store", "its store grew by 300 MiB, 256 are allowed, and was closed")],
     "loopback": [incident("comm", "FormError: generation 3, rank 1: connect failed, remote=[127.0.0.1]:52625")],
     "name_resolution": [raised("gaierror: [Errno -2] Name or service not known")],
@@ -121,27 +126,27 @@ CASES: dict[str, list[IncidentRecord]] = {
     "refused": [raised("ConnectionRefusedError: [Errno 111] Connection refused")],
     "late_rank": [incident("comm", "FormError: generation 3, rank 0: only 3 of 4 ranks came within 60 s")],
     "reset": [incident("comm", "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]")],
-    "net_timeout": [incident("comm", "rank of slot 1 has waited for other ranks for 602 s (exchanging at step 40)")],
+    "net_timeout": [incident("comm", reason(Code.WAITED, slot=1, for_s=602, doing="exchanging", step=40))],
     "unreachable": [incident("unreachable", "n1 cannot be reached by n2, n3")],
     "lease_expired": [incident("lost", reason(Code.LEASE_EXPIRED, node="n1"))],
     "agent_replaced": [incident("lost", reason(Code.AGENT_RESTARTED, node="n1"))],
     "node_down": [incident("lost", reason(Code.PORT_REFUSES, node="n1"))],
     "node_lost": [incident("lost", "")],
     "stopped": [
-        incident("hang", "process is stopped (state T) and silent for 3.1 s"),
-        incident("respawn", "did not abort in time: its process was stopped by a signal"),
+        incident("hang", reason(Code.STOPPED, state="T", silent_s=3.1)),
+        incident("respawn", reason(Code.LATE_ABORT, reason(Code.STOPPED))),
     ],
-    "hang_io": [hung("read (libc-2.36.so)", "no progress for 12 s while computing at step 40 (state D)")],
-    "hang_interpreter": [incident("hang", "…; for 9.0 s no thread of it has run Python (a call keeps the GIL)")],
+    "hang_io": [hung("read (libc-2.36.so)", reason(Code.NO_PROGRESS, reason(Code.IN_IO)))],
+    "hang_interpreter": [incident("hang", reason(Code.NO_PROGRESS, reason(Code.DEAF, for_s=9)))],
     "hang_data": [hung("_try_get_data (torch/utils/data/dataloader.py:1251)")],
     "hang_collective": [hung("all_reduce (torch/distributed/distributed_c10d.py:2810)")],
     "hang_lock": [hung("wait (threading.py:355)")],
     "hang_sleep": [hung("_sleep (train.py:12)\n    sleep")],
     "hang": [hung("crunch (train.py:40)", waiting="all_reduce (distributed_c10d.py:1)"), incident("hang", "silent")],
-    "late_abort": [incident("respawn", "did not abort in time")],
+    "late_abort": [incident("respawn", reason(Code.LATE_ABORT))],
     "failed_late": [incident("late exit", reason(Code.FAILED_LATE, "KeyError: 'name'", slot=1))],
-    "late_exit": [incident("late exit", "the process of slot 1 had not ended within 30 s, and was killed")],
-    "idle": [incident("idle", "left its group, and nothing followed")],
+    "late_exit": [incident("late exit", reason(Code.LATE_EXIT, slot=1, limit_s=30))],
+    "idle": [incident("idle", reason(Code.LEFT_GROUP))],
     "dataloader_worker": [raised("RuntimeError: DataLoader worker (pid(s) 7) exited unexpectedly")],
     "missing_module": [raised("ModuleNotFoundError: No module named 'datasets'")],
     "wrong_version": [
@@ -155,26 +160,26 @@ CASES: dict[str, list[IncidentRecord]] = {
     "unused_parameters": [raised("RuntimeError: Expected to have finished reduction in the prior iteration")],
     "assertion": [raised("AssertionError: loss went up")],
     "interrupted": [died("SIGINT"), raised("KeyboardInterrupt")],
-    "early_end": [incident("exit", "exited with code 0 before the job was done")],
+    "early_end": [incident("exit", reason(Code.ENDED_EARLY))],
     "python": [
         raised("KeyError: 'label'"),
         raised("Oops: mine", 'Traceback (most recent call last):\n  File "/t.py", line 3, in train\n    raise Oops'),
-        incident("exit", "exit code 1: ValueError: x", error={"node": "n1", "slot": 1, "rank": 1, "exit_code": 1,
-                 "message": "exit code 1: ValueError: x", "traceback": "Traceback\nValueError: x"}),
+        incident("exit", reason(Code.EXITED, "ValueError: x", status=1), error={"node": "n1", "slot": 1, "rank": 1,
+                 "exit_code": 1, "message": "exit code 1: ValueError: x", "traceback": "Traceback\nValueError: x"}),
     ],
     "misuse": [  # by its flag, whatever the words: those of the next line are another rule's
         incident("exit", "Error: no space left on device", error={"node": "n1", "slot": 1, "rank": 1, "exit_code": 1,
                  "message": "Error: no space left on device", "traceback": "", "misuse": True}),
     ],
-    "never_started": [incident("exit", "the process that forks workers (zygote) dies before it has forked one: 1")],
-    "unreadable": [
-        incident("exit", "it sent a message that its agent cannot read: JSON is malformed: invalid character (byte 1)")
+    "never_started": [
+        incident("exit", reason(code, "1")) for code in (Code.ZYGOTE_DIES, Code.NOT_STARTED, Code.ENDED_UNSTARTED)
     ],
-    "sigkill": [died("SIGKILL", "CUDA out of memory was caught once, long ago"), incident("exit", "killed by SIGKILL")],
+    "unreadable": [incident("exit", reason(Code.UNREADABLE, "JSON is malformed: invalid character (byte 1)"))],
+    "sigkill": [died("SIGKILL", "CUDA out of memory was caught once, long ago"), died("SIGKILL")],
     "sigterm": [
         died("SIGTERM"),
-        handled("exit code 3 after SIGTERM: bye", 3, "bye"),
-        handled("exit code 0 after SIGTERM", 0),
+        handled(3, "bye"),
+        handled(0),
     ],
     "sigsegv": [died("SIGSEGV", "Fatal Python error: Segmentation fault")],
     "sigbus": [died("SIGBUS", "step 40")],
@@ -191,7 +196,7 @@ CASES: dict[str, list[IncidentRecord]] = {
                  reason(Code.FOLDER_APART, folder="/ck", nodes="n0 and n1"), step=40)),
     ],
     "checkpoint": [incident("checkpoint", "checkpoint of step 40 failed: something else")],
-    "exit_code": [incident("exit", "exit code 3: bye")],
+    "exit_code": [incident("exit", reason(Code.EXITED, "bye", status=3))],
     "collective": [incident("comm", "a call failed")],
     "unknown": [incident("odd", "a kind that a later version may have")],
 }  # fmt: skip
@@ -273,10 +278,10 @@ def test_of_a_hung_process_only_the_main_thread_counts(frame: str, rule: str) ->
 
 def test_log_of_a_worker_that_was_aborted_names_the_reason() -> None:
     lines = ["step 40", "terminate called after throwing an instance of 'std::bad_alloc'"]
-    verdict = judge(incident("exit", "killed by SIGABRT", last_lines=lines))
+    verdict = judge(died("SIGABRT", *lines))
     assert verdict.rule == "allocation"
     assert (verdict.evidence[0].source, verdict.evidence[0].line) == ("log of rank 1 on n1", lines[1])
-    assert judge(incident("exit", "killed by SIGKILL", last_lines=lines)).rule == "sigkill"
+    assert judge(died("SIGKILL", *lines)).rule == "sigkill"
 
 
 def test_words_in_the_log_of_a_worker_killed_by_sigkill_are_no_reason() -> None:
@@ -291,17 +296,17 @@ def test_loopback_address_means_nothing_where_all_nodes_have_one() -> None:
 
 def test_failed_collectives_are_folded_into_the_death_they_follow_from() -> None:
     causes = [
-        Cause(generation=1, node="n1", kind="exit", ranks=(1,), detail="killed by SIGSEGV"),
+        Cause(generation=1, node="n1", kind="exit", ranks=(1,), detail=reason(Code.KILLED, signal="SIGSEGV")),
         Cause(generation=1, node="n2", kind="comm", detail="connection closed by peer"),
         Cause(generation=1, node="n3", kind="comm", detail="connection closed by peer"),
-        Cause(generation=2, node="n2", kind="exit", ranks=(2,), detail="killed by SIGKILL"),
+        Cause(generation=2, node="n2", kind="exit", ranks=(2,), detail=reason(Code.KILLED, signal="SIGKILL")),
     ]
-    verdict = judge(incident("exit", "killed by SIGSEGV", further=1, causes=causes))
+    verdict = judge(incident("exit", reason(Code.KILLED, signal="SIGSEGV"), further=1, causes=causes))
     assert verdict.rule == "sigsegv"
-    assert verdict.followed == (
+    assert verdict.followed == [
         "comm on n2, n3: connection closed by peer",
         "exit as well during the recovery on n2, rank 2: killed by SIGKILL",
-    )
+    ]
     assert "kept" not in verdict.done, "with a further failure it is not known which processes were kept"
 
 
@@ -329,7 +334,7 @@ def test_failed_collectives_are_folded_into_the_death_they_follow_from() -> None
     ],
 )  # fmt: skip
 def test_verdict_says_what_was_done(facts: dict[str, object], done: str) -> None:
-    assert judge(incident(**{"kind": "exit", "detail": "killed by SIGKILL"} | facts)).done == done  # type: ignore[arg-type]
+    assert judge(incident(**{"kind": "exit", "detail": reason(Code.KILLED, signal="SIGKILL")} | facts)).done == done  # type: ignore[arg-type]
 
 
 def test_cost_counts_ranks_times_seconds_and_leaves_the_unknown_unknown() -> None:
@@ -372,10 +377,10 @@ def test_person_is_needed_only_where_the_job_failed_or_does_not_recover() -> Non
     ],
 )
 def test_open_incident_says_what_holds_the_recovery_up(seen: VerdictContext, held: str, person: bool) -> None:
-    verdict = judge(incident(detail="killed by SIGKILL", open=True), seen)
+    verdict = judge(incident(detail=reason(Code.KILLED, signal="SIGKILL"), open=True), seen)
     assert verdict.held_by.startswith(held)
     assert (verdict.rule, verdict.person) == ("sigkill", person)
-    closed = judge(incident(detail="killed by SIGKILL"), seen)
+    closed = judge(incident(detail=reason(Code.KILLED, signal="SIGKILL")), seen)
     assert (closed.held_by, closed.person) == ("", False)
 
 
@@ -422,7 +427,7 @@ def test_an_exception_after_a_sigterm_is_the_cause_and_the_signal_is_among_the_e
     found = judge(incident("exit", "KeyError: 'a'", error=error))
     assert found.rule == "python"
     assert ("exit of rank 1 on n1", "exit code 1 after SIGTERM") in [(e.source, e.line) for e in found.evidence]
-    assert judge(handled("exit code 1 after SIGTERM: x", 1, "KeyError: 'a'", "x")).rule == "python"
+    assert judge(handled(1, "KeyError: 'a'", "x")).rule == "python"
 
 
 @pytest.mark.parametrize("number", ["SIGKILL", "SIGTERM"])

@@ -17,6 +17,7 @@ from elastic.contract.agent_files import AgentStatus
 from elastic.contract.job.spec import JobSpec
 from elastic.contract.records.job_records import JobState, Phase, SpecRecord, WorkerError
 from elastic.contract.records.node_records import WorkerRow
+from elastic.contract.records.reasons import Code, reason
 from elasticd.api.metrics import metrics
 from elasticd.base.answers import Json
 from elasticd.base.masking import MASK
@@ -182,7 +183,7 @@ def test_status_lists_problems() -> None:
     assert (gone["health"], gone["etcd"]["age_s"]) == ("degraded", 60.0)
     assert "not registered" in status(registered=False)["problems"][0]
     assert status(registered=False, stays_out="x")["problems"] == ["this node stays out of the cluster: x"]
-    assert status(job())["problems"] == ["b has no daemon: its elasticd does not answer; the agents there go on"]
+    assert status(job())["problems"] == ["b: elasticd is down on this node; its agents of train keep running"]
 
 
 def test_an_agent_that_says_nothing_is_a_problem() -> None:
@@ -376,10 +377,10 @@ def test_health_of_the_cluster_is_apart_from_its_jobs(capsys: pytest.CaptureFixt
 
 
 def test_a_job_that_can_never_run_is_degraded_and_says_so() -> None:
-    said = "can never run here: it needs 16 workers on 2 nodes, the cluster has 4 slots on 2 nodes"
+    never = reason(Code.NEVER, needs="16 workers on 2 nodes", capacity="4 slots on 2 nodes")
     new = job(state=JobState(), progress=None, members={}, generation=None, incidents=())
-    (row,) = status(new, plan=Assignment(never=frozenset({"train"}), waiting={"train": said}))["jobs"]
-    assert (row["health"], row["why"], row["can_never_run"]) == ("degraded", said, True)
+    (row,) = status(new, plan=Assignment(never=frozenset({"train"}), waiting={"train": never}))["jobs"]
+    assert (row["health"], row["why"], row["can_never_run"]) == ("degraded", str(never), True)
 
 
 def test_status_shows_logged_values_that_are_not_finite(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,14 +18,15 @@ from elastic.contract.job.spec import Checkpoint
 from elastic.contract.records.decoding import Member
 from elastic.contract.records.job_records import Failure, JobState, MemberRecord, Phase
 from elastic.contract.records.node_records import AgentRow, CordonRecord, DrainRecord, NodeRecord
+from elastic.contract.records.reasons import Code, reason
 from elastic.contract.records.standings import Stillness
 from elastic.contract.step_parts import StepParts
 from elasticd.api.doctor import older_agents
+from elasticd.base import phrases
 from elasticd.cluster import reconcile
 from elasticd.cluster.assignment import Assignment
 from elasticd.cluster.cluster import Cluster, Job, Node
 from elasticd.cluster.published_state import Contact, LocalAgent, Snapshot
-from elasticd.diagnosis.why import _clock
 from elasticd.views.instant import Identity, Now
 
 NOW = Now(monotonic_s=100.0, wall_s=1000.0)
@@ -143,9 +144,9 @@ def test_job_that_starts_says_what_each_agent_does_and_for_how_long() -> None:
     short = Assignment(waiting={"train": "0 of at least 1 nodes; a has 0 of 2 slots free"})
     assert of_job(PENDING, plan=short) == "waiting for: 0 of at least 1 nodes; a has 0 of 2 slots free"
     there = replace(PENDING, members={"a": member("a")})
-    setting_up = {"waiting_for": "slot 0 of a (which runs setup)", "starting": True}
+    setting_up = {"waiting_for": reason(Code.WORKERS_START, slots="0", node="a")}
     assert of_job(replace(there, progress=progress(**setting_up)), nodes=(IMPORTS,)) == "a is importing torch for 14 s"
-    assert of_job(replace(there, progress=progress(**setting_up))) == "waiting for: slot 0 of a (which runs setup)"
+    assert of_job(replace(there, progress=progress(**setting_up))) == "waiting for: slot 0 of a to start"
     for_more = progress(waiting_for="node c to start")
     assert of_job(replace(there, progress=for_more), nodes=(IMPORTS,)).startswith("waiting for: node c to start; a is")
     assert of_job(there) == "waiting for the first generation: agents are there on a"
@@ -275,7 +276,7 @@ def test_node_does_not_start_agents_of_a_job_that_is_over() -> None:
 
 @pytest.mark.parametrize("wall_s", [1e300, -1e300, float("inf"), float("nan")])
 def test_a_time_that_is_none_breaks_no_line(wall_s: float) -> None:
-    assert _clock(wall_s) == "an unknown time"
+    assert phrases.clock(wall_s) == "an unknown time"
 
 
 def test_a_job_names_its_slow_rank_and_the_nodes_that_it_lacks() -> None:

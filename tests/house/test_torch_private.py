@@ -11,8 +11,8 @@ ANYWHERE = {"_current_frames", "_version", "_exit", "_run_module_as_main"}
 """A tensor's version counter, which torch documents; `sys._current_frames`, `os._exit`, `runpy._run_module_as_main`."""
 STORES = {"PrefixStore", "Store", "TCPStore"}
 """Public in torch.distributed, and typed in `torch._C._distributed_c10d` alone."""
-INHERITED = {("elastic.agent.torch_agent", "_worker_group")}
-"""(module, name): inherited from a class of torch."""
+INHERITED = {("elastic.agent.torch_agent", "_worker_group"), ("elastic.contract.records.reasons", "_value_")}
+"""(module, name): inherited from a class of torch, or documented by the standard library."""
 
 
 def private_names(module: ast.Module, ours: set[str]) -> list[tuple[str, int]]:

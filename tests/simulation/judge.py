@@ -7,6 +7,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from elastic.contract.records.job_records import GenerationRecord, IncidentRecord, JobState, Phase, decode
+from elastic.contract.records.reasons import Code, codes
 from elastic.contract.worker import messages
 from elastic.recovery.facts.restart_budget import BAD_NODE_FAILURES
 from elastic.recovery.facts.transitions import Stage
@@ -363,14 +364,16 @@ class Judge:
             done = [w.step for w in workers if w.stage is Stage.DONE and w.generation == number]
             if not training.steps or max([self.top[1], *done]) < training.steps:
                 raise Broken("G7", f"the job has succeeded at step {self.top[1]} of {training.steps or 'endless'}")
-        if "(restarts.budget)" in state.reason:
+        if Code.OVER_BUDGET in codes(state.reason):
             now_s, rules = cluster.clock.now_s, cluster.spec.restarts
             # One that could not be written while etcd was away is dated when it is written.
             recent = sum(1 for at_s in cluster.died_s if now_s - at_s < rules.window_s + SLACK_S)
             if recent <= rules.budget:
                 raise Broken("G10", f"{recent} deaths in {rules.window_s:g} s and more: {state.reason}")
-        looped = cluster.failed_on_order >= cluster.spec.restarts.same_failure and "crash loop" in state.reason
-        if state.phase is Phase.FAILED and not (training.bug or looped or "(restarts.budget)" in state.reason):
+        looped = cluster.failed_on_order >= cluster.spec.restarts.same_failure and not codes(state.reason).isdisjoint(
+            (Code.CRASH_LOOP, Code.ENDS_ALIKE)
+        )
+        if state.phase is Phase.FAILED and not (training.bug or looped or Code.OVER_BUDGET in codes(state.reason)):
             raise Broken("G10", f"the job has failed though its script has no bug: {state.reason}")
         if state.phase in (Phase.STOPPED, Phase.STOPPING) and not cluster.stopped:
             raise Broken("G10", f"the job is {state.phase.value}, and nobody asked: {state.reason}")

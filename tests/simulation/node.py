@@ -9,6 +9,7 @@ from support.fake_etcd import FakeClient, FakeWatch
 
 from elastic.agent.etcd.writer import EtcdWriter
 from elastic.contract.records.job_records import ProgressRecord
+from elastic.contract.records.reasons import Code, reason
 from elastic.contract.timeouts import Timeouts
 from elastic.etcd.client import EtcdError, View
 from elastic.recovery import recovery
@@ -412,7 +413,7 @@ class Node:
                 if worker := self.processes.get(worker_id):
                     self._send(("to", worker_id), worker.hear, message)
             case ForkWorker(slot, worker_id) | ForkPlain(slot, worker_id) if self.starved:
-                said = "a worker cannot be started: [Errno 24] Too many open files"
+                said = reason(Code.NOT_STARTED, "[Errno 24] Too many open files")
                 event = WorkerExited(slot, worker_id, said, 1, shortage=True)
                 self.cluster.clock.after(self.cluster.delay(0.0, 0.05), self.take, event)
             case ForkWorker(slot, worker_id, _):

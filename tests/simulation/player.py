@@ -130,6 +130,8 @@ def _effect(effect: does.Effect) -> str:
             places = ", ".join(f"{p.node}{list(p.slots)}" for p in change.nodes)
             more = f" after step {at_step}" if at_step is not None else ""
             return f"Publish generation {number}: {places}{more} ({change.why})" + (", charged" if charged else "")
+        case does.Leave(why):
+            return f"Leave: {why}"
         case does.PutMember(record):
             return f"PutMember {_member(record)}"
         case does.Rejoin(record):

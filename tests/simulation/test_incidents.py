@@ -18,6 +18,7 @@ from support.incidents import check_incident
 
 from elastic.contract.origin import Origin
 from elastic.contract.records.job_records import IncidentRecord, Phase, decode, encode
+from elastic.contract.records.reasons import Code, reason
 from elastic.contract.worker.messages import CollectiveFailed, GroupClosed
 from elastic.etcd.client import Put
 from elastic.recovery.facts.transitions import Stage
@@ -394,7 +395,13 @@ def test_bad_numbers_stop_the_job_though_etcd_is_away_at_that_moment(away_s: flo
     (incident,) = incidents(cluster)
     state = cluster.state()
     assert state.phase is Phase.FAILED
-    assert state.reason == f"bad loss on rank 0 at step {incident.step}: loss is nan"
+    assert state.reason == reason(
+        Code.BAD_NUMBERS,
+        "loss is nan",
+        kind="bad loss",
+        ranks="0",
+        step=incident.step,
+    )
     assert (incident.kind, incident.ranks, incident.world_size_after) == ("bad loss", (0,), 0)
     assert cluster.training.latest is not None
     assert cluster.training.latest.generation == 1, "no further generation was formed"

@@ -204,7 +204,8 @@ class Worker:
             if error
             else None
         )
-        self.say(WorkerExited(self.slot, self.worker_id, cause, code, said, fingerprint or cause, step, signal=signal))
+        kind = fingerprint or signal or cause
+        self.say(WorkerExited(self.slot, self.worker_id, error or cause, code, said, kind, step, signal=signal))
 
 
 @dataclass(eq=False)

@@ -180,7 +180,7 @@ class Soak:
         lines = _lines(record)
         return Record(
             phase=state.phase.value if state.phase.over else "",
-            reason=state.reason,
+            reason=str(state.reason),
             restarts=state.restarts,
             generations=decode(GenerationRecord, generation.value).number if generation else 0,
             incidents=[

@@ -21,10 +21,14 @@ from elastic.contract.records.job_records import (
     SpecRecord,
 )
 from elastic.contract.records.node_records import KnownNode, NodeRecord
+from elastic.contract.records.reasons import Code, reason
 from elasticd.cluster.cluster import Cluster, Job, Node
 from elasticd.cluster.published_state import Contact, Snapshot
 
 SPEC = JobSpec(name="train", script="/t.py", args=("-x",), nodes="1:2")
+
+KILLED = reason(Code.KILLED, signal="SIGKILL")
+BROKE = reason(Code.BROKE, KILLED, kind="exit", node="a")
 
 
 def row(rank: int, node: str, slot: int, step: int = 40, **facts: object) -> RankRow:
@@ -49,12 +53,12 @@ def job(**facts: object) -> Job:
         state=JobState(phase=Phase.RUNNING, restarts=1),
         members={n: Member(MemberRecord(node=n, incarnation="i", host="h", port=1, slots=2), 1) for n in "ab"},
         generation=GenerationRecord(
-            number=2, nodes=places, store_host="h", store_port=1, leader="b", why="exit on a: killed by SIGKILL"
+            number=2, nodes=places, store_host="h", store_port=1, leader="b", why=BROKE
         ),
         progress=progress(ranks=[msgspec.to_builtins(row(2, "b", 0))]),
         incidents=(
             IncidentRecord(
-                generation=2, kind="exit", node="a", ranks=(1,), detail="killed by SIGKILL", wall_s=990.0,
+                generation=2, kind="exit", node="a", ranks=(1,), detail=KILLED, wall_s=990.0,
                 timeline_s={"aborted": 0.01, "stepping": 0.144}, steps_lost=0, steps_lost_at_most=0,
                 world_size_before=3, world_size_after=3, restored_from="live", origin=Origin.LIVE,
             ),

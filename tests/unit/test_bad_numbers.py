@@ -9,6 +9,7 @@ from support.jobs import Machine, broken, generation, member, place, policy, vie
 
 from elastic.contract.job.spec import JobSpec
 from elastic.contract.records.job_records import BrokenRecord, Phase
+from elastic.contract.records.reasons import Code, Text, reason
 from elastic.recovery.machine.effects import AddCauses, Effect, Leave, PutBroken, PutState
 from elastic.recovery.machine.events import (
     Joined,
@@ -21,18 +22,17 @@ SPEC = JobSpec(name="job", script="train.py", nodes="1:2", on_bad_numbers="stop"
 FORMED = generation(1, [place("b"), place("a")])
 OURS = says.bad_numbers(0, 1, 1, 13, "bad loss", "loss is nan", (1,))
 """We are a, with rank 1; b leads."""
-OURS_SAID = "bad loss on rank 1 at step 13: loss is nan"
+OURS_SAID = reason(Code.BAD_NUMBERS, "loss is nan", kind="bad loss", ranks="1", step=13)
 
 
 def theirs(step: int) -> BrokenRecord:
     said = broken(1, "b", kind="bad loss")
-    return msgspec.structs.replace(
-        said, ranks=(0,), step=step, detail=f"bad loss on rank 0 at step {step}: loss is nan"
-    )
+    detail = reason(Code.BAD_NUMBERS, "loss is nan", kind="bad loss", ranks="0", step=step)
+    return msgspec.structs.replace(said, ranks=(0,), step=step, detail=detail)
 
 
-def failed(by: BrokenRecord, phase: Phase = Phase.FAILED, reason: str | None = None) -> Viewed:
-    said = by.detail if reason is None else reason
+def failed(by: BrokenRecord, phase: Phase = Phase.FAILED, why: Text = "") -> Viewed:
+    said = why or by.detail
     members = member("a", 1), member("b", 2)
     return Viewed(view(*members, spec=SPEC, formed=FORMED, failed=by, phase=phase, reason=said), True)
 
@@ -46,7 +46,7 @@ def machine() -> Machine:
     return machine
 
 
-def reasons(effects: list[Effect]) -> list[str]:
+def reasons(effects: list[Effect]) -> list[Text]:
     return [effect.state.reason for effect in effects if isinstance(effect, PutState)]
 
 
@@ -65,7 +65,7 @@ def test_the_reason_of_a_job_is_the_cause_though_a_consequence_of_it_has_failed_
     effects = machine.take(failed(theirs(14)))
     assert reasons(effects) == [OURS_SAID], "the state was b's at that revision"
     assert not any(isinstance(effect, Leave) for effect in effects)
-    assert reasons(machine.take(failed(theirs(14), reason=OURS_SAID))) == []
+    assert reasons(machine.take(failed(theirs(14), why=OURS_SAID))) == []
 
 
 def test_the_cause_is_reported_though_the_job_has_failed_by_a_consequence_of_it(machine: Machine) -> None:

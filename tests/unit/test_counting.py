@@ -11,6 +11,7 @@ from support.jobs import member, view
 from unit.test_recovery import SPEC, Watched
 
 from elastic.contract.records.job_records import BrokenRecord, JobState, Phase, SpecRecord, WorkerError
+from elastic.contract.records.reasons import Code, codes
 from elastic.recovery.facts.restart_budget import charge
 from elastic.recovery.facts.view import JobView
 from elastic.recovery.machine.effects import PutState
@@ -135,4 +136,4 @@ def test_job_whose_workers_never_start_is_stopped_as_a_crash_loop() -> None:
         machine.see(shown(effects[0].state, revision))
         machine.wait(SPEC.restarts.backoff_max_s)
     assert effects[0].state.phase is Phase.FAILED
-    assert effects[0].state.reason.startswith("crash loop")
+    assert codes(effects[0].state.reason) == {Code.CRASH_LOOP}

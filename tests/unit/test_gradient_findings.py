@@ -37,7 +37,7 @@ def sample(**facts: Any) -> Sample:
     ],
 )  # fmt: skip
 def test_each_fault_of_the_gradients_is_named_with_its_ranks(samples: dict[int, Sample], said: list[str]) -> None:
-    assert gradients.findings(samples) == said
+    assert list(gradients.findings(samples)) == said
 
 
 def test_norms_of_a_layer_are_those_of_all_its_parameters() -> None:

@@ -6,6 +6,7 @@ import msgspec
 
 from elastic.contract.job.spec import Restarts
 from elastic.contract.records.job_records import BrokenRecord, JobState, Phase
+from elastic.contract.records.reasons import Code, codes, reason
 from elastic.recovery.facts.restart_budget import COMM, STORE, charge, failed_formations_in_a_row
 
 RULES = Restarts(budget=4)
@@ -44,8 +45,7 @@ def test_node_reporting_a_failed_collective_is_not_excluded_for_it() -> None:
 def test_futile_generations_exhaust_the_budget_with_the_error_text() -> None:
     verdict = charge(booked(*(broken(i) for i in range(1, 5))), broken(5), RULES, 100.0, 3)
     assert verdict.state.phase is Phase.FAILED
-    assert "restarts.budget" in verdict.stopped
-    assert verdict.stopped.endswith("comm!")
+    assert verdict.stopped == reason(Code.OVER_BUDGET, "comm!", count=5, window_s=RULES.window_s, budget=RULES.budget)
 
 
 def test_a_job_that_has_stepped_outlives_its_network() -> None:
@@ -61,7 +61,7 @@ def test_an_attack_on_the_store_is_no_fault_of_a_node_nor_of_a_job_that_has_step
     assert (state.phase, state.excluded_nodes) == (Phase.RUNNING, ())
     assert failed_formations_in_a_row(state, broken(50, kind=STORE, step=40)) == 50, "it is tried ever slower"
     verdict = charge(booked(*(broken(i, kind=STORE) for i in range(1, 5))), broken(5, kind=STORE), RULES, 100.0, 3)
-    assert verdict.stopped.endswith("store!"), "one that has never stepped ends by its budget"
+    assert codes(verdict.stopped) == {Code.OVER_BUDGET}, "one that has never stepped ends by its budget"
 
 
 def test_uncharged_futile_generation_leaves_the_state_unchanged() -> None:

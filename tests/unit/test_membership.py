@@ -12,6 +12,7 @@ from support.jobs import broken, generation, member, place, view
 
 from elastic.contract.records.decoding import Member
 from elastic.contract.records.job_records import BrokenRecord, GenerationRecord
+from elastic.contract.records.reasons import Code, listed, reason
 from elastic.recovery.facts.membership import (
     Change,
     NodeLimits,
@@ -138,7 +139,7 @@ def test_dead_agent_does_not_make_its_successor_on_the_node_dead() -> None:
 def test_fewer_than_min_nodes_do_not_begin() -> None:
     verdict = waits(decide(view(ALL[0]), None, limits=NodeLimits(2, 3, 0.0), reached_s=1e9))
     assert verdict.below_min
-    assert verdict.reason == "1 of at least 2 nodes are ready"
+    assert verdict.reason == reason(Code.TOO_FEW, count=1, least=2)
 
 
 def test_first_generation_waits_briefly_at_min_nodes_and_then_forms() -> None:
@@ -170,7 +171,7 @@ def test_broken_generation_is_followed_at_once_by_one_of_all_present_nodes() -> 
     assert nodes(verdict) == ["a", "b", "c"], "the replacement takes the dead one's rank"
     assert isinstance(verdict, Change)
     assert not verdict.planned
-    assert verdict.why == "exit on a: planted"
+    assert verdict.why == reason(Code.BROKE, "planted", kind="exit", node="a")
 
 
 def test_the_failure_of_an_older_generation_is_history() -> None:
@@ -185,7 +186,7 @@ def test_new_node_takes_the_place_of_a_lost_node() -> None:
 def test_membership_below_min_nodes_waits_and_names_the_missing_node() -> None:
     verdict = waits(decide(view(*ALL[:2], formed=ABC), ABC, limits=NodeLimits(3, 3, 0.0)))
     assert verdict.below_min
-    assert verdict.reason == "node c is gone; 2 of at least 3 nodes are there"
+    assert verdict.reason == listed(reason(Code.NODE_GONE, node="c"), reason(Code.TOO_FEW, count=2, least=3))
 
 
 def test_just_min_nodes_go_on() -> None:
@@ -207,7 +208,7 @@ def test_proof_of_death_counts_even_while_steps_advance(picture: JobView, dead: 
 
 def test_blind_leader_waits_for_absent_nodes_after_a_failure() -> None:
     failed = broken(4, "a", 0)
-    assert "may not have come back yet" in waits(decide(view(*ALL[:2], failed=failed), ABC, blind=True)).reason
+    assert waits(decide(view(*ALL[:2], failed=failed), ABC, blind=True)).reason == reason(Code.ETCD_WAS_AWAY, nodes="c")
     assert nodes(decide(view(*ALL[:2], failed=failed), ABC)) == ["a", "b"]
 
 
@@ -235,7 +236,7 @@ def test_store_host_outside_the_generation_is_needed_until_the_first_step() -> N
     assert not isinstance(decide(view(*ALL, formed=current), current, settled=False), Change)
     lost = decide(view(*ALL[1:], formed=current), current, settled=False)
     assert isinstance(lost, Change)
-    assert lost.why == "node a is gone"
+    assert lost.why == reason(Code.NODE_GONE, node="a")
     assert waits(decide(view(*ALL[1:], formed=current), current, settled=True)).steady
 
 
@@ -248,13 +249,13 @@ def test_membership_with_all_nodes_present_needs_no_change() -> None:
 
 def test_a_newcomer_is_taken_in_at_a_boundary_once_steps_advance() -> None:
     two = generation(4, ABC.nodes[:2])
-    assert waits(decide(view(*ALL), two)).reason == "a planned change waits for steps to advance"
-    assert "has stepped" in waits(decide(view(*ALL), two, settled=False, steps_advance=True)).reason
+    assert waits(decide(view(*ALL), two)).reason == reason(Code.STANDS_STILL)
+    assert waits(decide(view(*ALL), two, settled=False, steps_advance=True)).reason == reason(Code.NOT_STEPPED)
     verdict = decide(view(*ALL), two, steps_advance=True)
     assert nodes(verdict) == ["a", "b", "c"]
     assert isinstance(verdict, Change)
     assert verdict.planned
-    assert verdict.why == "c joins"
+    assert verdict.why == reason(Code.JOINS, node="c")
 
 
 def test_a_script_without_elastic_shows_no_steps_and_is_changed_without() -> None:
@@ -270,7 +271,7 @@ def test_draining_node_is_replaced_by_the_spare_with_the_reason_given() -> None:
     verdict = decide(picture, ABC, steps_advance=True)
     assert nodes(verdict) == ["a", "x", "c"]
     assert isinstance(verdict, Change)
-    assert verdict.why == "b leaves (maintenance), x joins"
+    assert verdict.why == listed(reason(Code.LEAVES, "maintenance", node="b"), reason(Code.JOINS, node="x"))
 
 
 def test_node_beyond_new_limits_leaves_with_these_as_the_reason() -> None:
@@ -278,8 +279,8 @@ def test_node_beyond_new_limits_leaves_with_these_as_the_reason() -> None:
     verdict = decide(view(*ALL), ABC, limits=NodeLimits(1, 1, 5.0), steps_advance=True)
     assert isinstance(verdict, Change)
     assert nodes(verdict) == ["a"]
-    why = "the job has the one node that it may have (nodes = 1:1)"
-    assert verdict.why == f"b leaves ({why}), c leaves ({why})"
+    why = reason(Code.SURPLUS, nodes="1:1")
+    assert verdict.why == listed(*(reason(Code.LEAVES, why, node=node) for node in "bc"))
     assert verdict.planned
 
 
@@ -287,7 +288,7 @@ def test_draining_node_stays_if_leaving_would_go_below_min_nodes() -> None:
     picture = view(*ALL[:2], member("c", 3, draining="maintenance"))
     verdict = waits(decide(picture, ABC, limits=NodeLimits(3, 3, 0.0), steps_advance=True))
     assert verdict.below_min
-    assert verdict.reason == "leaving now would leave 2 of at least 3 nodes"
+    assert verdict.reason == reason(Code.TOO_FEW_STAY, count=2, least=3)
 
 
 def test_draining_node_that_alone_holds_the_state_stays_to_hand_it_over() -> None:
@@ -319,7 +320,7 @@ def test_the_only_holder_of_the_state_is_waited_for_while_etcd_has_just_lost_its
     def decided(picture: JobView, dead: Dead = gone, *, blind: bool = True, settled: bool = False) -> Change | Wait:
         return decide(picture, current, dead=dead, blind=blind, settled=settled, last_committed=older)
 
-    assert waits(decided(picture)).reason == "etcd was away: a may not have come back yet"
+    assert waits(decided(picture)).reason == reason(Code.ETCD_WAS_AWAY, nodes="a")
     assert nodes(decided(picture, blind=False)) == ["x"]
     assert nodes(decided(picture, settled=True)) == ["x"], "x may have the state, too"
     assert nodes(decided(picture, gone | {("a", "a.1")})) == ["x"]
@@ -603,7 +604,7 @@ def test_a_node_with_another_script_takes_no_part_and_is_named() -> None:
 
     both = NodeLimits(min_nodes=2, max_nodes=3, join_wait_s=5.0)
     wait = waits(decide(view(runs("1", "a", 1), runs("2", "b", 2)), None, limits=both))
-    assert "the script on b is not the one that a began with" in wait.reason
+    assert reason(Code.OTHER_SCRIPT, node="b", other="a") in wait.reason.because
     assert nodes(
         decide(view(runs("1", "a", 1), runs("2", "b", 2), runs("1", "c", 3)), None, limits=both, reached_s=9)
     ) == [

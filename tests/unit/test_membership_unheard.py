@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from elastic.contract.records.decoding import Member
 from elastic.contract.records.job_records import GenerationNode, GenerationRecord, MemberRecord
+from elastic.contract.records.reasons import Code, reason
 from elastic.recovery.facts.membership import Change, NodeLimits, Situation, Wait, next_generation
 from elastic.recovery.facts.view import JobView
 
@@ -28,7 +29,7 @@ def decide(present: list[str], *, steps_advance: bool) -> Change | Wait:
 def test_node_with_expired_lease_keeps_its_place_while_steps_advance() -> None:
     verdict = decide(["a"], steps_advance=True)
     assert isinstance(verdict, Wait)
-    assert "b cannot be heard of" in verdict.reason
+    assert verdict.reason == reason(Code.UNHEARD, nodes="b")
 
 
 def test_new_node_is_not_admitted_while_a_place_holder_is_unheard_and_steps_advance() -> None:

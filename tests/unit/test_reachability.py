@@ -10,6 +10,7 @@ import pytest
 
 from elastic.contract.records.decoding import Member
 from elastic.contract.records.job_records import BrokenRecord, GenerationNode, GenerationRecord, MemberRecord
+from elastic.contract.records.reasons import Code, listed, reason
 from elastic.recovery.facts import reachability
 from elastic.recovery.facts.membership import (
     Change,
@@ -183,7 +184,7 @@ def test_unreachable_node_is_not_leader() -> None:
 
 def test_unreachable_node_keeps_its_place_while_steps_advance() -> None:
     verdict = decide(picture("abc", "abc", "ac", "bc"), steps_advance=True)
-    assert verdict == Wait("c cannot be reached by a, b")
+    assert verdict == Wait(reason(Code.UNREACHED, node="c", others="a, b"))
 
 
 def test_once_steps_stop_the_others_go_on() -> None:
@@ -191,7 +192,7 @@ def test_once_steps_stop_the_others_go_on() -> None:
     assert nodes_of(verdict) == "ab"
     assert isinstance(verdict, Change)
     assert not verdict.planned
-    assert verdict.why == "c cannot be reached by a, b"
+    assert verdict.why == reason(Code.UNREACHED, node="c", others="a, b")
 
 
 def test_a_broken_generation_is_repaired_without_it() -> None:
@@ -210,14 +211,19 @@ def test_a_spare_takes_its_place() -> None:
     assert nodes_of(decide(picture("abcd", "abc", "ac", "bc", "dc"), steps_advance=False)) == "abd"
 
 
+PAIR = reason(Code.UNREACHED_PAIR, node="b", other="a")
+
+
 def test_reachability_cut_below_min_nodes_waits_and_names_the_node() -> None:
     limits = NodeLimits(2, 2, 0.0)
     verdict = decide(picture("ab", "ab", "ba"), steps_advance=False, limits=limits)
-    assert verdict == Wait("b cannot be reached by a, nor a by b; 1 of at least 2 nodes are there", below_min=True)
+    assert verdict == Wait(listed(PAIR, reason(Code.TOO_FEW, count=1, least=2)), below_min=True)
 
 
 def test_a_newcomer_that_cannot_be_reached_is_not_taken_in() -> None:
-    assert decide(picture("abc", "ab", "ac"), steps_advance=True) == Wait("c cannot be reached by a, nor a by c")
+    assert decide(picture("abc", "ab", "ac"), steps_advance=True) == Wait(
+        reason(Code.UNREACHED_PAIR, node="c", other="a")
+    )
     assert nodes_of(decide(picture("abcd", "ab", "ac"), steps_advance=True)) == "abd"
 
 
@@ -231,7 +237,7 @@ def test_node_is_readmitted_once_no_peer_reports_it_unreachable() -> None:
 def test_the_first_forming_goes_without_it() -> None:
     assert nodes_of(decide(picture("abc", "", "ac", "bc"), steps_advance=False)) == "ab"
     verdict = decide(picture("ab", "", "ab"), steps_advance=False, limits=NodeLimits(2, 2, 0.0))
-    assert verdict == Wait("1 of at least 2 nodes are ready; b cannot be reached by a, nor a by b", below_min=True)
+    assert verdict == Wait(listed(reason(Code.TOO_FEW, count=1, least=2), PAIR), below_min=True)
 
 
 def test_a_store_out_of_reach_cannot_be_formed_at() -> None:

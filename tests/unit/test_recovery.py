@@ -16,6 +16,8 @@ from support.jobs import Machine, broken, generation, member, place, policy, vie
 from elastic.contract.job.spec import Checkpoint, JobSpec
 from elastic.contract.records.decoding import Member
 from elastic.contract.records.job_records import Failure, GenerationRecord, JobState, Phase, SpecRecord, WorkerError
+from elastic.contract.records.reasons import Code, codes, listed, reason
+from elastic.contract.texts import one_line
 from elastic.contract.timeouts import Timeouts
 from elastic.contract.worker import messages
 from elastic.recovery.facts.evidence import merged
@@ -61,7 +63,6 @@ from elastic.recovery.machine.events import (
 from elastic.recovery.machine.model import Agent
 from elastic.recovery.machine.turn import ASK_AGAIN_S, STALL_S
 from elastic.recovery.workers.announce import IDLE_S, SUSPICION_S
-from elastic.recovery.workers.leaving import NAME_REUSED
 
 TIMES = Timeouts()
 SPEC = JobSpec(name="job", script="train.py", nodes="1:2", workers_per_node=2)
@@ -184,7 +185,7 @@ def test_a_death_is_told_and_the_slot_filled_at_once() -> None:
 
 def test_a_failure_with_a_message_of_several_lines_is_reported_with_all_of_them() -> None:
     error = WorkerError(node="b", slot=0, rank=2, message="TypeError: FixedLayout(\n  'cpu',\n  size=[4]\n)")
-    effects = running().take(WorkerExited(0, 1, "exit code 1", code=1, error=error))
+    effects = running().take(WorkerExited(0, 1, one_line(error.message), code=1, error=error))
     assert isinstance(effects[0], PutBroken)
     assert effects[0].record.detail == "TypeError: FixedLayout( 'cpu', size=[4] )"
 
@@ -192,7 +193,7 @@ def test_a_failure_with_a_message_of_several_lines_is_reported_with_all_of_them(
 def test_exit_code_0_before_the_end_is_a_failure_too() -> None:
     effects = running().take(WorkerExited(0, 1, "exit code 0", code=0))
     assert isinstance(effects[0], PutBroken)
-    assert effects[0].record.detail == "exited with code 0 before the job was done"
+    assert effects[0].record.detail == reason(Code.ENDED_EARLY)
 
 
 LACKS = "a worker cannot be started: [Errno 24] Too many open files"
@@ -246,7 +247,8 @@ def test_the_leader_excludes_a_node_for_what_it_lacks_takes_it_back_and_says_wha
     both = JobSpec(name="job", script="train.py", nodes="2", workers_per_node=2)
     waits = running(both, formed=FIRST)
     waits.see(view(A, Member(short, 2), spec=both, formed=FIRST, failed=broken(1, "b", 0)))
-    assert waits.agent.lead.reason.endswith(f"1 of at least 2 nodes are there; b is tried again and again: {LACKS}")
+    *_, last = waits.agent.lead.reason.because
+    assert last == reason(Code.TRIED_AGAIN, LACKS, node="b")
 
 
 def test_a_second_death_in_a_row_pauses_and_a_step_forgives() -> None:
@@ -270,8 +272,8 @@ def test_agent_reason_names_the_newest_failure_while_the_job_cannot_start() -> N
     error = WorkerError(node="b", slot=0, rank=-1, message="\nValueError: two\nlines")
     picture = view(member("a", 1, ready=()), spec=SPEC)
     machine.see(dataclasses.replace(picture, state=JobState(error=error)))
-    newest = "the newest failure, on b: ValueError: two lines"
-    assert machine.agent.lead.reason == f"0 of at least 1 nodes are ready; {newest}"
+    newest = reason(Code.NEWEST_FAILURE, "ValueError: two lines", node="b")
+    assert machine.agent.lead.reason == listed(reason(Code.TOO_FEW, count=0, least=1), newest)
 
 
 def test_the_former_generation_is_the_newest_before_that_has_stepped_here() -> None:
@@ -371,7 +373,7 @@ def test_a_worker_that_could_not_abort_because_a_signal_had_stopped_it_is_named_
     machine.wait(TIMES.abort_s)
     reported, _ = machine.take(WorkerExited(0, 1, "signal SIGKILL", stopped=True))
     assert isinstance(reported, PutBroken)
-    assert reported.record.detail == "did not abort in time: its process was stopped by a signal"
+    assert reported.record.detail == reason(Code.LATE_ABORT, reason(Code.STOPPED))
     assert (reported.record.kind, reported.record.charged) == ("hang", False), "a cause of its own, as the one on b"
     two = merged(msgspec.structs.replace(broken(1, "b", 0, kind="hang"), ranks=(0,)), reported.record)
     found = causes(Incident(key=2, generations=(SECOND,), began_s=0.0, reports=(two,)))
@@ -465,11 +467,11 @@ def test_letting_go_as_told_is_no_failure() -> None:
 def test_a_refused_value_of_the_store_is_reported_at_once_and_names_itself() -> None:
     """Also where a failed collective is on record already: that follows from it."""
     machine = running()
-    refused = says.group_closed(0, 1, 1, 8, "FormError: it", "no rank of this generation wrote: k")
+    refused = says.group_closed(0, 1, 1, 8, "FormError: it", "k")
     said = machine.take(refused)[0]
     assert isinstance(said, PutBroken)
     assert (said.record.kind, said.record.detail, said.record.slots) == (
-        "store", "no rank of this generation wrote: k", (),
+        "store", reason(Code.STORE_ALTERED, key="k"), (),
     )  # fmt: skip
     machine = running()
     machine.see(view(A, B, spec=SPEC, formed=SECOND, failed=broken(1, "b", kind="comm")))
@@ -597,7 +599,7 @@ def test_leader_stops_a_crash_loop_in_place_of_the_next_generation() -> None:
     assert not any(isinstance(e, Publish) for e in effects)
     [end] = [e for e in effects if isinstance(e, PutState)]
     assert (end.state.phase, end.expect_revision) == (Phase.FAILED, again.state_revision)
-    assert end.state.reason.startswith("crash loop: the same failure at step 8, 3 times")
+    assert codes(end.state.reason) == {Code.CRASH_LOOP}
     assert not any(isinstance(e, PutState) for e in machine.wait(0.1)), "requested already"
     assert any(isinstance(e, PutState) for e in machine.wait(1.0)), "the view does not show it: requested again"
 
@@ -733,7 +735,7 @@ def test_bad_numbers_policy_stops_rolls_back_or_ignores() -> None:
     end, said = numbers("stop")[:2]
     assert isinstance(end, PutState)
     assert (end.state.phase, end.expect_revision) == (Phase.FAILED, 2)
-    assert end.state.reason == "nan on rank 2 at step 9: loss is nan"
+    assert end.state.reason == reason(Code.BAD_NUMBERS, "loss is nan", kind="nan", ranks="2", step=9)
     assert isinstance(said, PutBroken)
     assert (said.record.rollback, said.record.ranks, said.record.slots) == (False, (2,), ())
     said = numbers("rollback")[0]
@@ -773,7 +775,7 @@ def test_when_all_is_done_workers_finish_by_themselves_and_then_the_agent_leaves
     machine.take(says.done(0, 1, 1, 20), says.done(1, 2, 1, 20))
     assert told(machine.see(ended(Phase.SUCCEEDED))) == [messages.Finish()] * 2
     assert machine.take(WorkerExited(0, 1, "exit code 0", 0)) == []
-    assert only(machine.take(WorkerExited(1, 2, "exit code 0", 0))) == Leave("succeeded")
+    assert only(machine.take(WorkerExited(1, 2, "exit code 0", 0))) == Leave(reason(Code.JOB_OVER, phase="succeeded"))
     assert machine.wait(1.0) == []
 
 
@@ -799,7 +801,7 @@ def test_workers_still_finish_by_themselves_when_the_records_of_the_job_are_remo
         gone = replace(gone, spec=other, state=JobState(phase=phase), state_revision=11)
     assert machine.see(gone) == []
     assert machine.take(WorkerExited(0, 1, "exit code 0", 0)) == []
-    assert only(machine.take(WorkerExited(1, 2, "exit code 0", 0))) == Leave("succeeded")
+    assert only(machine.take(WorkerExited(1, 2, "exit code 0", 0))) == Leave(reason(Code.JOB_OVER, phase="succeeded"))
 
 
 @pytest.mark.parametrize("formed", [True, False])
@@ -819,7 +821,7 @@ def test_an_agent_that_has_missed_the_end_of_its_job_does_not_take_part_in_the_n
     assert [e.worker_id for e in effects if isinstance(e, Kill)] == [1, 2]
     assert not [e for e in effects if isinstance(e, Restore | Publish | PutState)]
     machine.take(WorkerExited(0, 1, "signal SIGTERM"))
-    assert only(machine.take(WorkerExited(1, 2, "signal SIGTERM"))) == Leave(NAME_REUSED)
+    assert only(machine.take(WorkerExited(1, 2, "signal SIGTERM"))) == Leave(reason(Code.NAME_REUSED))
 
 
 def test_a_stopped_job_ends_its_workers_gently_and_charges_nobody() -> None:
@@ -827,7 +829,7 @@ def test_a_stopped_job_ends_its_workers_gently_and_charges_nobody() -> None:
     effects = machine.see(ended(Phase.STOPPING))
     assert [(e.worker_id, e.graceful) for e in effects if isinstance(e, Kill)] == [(1, True), (2, True)]
     assert machine.take(WorkerExited(0, 1, "exit code 1", 1)) == []
-    assert only(machine.take(WorkerExited(1, 2, "signal SIGTERM"))) == Leave("stopping")
+    assert only(machine.take(WorkerExited(1, 2, "signal SIGTERM"))) == Leave(reason(Code.JOB_OVER, phase="stopping"))
 
 
 @pytest.mark.parametrize("phase", [Phase.STOPPING, Phase.FAILED])
@@ -923,7 +925,7 @@ def test_drained_node_without_a_rank_leaves_at_once() -> None:
     machine.take(Start(), Joined(), says.ready(0, 1), says.ready(1, 2))
     assert kinds(machine.take(Drain("maintenance", 1e9))) == [Kill, Kill]
     machine.take(WorkerExited(0, 1, "signal SIGTERM"))
-    assert only(machine.take(WorkerExited(1, 2, "signal SIGTERM"))) == Leave("drained: maintenance")
+    assert only(machine.take(WorkerExited(1, 2, "signal SIGTERM"))) == Leave(reason(Code.DRAINED, "maintenance"))
 
 
 def test_a_drain_is_announced_and_waits_for_the_leader() -> None:
@@ -973,7 +975,7 @@ def test_the_last_node_stays_until_its_state_is_saved() -> None:
     machine.take(says.group_closed(0, 1, 1, 12), says.group_closed(1, 2, 1, 12), CheckpointSaved(1, 11))
     assert machine.agent.drain.leaving is None
     machine.take(CheckpointSaved(1, 12))
-    assert machine.agent.drain.leaving == "drained: maintenance"
+    assert machine.agent.drain.leaving == reason(Code.DRAINED, "maintenance")
 
 
 def test_a_checkpoint_of_the_course_that_the_job_has_gone_back_from_does_not_count_for_a_drain() -> None:
@@ -993,7 +995,7 @@ def test_a_checkpoint_of_the_course_that_the_job_has_gone_back_from_does_not_cou
     machine.take(says.group_closed(0, 3, 2, 55), says.group_closed(1, 4, 2, 55))
     assert machine.agent.drain.leaving is None
     machine.see(replace(shown, saved_step=55, saved_generation=2, revision=11))
-    assert machine.agent.drain.leaving == "drained: maintenance"
+    assert machine.agent.drain.leaving == reason(Code.DRAINED, "maintenance")
 
 
 def test_a_checkpoint_whose_generation_is_not_on_record_counts_by_its_step() -> None:
@@ -1002,7 +1004,7 @@ def test_a_checkpoint_whose_generation_is_not_on_record_counts_by_its_step() -> 
     machine.see(view(A, B, spec=spec, formed=SECOND, saved_step=12))
     machine.take(Drain("maintenance", machine.now_s + 600.0))
     machine.take(says.group_closed(0, 1, 1, 12), says.group_closed(1, 2, 1, 12))
-    assert machine.agent.drain.leaving == "drained: maintenance"
+    assert machine.agent.drain.leaving == reason(Code.DRAINED, "maintenance")
 
 
 def test_a_drain_called_off_is_withdrawn() -> None:

@@ -10,6 +10,7 @@ from support.jobs import Machine, broken, generation, member, place, policy, vie
 from elastic.contract.job.spec import JobSpec
 from elastic.contract.records.decoding import Member
 from elastic.contract.records.job_records import BrokenRecord, MemberRecord, Phase, decode, encode
+from elastic.contract.records.reasons import Code, listed, reason, reasons
 from elastic.recovery.facts.view import JobView
 from elastic.recovery.leading import DISPUTE_S
 from elastic.recovery.machine.effects import Effect, Publish, PutMember, PutState
@@ -108,7 +109,7 @@ def test_a_cut_is_acted_upon_when_steps_stop_and_all_have_spoken() -> None:
     assert published(machine.wait(5.0, Viewed(picture("ca"), True))) == []  # a or c?
     assert published(machine.wait(0.9 * DISPUTE_S, Viewed(picture("ca", "bc"), True))) == []
     assert published(machine.wait(0.9 * DISPUTE_S)) == []
-    assert machine.agent.lead.reason == "nodes are checking their connections to each other"
+    assert machine.agent.lead.reason == reason(Code.CHECKING)
     assert published(machine.wait(0.2 * DISPUTE_S)) == ["ab"]
 
 
@@ -123,7 +124,7 @@ def test_while_steps_advance_nothing_is_torn() -> None:
     machine.take(Viewed(picture("ca", "cb"), True))
     for at in range(9, 40):
         assert published(machine.wait(STALL_S * 0.9, Progress(1, at, 0.1))) == []
-    assert machine.agent.lead.reason == "c cannot be reached by a, b"
+    assert machine.agent.lead.reason == reason(Code.UNREACHED, node="c", others="a, b")
     assert published(machine.wait(STALL_S * 1.1)) == ["ab"]
 
 
@@ -145,9 +146,10 @@ def test_unreachable_leader_publishes_nothing_and_states_why_it_waits() -> None:
     machine = Stepping("a")
     machine.wait(5.0, Viewed(picture("ba", "ac"), True))
     assert published(machine.wait(10.0)) == []
-    assert machine.agent.lead.reason == "a cannot be reached by b, c: it waits with its state"
+    unreached = reason(Code.UNREACHED, node="a", others="b, c")
+    assert machine.agent.lead.reason == reason(Code.LEFT_OUT, unreached)
     machine.wait(0.1, Viewed(picture(), True))
-    assert "cannot be reached" not in machine.agent.lead.reason
+    assert unreached not in reasons(machine.agent.lead.reason)
 
 
 def test_below_min_the_job_waits_and_runs_on_when_steps_do() -> None:
@@ -157,7 +159,8 @@ def test_below_min_the_job_waits_and_runs_on_when_steps_do() -> None:
     effects = machine.wait(5.0, Viewed(picture("ac", "bc", spec=spec), True))
     (waits,) = [e for e in effects if isinstance(e, PutState)]
     assert waits.state.phase is Phase.WAITING
-    assert waits.state.reason == "c cannot be reached by a, b; 2 of at least 3 nodes are there"
+    unreached = reason(Code.UNREACHED, node="c", others="a, b")
+    assert waits.state.reason == listed(unreached, reason(Code.TOO_FEW, count=2, least=3))
     waiting = picture("ac", "bc", spec=spec, phase=Phase.WAITING)
     assert not [e for e in machine.wait(5.0, Viewed(waiting, True)) if isinstance(e, PutState)]
     effects = machine.wait(5.0, Progress(1, 9, 0.1))

@@ -109,7 +109,7 @@ def test_a_replaced_value_is_refused(
     attacker.num_keys()
     with pytest.raises(StoreAltered, match="no rank of this generation wrote: rank1") as caught:
         two.get("rank1")
-    assert two.altered == str(caught.value)
+    assert two.altered == "rank1"
     assert is_communication_error(caught.value), "a worker leaves the group for it, and keeps its state"
     with pytest.raises(StoreAltered):
         two.multi_get(["rank0", "rank1"])
@@ -181,8 +181,8 @@ def form_quietly(group: Group) -> None:
 @pytest.mark.slow
 def test_a_rank_does_not_meet_one_without_the_secret() -> None:
     said, altered = run_ranks(attacked, world_size=2, sealed=True)[0]
-    assert said == altered
-    assert "no rank of this generation wrote: g1/" in said
+    assert altered.startswith("g1/")
+    assert altered in said
     assert run_ranks(attacked, world_size=2, sealed=False)[0] == ["formed", ""], "the attack works where none looks"
 
 
@@ -231,5 +231,5 @@ def later(rank: int, world_size: int, port: int) -> Any:
 @pytest.mark.slow
 def test_a_refusal_after_forming_is_kept_with_the_group() -> None:
     altered, communication = run_ranks(later, world_size=2)[0]
-    assert "no rank of this generation wrote: g1/mine" in altered
+    assert altered == "g1/mine"
     assert communication

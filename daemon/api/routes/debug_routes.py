@@ -56,7 +56,7 @@ def get_gradients(h: Request, query: Query, job: str) -> Json:
         "job": job, "step": step, "world_size": world_size,
         "passed": len(chosen) < world_size and _passed(step, newest_progress(snapshot, known)),
         "ranks": [row["rank"] for row in chosen], "layers": gradients.layers(chosen),
-        "findings": gradients.findings(gradients.in_short(chosen)), "samples": rows, "unanswered": unanswered,
+        "findings": list(gradients.findings(gradients.in_short(chosen))), "samples": rows, "unanswered": unanswered,
     }  # fmt: skip
 
 

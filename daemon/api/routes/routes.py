@@ -100,7 +100,7 @@ def post_job(h: Request, query: Query) -> Json:
     owner = h.service.authority.submitter(h.peer(), submit.user, named(submit.user))
     name = h.service.actions.submit(submit.spec, h.peer(), owner, submit.replace)
     plan = h.service.published.now.plan
-    return {"job": name, "note": plan.waiting[name] if name in plan.never else ""}
+    return {"job": name, "note": str(plan.waiting[name]) if name in plan.never else ""}
 
 
 def post_stop(h: Request, query: Query, job: str) -> Json:

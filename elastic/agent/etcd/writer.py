@@ -180,7 +180,7 @@ class EtcdWriter:
                 "generation.broken",
                 generation=record.generation,
                 kind=record.kind,
-                detail=str(record.detail),
+                detail=record.detail,
                 first=result.ok,
             )
             if not result.ok:
@@ -241,7 +241,7 @@ class EtcdWriter:
             generation=record.number,
             world_size=record.world_size,
             nodes=[p.node for p in record.nodes],
-            why=str(record.why),
+            why=record.why,
             at_step=record.at_step,
         )
         return done

@@ -16,6 +16,7 @@ import structlog
 from elastic.agent.workers.pool import Pool, Process
 from elastic.agent.workers.stacks import UNSEEN, is_in_part, process_state, stack
 from elastic.contract.job.spec import Hang
+from elastic.contract.records.reasons import Code, Text, listed, reason
 from elastic.contract.records.standings import Standing
 from elastic.contract.worker.beat import WITH_OTHERS, Beat, Doing
 from elastic.recovery.facts.transitions import Stage
@@ -31,6 +32,7 @@ from elastic.recovery.hangs.hang_rules import (
     patience_s,
     patience_there_s,
     position,
+    stopped,
     waits_too_long,
 )
 from elastic.recovery.hangs.stillness import StillRank, all_ahead, standing, worth_telling
@@ -44,7 +46,6 @@ STOPPED_S = 1.0
 """A longer gap between two looks means that the agent itself was suspended."""
 ENDING_S = 60.0
 """A worker that was killed or exits is left to the kernel for this long: only its exit tells of what it died."""
-ENDS_SLOWLY = "it was killed or exits, and its process has not ended for {:.0f} s"
 TELL_S = 1.0
 """Minimum interval between reports to the other agents of how far the local workers have got."""
 RETRY_S = 1.0
@@ -180,10 +181,10 @@ class HangDetector:
         if not agent.policy.managed:
             self._consider_plain(one, seen, now_s)
             return
-        stuck = waits_too_long(beat, self.group_s, now_s)
+        stuck = waits_too_long(worker.slot, beat, self.group_s, now_s)
         if stuck and self._stuck.get(worker.worker_id) != beat.beats:
             self._stuck[worker.worker_id] = beat.beats
-            self.post(GroupStuck(worker.slot, worker.worker_id, f"rank of slot {worker.slot} {stuck}"))
+            self.post(GroupStuck(worker.slot, worker.worker_id, stuck))
         world_size = agent.formed.generation.world_size if agent.formed.generation else 0
         here = position(beat, one.in_collective is not None)
         sick = judge(
@@ -204,9 +205,7 @@ class HangDetector:
             return
         for_s = now_s - self._stopped_s.setdefault(one.worker.worker_id, now_s)
         if for_s >= min(self.rules.floor_s, self.rules.ceiling_s):
-            self._examine(
-                one, seen, Unhealthy(f"process has been stopped (state {one.state}) for {for_s:.1f} s"), now_s
-            )
+            self._examine(one, seen, stopped(for_s), now_s)
 
     def _may_wait_unseen(self, agent: Agent, one: LastBeat, now_s: float) -> bool:
         """Whether to dump its stack without a suspicion: it may be waiting in a collective that the script itself
@@ -301,9 +300,9 @@ class HangDetector:
                 self._cleared_until_s[process.worker_id] = one.beat.beat_at_s + longer_s
                 log.info("worker.takes_long_there", slot=process.slot, pid=process.pid, patience_s=longer_s)
             elif sick is not None:
-                evidence = sick.evidence
+                evidence: Text = sick.evidence
                 if (since_s := self._ending_s.get(process.worker_id)) is not None:
-                    evidence = f"{evidence}; {ENDS_SLOWLY.format(now_s - since_s)}"
+                    evidence = listed(evidence, reason(Code.ENDS_SLOWLY, for_s=round(now_s - since_s)))
                 log.warning("worker.hung", slot=process.slot, pid=process.pid, evidence=evidence)
                 self.post(WorkerUnhealthy(process.slot, process.worker_id, "hang", evidence, stacks))
 

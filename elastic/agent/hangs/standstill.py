@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from datetime import UTC, datetime
 
 from msgspec.structs import replace
 
 from elastic.contract.job.spec import Hang
 from elastic.contract.records.decoding import Member
 from elastic.contract.records.job_records import ProgressRecord
+from elastic.contract.records.reasons import Code, reason
 from elastic.contract.records.standings import Standing, Stillness
 from elastic.recovery.facts.transitions import Stage
-from elastic.recovery.hangs.stillness import StandstillCause, StillRank, explain, still_s
+from elastic.recovery.hangs.stillness import StillRank, explain, still_s
 from elastic.recovery.machine.model import Agent
 
 
@@ -66,31 +66,10 @@ def with_stillness(
     )
     if now_s - since_s < still_s(agent.progress.step_s, rules) or all(w.stage is Stage.DONE for w in mine):
         return record
-    cause = _cause(record, agent, known)
-    still = Stillness(
-        since_wall_s=round(wall_s - (now_s - since_s), 3),
-        because=cause.because,
-        rank=cause.rank,
-        node=cause.node,
-        declared=cause.declared,
-    )
-    said_already = record.waiting_for or cause.declared
-    return replace(record, still=still, waiting_for=record.waiting_for if said_already else in_words(still))
-
-
-def _cause(record: ProgressRecord, agent: Agent, known: Collection[StillRank]) -> StandstillCause:
-    generation = agent.formed.generation
-    assert generation is not None
+    since_wall_s = round(wall_s - (now_s - since_s), 3)
     if agent.formed.broken >= generation.number:
-        why = f" ({agent.formed.broken_record.detail})" if agent.formed.broken_record else ""
-        waits = record.waiting_for or "the next one has not formed yet"
-        return StandstillCause(f"generation {generation.number} is broken{why}: {waits}")
+        broken = agent.formed.broken_record
+        why = reason(Code.NOT_FORMED, broken.detail if broken else "", number=generation.number)
+        return replace(record, still=Stillness(since_wall_s, why))
     nodes = {rank: place.node for place in generation.nodes for rank in generation.ranks(place.node).values()}
-    return explain(known, nodes, generation.number)
-
-
-def in_words(still: Stillness) -> str:
-    """'no progress since 10:31:07 UTC, probably rank 3 on node-b, because …'."""
-    since = datetime.fromtimestamp(still.since_wall_s, UTC).strftime("%H:%M:%S UTC")
-    where = f", probably rank {still.rank} on {still.node}" if still.rank is not None else ""
-    return f"no progress since {since}{where}, because {still.because}"
+    return replace(record, still=explain(known, nodes, generation.number, since_wall_s))

@@ -12,6 +12,7 @@ from datetime import timedelta
 import structlog
 from torch._C._distributed_c10d import TCPStore
 
+from elastic.contract.records.reasons import Code, Reason, reason
 from elastic.util.processes import memory_nbytes
 from elastic.util.resolver import without_dns
 
@@ -45,7 +46,7 @@ class Stores:
         self._lock = threading.Lock()
         self._open: dict[int, TCPStore] = {}
         self._bases: dict[int, Hashable] = {}
-        self._closed: dict[int, str] = {}
+        self._closed: dict[int, Reason] = {}
         """Generation -> why its store was closed."""
         self._before_nbytes = 0
         """Memory of this process when the newest store was opened."""
@@ -78,19 +79,19 @@ class Stores:
             self._before_nbytes = own_nbytes()
         return self._host, store.port
 
-    def overfull(self, generation: int, ranks: int) -> str:
-        """Why the store of `generation`, which has so many ranks, was closed here; empty: it was not. Closes it, and
+    def overfull(self, generation: int, ranks: int) -> Reason | None:
+        """Why the store of `generation`, which has so many ranks, was closed here; None: it was not. Closes it, and
         that of the generation before, if this process has grown beyond the limit since."""
         with self._lock:
             limit = LIMIT_NBYTES + LIMIT_PER_PAIR_NBYTES * ranks**2
             if self._open and (grown := self._grown_nbytes()) > limit:
-                said = f"its store grew by {grown >> 20} MiB, {limit >> 20} are allowed, and was closed"
+                why = reason(Code.STORE_GREW, mib=grown >> 20, most=limit >> 20)
                 log.error("store.overfull", generations=sorted(self._open), grown_mb=grown >> 20, limit_mb=limit >> 20)
-                self._closed.update(dict.fromkeys(self._open, said))
+                self._closed.update(dict.fromkeys(self._open, why))
                 self._open.clear()
                 self._bases.clear()
                 ctypes.CDLL(None).malloc_trim(0)  # else the next store's growth would go unseen up to this size
-            return self._closed.get(generation, "")
+            return self._closed.get(generation)
 
     def _grown_nbytes(self) -> int:
         try:

@@ -9,7 +9,6 @@ from elastic.agent.workers.process import Exited
 from elastic.agent.workers.worker_error import last_lines
 from elastic.contract.records.job_records import IncidentRecord, Phase, WorkerError
 from elastic.contract.records.reasons import Code, Reason, Text, reason
-from elastic.contract.texts import one_line
 from elastic.recovery.facts.transitions import Stage
 from elastic.recovery.machine.model import Agent, FormedState
 
@@ -59,7 +58,7 @@ def stray_checkpoints(before: Agent, agent: Agent, saved_generation: int, wall_s
 
 
 def late_exit(
-    agent: Agent, slot: int, ended: Exited, error: WorkerError | None, wall_s: float
+    agent: Agent, slot: int, ended: Exited, cause: Text, error: WorkerError | None, wall_s: float
 ) -> IncidentRecord | None:
     """Incident of a process that was killed because it had not exited after its script ended, or that has failed after
     training was complete: the job has succeeded, but the rest of the script has not run. None: it is neither."""
@@ -69,8 +68,7 @@ def late_exit(
         return _late_exit(agent, slot, reason(Code.LATE_EXIT, slot=slot, limit_s=ended.late_s), wall_s)
     over = agent.etcd.view.state.phase is Phase.SUCCEEDED
     if agent.policy.managed and told and over and (ended.code or ended.signal):
-        said = one_line(error.message) if error else ended.cause
-        record = _late_exit(agent, slot, reason(Code.FAILED_LATE, said, slot=slot), wall_s)
+        record = _late_exit(agent, slot, reason(Code.FAILED_LATE, cause, slot=slot), wall_s)
         lines = last_lines(ended.log_file) if ended.signal else ()
         return msgspec.structs.replace(record, error=error, last_lines=lines)
     return None

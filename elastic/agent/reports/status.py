@@ -15,8 +15,8 @@ from elastic.agent.snapshots.saver import SaveStatus
 from elastic.agent.workers.pool import Pool
 from elastic.contract.agent_files import LEFT, AgentStatus
 from elastic.contract.records.job_records import ProgressRecord, RankRow
+from elastic.contract.records.reasons import Code, Text, codes, reason
 from elastic.recovery.facts.transitions import Stage
-from elastic.recovery.leading import SAVING
 from elastic.recovery.machine.model import Agent
 from elastic.util.files import replace_file
 from elastic.util.processes import memory_nbytes
@@ -100,9 +100,8 @@ def progress(
             step_rate.show(process.page.read().loss, worker_id)
             break
     leaves = agent.drain.leaving is not None  # why it goes is no matter of the job's, which goes on elsewhere
-    runs = phase_of(agent) == "running" and agent.lead.reason != SAVING
-    reason = "" if leaves or runs else agent.lead.reason
-    starting = [] if reason else _starting(agent)
+    runs = phase_of(agent) == "running" and Code.SAVING not in codes(agent.lead.reason)
+    leads = "" if leaves or runs else agent.lead.reason
     known = agent.etcd.view.progress
     mine = max((row.step for row in rows), default=agent.progress.step)
     step, loss = _reached(agent, mine, step_rate.loss)
@@ -119,8 +118,7 @@ def progress(
         wall_s=time.time(),
         step_wall_s=known.step_wall_s if known is not None and repeats else step_rate.step_wall_s,
         stepped_in=max(agent.progress.settled, known.stepped_in if known is not None else 0),
-        waiting_for=reason or _waits_for(agent, starting, time.monotonic()),
-        starting=bool(starting),
+        waiting_for=leads or _waits_for(agent, time.monotonic()),
         ranks=rows,
         checkpoint_step=saved.step if own else view.saved_step or None,
         checkpoint_generation=saved.generation if own else view.saved_generation,
@@ -152,12 +150,12 @@ def _starting(agent: Agent) -> list[int]:
     return [worker.slot for worker in agent.local.workers.values() if worker.stage is Stage.STARTING]
 
 
-def _waits_for(agent: Agent, starting: list[int], now_s: float) -> str:
-    if starting:
-        return f"{', '.join(f'slot {slot} of {agent.policy.node}' for slot in starting)} to start"
+def _waits_for(agent: Agent, now_s: float) -> Text:
+    if starting := _starting(agent):
+        return reason(Code.WORKERS_START, slots=", ".join(map(str, starting)), node=agent.policy.node)
     slow = [w for w in agent.local.workers.values() if w.stage is Stage.FORMING and now_s - w.since_s > SLOW_S]
-    if slow and agent.formed.generation is not None:  # only the agent of a missing rank can tell which one it is
-        return f"all ranks to start in generation {agent.formed.generation.number} ({agent.formed.generation.why})"
+    if slow and (formed := agent.formed.generation):  # only the agent of a missing rank can tell which one it is
+        return reason(Code.RANKS_START, formed.why, number=formed.number)
     return ""
 
 

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import structlog
 
+from elastic.contract.records.reasons import Code, Reason, reason
 from elastic.contract.worker import messages
 from elastic.contract.worker.beat import PAGE_BYTES, Beat, BeatPage
 from elastic.contract.worker.messages import Forked, Message
@@ -119,13 +120,13 @@ class Pool:
         """Workers live on; pending forks are ordered again from the next zygote, or given up if `died.barren`."""
         self._held.clear()
         if died.barren:
-            why = f"the process that forks workers (zygote) dies before it has forked one: {died.how}"
+            why = reason(Code.ZYGOTE_DIES, died.how)
             for worker_id in tuple(self._waiting):
                 self._give_up(worker_id, why, self._zygote.log_file, short=died.shortage)
         elif not self._waiting:
             self._zygote.excused()
 
-    def _give_up(self, worker_id: int, why: str, log_file: str = "", *, short: bool = False) -> None:
+    def _give_up(self, worker_id: int, why: Reason, log_file: str = "", *, short: bool = False) -> None:
         """Report a worker that was ordered and never started as exited."""
         for descriptor in self._waiting.pop(worker_id)[1]:
             os.close(descriptor)
@@ -157,8 +158,7 @@ class Pool:
             self._prepare(worker_id, slot, error_file, log_file, order)
         except (OSError, messages.TooLarge) as error:
             log.warning("worker.never_began", slot=slot, worker_id=worker_id, why=str(error))
-            why = f"a worker cannot be started: {error}"
-            short = is_shortage(error)
+            why, short = reason(Code.NOT_STARTED, str(error)), is_shortage(error)
             self._untold.append(Exited(worker_id, 1, None, 0, error_file, log_file, why, shortage=short))
             return
         if self._zygote.up or self._zygote.unfit:
@@ -209,7 +209,7 @@ class Pool:
             if process.child is not None:
                 process.child.kill()
                 process.child.wait()
-            self._give_up(worker_id, f"a worker cannot be started: {error}", short=is_shortage(error))
+            self._give_up(worker_id, reason(Code.NOT_STARTED, str(error)), short=is_shortage(error))
 
     def _forked(self, message: Forked) -> Iterator[PoolEvent]:
         if message.ticket not in self._waiting:
@@ -220,7 +220,7 @@ class Pool:
                 raise OSError(errno.EAGAIN, "fork failed: no memory, or too many processes")
             self._began(process, message.pid)
         except OSError as error:
-            self._give_up(message.ticket, f"a worker cannot be started: {error}", short=is_shortage(error))
+            self._give_up(message.ticket, reason(Code.NOT_STARTED, str(error)), short=is_shortage(error))
         else:
             self._zygote.proved()
         yield from self._take_untold()
@@ -264,7 +264,7 @@ class Pool:
             process.late, process.late_s = True, self._exit_s
         if process.pidfd < 0:
             if not self._zygote.owes(worker_id):  # it need not wait for the zygote
-                self._give_up(worker_id, "it was ended before it was started")
+                self._give_up(worker_id, reason(Code.ENDED_UNSTARTED))
             return  # else killed when it appears
         if graceful:
             process.terminate_deadline_s = time.monotonic() + self._grace_s

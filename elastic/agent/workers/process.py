@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from elastic.contract.records.reasons import Code, Reason, reason
 from elastic.contract.worker import messages
 from elastic.contract.worker.beat import BeatPage
 from elastic.contract.worker.messages import Fork, FromWorker
@@ -85,8 +86,8 @@ class Exited:
     """The last committed step on its beat page."""
     error_file: str = ""
     log_file: str = ""
-    why: str = ""
-    """Why the process was never started, or could not go on; empty: `code` and `signal` say all."""
+    why: Reason | None = None
+    """Why the process was never started, or could not go on; None: `code` and `signal` say all."""
     late_s: float = 0.0
     """Above 0: its script had ended with `code` this long before, and its process was killed as it had not exited."""
     oom: bool = False
@@ -101,13 +102,12 @@ class Exited:
     """Its script has handled a SIGTERM that its agent did not send."""
 
     @property
-    def cause(self) -> str:
-        if self.why:
-            return self.why
-        if self.oom:
-            return f"killed by {self.signal}: out of memory (the kernel's OOM killer)"
-        after = " after SIGTERM" if self.terminated else ""
-        return f"killed by {self.signal}" if self.signal else f"exit code {self.code}{after}"
+    def cause(self) -> Reason:
+        if self.signal:
+            how = reason(Code.OOM_KILLED if self.oom else Code.KILLED, signal=self.signal)
+        else:
+            how = reason(Code.AFTER_SIGTERM if self.terminated else Code.EXITED, status=self.code or 0)
+        return self.why or how
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +192,7 @@ class Process:
             step=self.page.read().step,
             error_file=self.error_file,
             log_file=self.log_file,
-            why=f"it sent a message that its agent cannot read: {self.unreadable}" if self.unreadable else "",
+            why=reason(Code.UNREADABLE, self.unreadable) if self.unreadable else None,
             oom=oom and number == signal.SIGKILL,
             stopped=self.stopped,
             misuse=self.misuse,

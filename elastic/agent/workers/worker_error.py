@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from elastic.contract.records.job_records import WorkerError
-from elastic.contract.texts import cut_middle
+from elastic.contract.records.reasons import Text, reason
+from elastic.contract.texts import cut_middle, one_line
 from elastic.recovery.facts.restart_budget import FATAL
 from elastic.util.files import read_file
 
@@ -26,19 +27,24 @@ ERROR_FILE_BYTES = 1 << 20
 """A longer error file is truncated, and so invalid JSON: the log is used instead."""
 
 
-def read_error(ended: Exited, *, node: str, slot: int, rank: int, step: int | None) -> tuple[WorkerError | None, str]:
-    """(error, fingerprint). The error is None when nothing but the exit status is known.
+def read_error(
+    ended: Exited, *, node: str, slot: int, rank: int, step: int | None
+) -> tuple[Text, WorkerError | None, str]:
+    """(cause, error, fingerprint). The error is None when nothing but the exit status is known.
 
     The fingerprint is the exception's type and the line that raised it: equal for the same bug, whatever the values.
     """
     message, trace = _from_error_file(ended.error_file)
     raised, lines = _exception(message), last_lines(ended.log_file) if message else ()
-    if not message and (ended.misuse or ended.terminated or ended.code not in (0, None)):
+    cause: Text = one_line(message)
+    if not message:
+        how = ended.cause
+        if not (ended.misuse or ended.terminated or ended.code not in (0, None)):
+            return how, None, ended.signal or how.code
         trace = _tail(ended.log_file)
         last = next((line.strip() for line in reversed(trace.splitlines()) if line.strip()), "")
-        message = ended.misuse or (f"{ended.cause}: {last}" if last else ended.cause)  # handled by the script, or none
-    if not message:
-        return None, ended.cause
+        cause = ended.misuse or reason(how.code, *how.because, one_line(last), **how.values)
+        message = str(cause)
     error = WorkerError(
         node=node,
         slot=slot,
@@ -53,7 +59,7 @@ def read_error(ended: Exited, *, node: str, slot: int, rank: int, step: int | No
         exception=raised,
         misuse=bool(ended.misuse),
     )
-    return error, fingerprint(message, trace)
+    return cause, error, fingerprint(message, trace)
 
 
 def _shortened(trace: str, message: str) -> str:

@@ -19,7 +19,7 @@ from elastic.contract.origin import Origin
 from elastic.contract.step_parts import SlowRank, StepParts
 
 from .ledger import Ledger
-from .reasons import Text
+from .reasons import Text, in_words
 from .standings import Standing, Stillness
 
 PROTOCOL = 7
@@ -104,7 +104,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
 class JobState(Record, frozen=True, kw_only=True):
     phase: Phase = Phase.PENDING
-    reason: str = ""
+    reason: Text = ""
     since_wall_s: WallS = 0.0
     restarts: Int = 0
     """Failures counted over the job's whole life."""
@@ -114,7 +114,7 @@ class JobState(Record, frozen=True, kw_only=True):
     """Of the first failing rank of the newest failure."""
     excluded_nodes: tuple[str, ...] = ()
     """Nodes excluded from this job: its workers die there more often than elsewhere, or no agent of it starts there."""
-    no_agent: dict[str, str] = {}
+    no_agent: dict[str, Text] = {}
     """Of these, the nodes on which no agent of it starts, or no worker for lack of something there -> why."""
 
 
@@ -138,7 +138,7 @@ class MemberRecord(Record, frozen=True, kw_only=True):
     standings: tuple[Standing, ...] = ()
     """Of local workers that showed no progress: written when a job stands still; the positions show if it is stale."""
     managed: bool = False  # this agent has learnt that the job's workers call `elastic.run`
-    lacks: str = ""  # why workers cannot be started here, tried several times: something is lacking on the node
+    lacks: Text = ""  # why workers cannot be started here, tried several times: something is lacking on the node
     saved_generation: Int = 0  # the newest in this node's checkpoint folder, if no other node sees it; 0 = none
     held_generation: Int = 0  # whose state local workers have, though the node has no place now; 0 = none
     held_consistent: Int = 0  # the same, of workers whose state is consistent
@@ -364,10 +364,9 @@ class IncidentRecord(Record, frozen=True, kw_only=True):
 
     def in_words(self) -> dict[str, Any]:
         """As plain data for people: each reason is its sentence."""
-        row: dict[str, Any] = msgspec.to_builtins(self)
+        row: dict[str, Any] = in_words(self)
         del row["further"], row["begun_again_at"]
-        causes = [plain | {"detail": str(c.detail)} for plain, c in zip(row["causes"], self.causes, strict=True)]
-        return row | {"detail": self.text, "causes": causes}
+        return row | {"detail": self.text}
 
 
 class RankRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -413,9 +412,7 @@ class ProgressRecord(Record, frozen=True, kw_only=True):
     snapshot_mb: Real = 0.0
     """Memory used by snapshots on the leader's node."""
     snapshot_interval: str = ""
-    waiting_for: str = ""
-    starting: bool = False
-    """`waiting_for` names nothing but workers of the leader's node that have not finished their `setup`."""
+    waiting_for: Text = ""
     still: Stillness | None = None  # set while no step is made
     ranks: tuple[RankRow, ...] = ()
     managed: bool = False

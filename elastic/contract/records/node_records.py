@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from .job_records import Record, prepare
+from .reasons import Text
 
 
 class WorkerRow(msgspec.Struct, frozen=True, array_like=True):
@@ -33,7 +34,7 @@ class NodeRecord(Record, frozen=True, kw_only=True):
     version: str
     pid: int
     started_wall_s: float
-    draining: str | None = None  # why the node is being drained
+    draining: Text | None = None  # why the node is being drained
     healthy: bool = True
     reason: str | None = None  # why the node takes no work, if it is not healthy
     workers: tuple[WorkerRow, ...] = ()  # for queries at other nodes; a few seconds old
@@ -71,7 +72,7 @@ class CordonRecord(Record, frozen=True, kw_only=True):
 class DrainRecord(Record, frozen=True, kw_only=True):
     """A user's request to drain the node. Its daemon passes it on to its agents; the node takes no new work."""
 
-    reason: str
+    reason: Text
     deadline_s: float = 0.0
     """Seconds, from when the node's daemon sees this, until the node goes away in any case; 0: no deadline."""
     since_wall_s: float

@@ -13,6 +13,7 @@ from types import MappingProxyType
 import msgspec
 
 from .job_records import JobState, Phase
+from .reasons import Text
 
 
 class UnknownTransition(Exception):
@@ -63,7 +64,7 @@ def allows(phase: Phase, trigger: PhaseTrigger) -> bool:
     return (phase, trigger) in PHASES
 
 
-def after(state: JobState, trigger: PhaseTrigger, reason: str, wall_s: float) -> JobState:
+def after(state: JobState, trigger: PhaseTrigger, reason: Text, wall_s: float) -> JobState:
     """The state that follows; `wall_s`: now. Raises UnknownTransition."""
     phase = following(state.phase, trigger)
     return msgspec.structs.replace(state, phase=phase, reason=reason, since_wall_s=wall_s)

@@ -6,6 +6,8 @@ import msgspec
 
 from elastic.contract.numbers import Int, Real, WallS
 
+from .reasons import Text
+
 FIRST_STEP_S = 30.0
 """Before the first step of a job its step time is unknown: no progress for this long is reported."""
 
@@ -24,11 +26,11 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     quiet: bool = False  # it has declared a span without steps
 
 
-class Stillness(msgspec.Struct, frozen=True, kw_only=True):
+class Stillness(msgspec.Struct, frozen=True):
     """No rank has committed a step for longer than ten step times."""
 
     since_wall_s: WallS
-    because: str  # what is known of the cause, in words
+    because: Text  # what is known of the cause
     rank: Int | None = None  # where the cause probably lies; None: not known
     node: str = ""  # its node, or the node that has not published how far its ranks have got
     declared: bool = False  # the script has declared this span (`job.quiet`)

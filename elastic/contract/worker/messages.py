@@ -211,7 +211,7 @@ class CollectiveFailed(Message, frozen=True, kw_only=True):
     clean: bool
     error: str
     altered: str = ""
-    """What was wrong with a value in the generation's store that this rank has refused; empty: nothing was."""
+    """The key of a value in the generation's store that this rank has refused; empty: it has refused none."""
 
 
 class Filled(Message, frozen=True, kw_only=True):

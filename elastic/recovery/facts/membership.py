@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from elastic.contract.records.decoding import Member
 from elastic.contract.records.job_records import BrokenRecord, GenerationNode, GenerationRecord
-from elastic.contract.records.reasons import Code, Reason, reason
+from elastic.contract.records.reasons import Code, Reason, Text, listed, reason
 from elastic.contract.structs import replace
 
 from . import reachability
@@ -148,13 +148,13 @@ class NodeLimits:
 class Wait:
     """No new generation is formed now."""
 
-    reason: str
+    reason: Text
     below_min: bool = False
     steady: bool = False
     """Nothing is waited for: the current generation needs no change."""
 
 
-NO_CHANGE = Wait("no change needed", steady=True)
+NO_CHANGE = Wait(reason(Code.UNCHANGED), steady=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,7 @@ class Change:
     """Publish a generation with these nodes."""
 
     nodes: tuple[GenerationNode, ...]
-    why: str
+    why: Text
     planned: bool
     """True: the current generation runs on to a step boundary. False: it is broken or gone; its group is aborted."""
     restore: str = "newest"
@@ -278,8 +278,15 @@ class Situation:
         return len(self.chosen) < self.limits.min_nodes
 
     @property
-    def cut_reason(self) -> str:
-        return _cut_reason(self.view, self.cut, self.other)
+    def cut_reasons(self) -> list[Reason]:
+        """Why living nodes are left out."""
+        unreachable = [unreached(self.view, node) for node in sorted(self.cut) if node not in self.other]
+        others = sorted(self.other.items())
+        return unreachable + [reason(Code.OTHER_SCRIPT, node=node, other=right) for node, right in others]
+
+    def count(self, code: Code) -> Reason:
+        """`code`, with how many members are chosen and how many are needed."""
+        return reason(code, count=len(self.chosen), least=self.limits.min_nodes)
 
 
 class Rule(NamedTuple):
@@ -315,27 +322,25 @@ def _newcomers(current: GenerationRecord, places: tuple[GenerationNode, ...], se
 
 
 def _too_few_to_begin(s: Situation) -> Wait:
-    too_few = f"{len(s.chosen)} of at least {s.limits.min_nodes} nodes are ready"
-    return Wait(f"{too_few}; {s.cut_reason}" if s.cut_reason else too_few, below_min=True)
+    return Wait(listed(s.count(Code.TOO_FEW), *s.cut_reasons), below_min=True)
 
 
 def _first(s: Situation) -> Change:
-    return Change(arrange(None, _choose(None, s.chosen, s.limits.max_nodes)), "first forming", planned=False)
+    return Change(arrange(None, _choose(None, s.chosen, s.limits.max_nodes)), reason(Code.FIRST), planned=False)
 
 
 def _after_a_failure(s: Situation) -> Change | Wait:
     why = _why(s.view, s.broken, s.missing, s.cut)
     if s.too_few:
-        return Wait(f"{why}; {len(s.chosen)} of at least {s.limits.min_nodes} nodes are there", below_min=True)
+        return Wait(listed(*why, s.count(Code.TOO_FEW)), below_min=True)
     # A rollback that was itself interrupted is not complete: live state may still be the state that was discarded.
     rollback = (s.broken and s.broken.rollback) or (s.held.restore == "snapshot" and not s.settled)
     restore, new = "snapshot" if rollback else "newest", _newcomers(s.held, s.places, s.settled)
-    return Change(s.places, why, planned=False, restore=restore, newcomers=new)
+    return Change(s.places, listed(*why), planned=False, restore=restore, newcomers=new)
 
 
 def _unheard(s: Situation) -> Wait:
-    lives = "and lives: steps advance" if s.steps_advance else "yet"
-    return Wait(f"{', '.join(s.absent)} cannot be heard of, {lives}")
+    return Wait(reason(Code.UNHEARD, nodes=", ".join(s.absent)))
 
 
 def _planned(s: Situation) -> Change:
@@ -349,24 +354,23 @@ RULES = (
     Rule("no generation yet, fewer than the maximum, and `join_wait_s` has not passed", "wait for more",
          lambda s: s.current is None and len(s.chosen) < s.limits.max_nodes
          and s.min_reached_for_s < s.limits.join_wait_s,
-         lambda s: Wait(f"{len(s.chosen)} of at most {s.limits.max_nodes} nodes are ready; a moment for more")),
+         lambda s: Wait(reason(Code.MORE_MAY_COME, count=len(s.chosen), most=s.limits.max_nodes))),
     Rule("no generation yet", "form the first", lambda s: s.current is None, _first),
     Rule("it failed or lost a node, etcd was away, and a node that may have the state has not come back",
          "wait for it", lambda s: s.awaited,
-         lambda s: Wait(f"etcd was away: {', '.join(s.awaited)} may not have come back yet")),
+         lambda s: Wait(reason(Code.ETCD_WAS_AWAY, nodes=", ".join(s.awaited)))),
     Rule("it failed or lost a node, and fewer nodes are left than the minimum", "wait",
          lambda s: s.failed and s.too_few, _after_a_failure),
     Rule("it failed or lost a node", "form the next without what is lost", lambda s: s.failed, _after_a_failure),
     Rule("a node of it is not heard of, and not known to be lost", "wait for it", lambda s: s.absent, _unheard),
     Rule("the next would have the same nodes and slots", "no change", lambda s: s.places == s.held.nodes,
-         lambda s: Wait(s.cut_reason) if s.cut else NO_CHANGE),
+         lambda s: Wait(listed(*s.cut_reasons)) if s.cut else NO_CHANGE),
     Rule("it has not stepped yet", "wait for a step", lambda s: not s.settled,
-         lambda s: Wait("a planned change waits until this generation has stepped")),
+         lambda s: Wait(reason(Code.NOT_STEPPED))),
     Rule("the next would have fewer nodes than the minimum", "wait", lambda s: s.too_few,
-         lambda s: Wait(f"leaving now would leave {len(s.chosen)} of at least {s.limits.min_nodes} nodes",
-                        below_min=True)),
+         lambda s: Wait(s.count(Code.TOO_FEW_STAY), below_min=True)),
     Rule("no step is made, and workers survive a change", "wait for steps",
-         lambda s: s.in_place and not s.steps_advance, lambda s: Wait("a planned change waits for steps to advance")),
+         lambda s: s.in_place and not s.steps_advance, lambda s: Wait(reason(Code.STANDS_STILL))),
     Rule("none of these", "form the next at a step boundary", lambda s: True, _planned),
 )  # fmt: skip
 """In order: the first rule that holds decides. Drawn into `docs/states.md`."""
@@ -434,36 +438,24 @@ def _place(member: Member, before: tuple[int, ...]) -> GenerationNode:
     )
 
 
-def _why(view: JobView, broken: BrokenRecord | None, missing: list[str], cut: Collection[str]) -> str:
-    parts = [f"{broken.kind} on {broken.node}: {broken.detail}"] if broken else []
+def _why(view: JobView, broken: BrokenRecord | None, missing: list[str], cut: Collection[str]) -> list[Reason]:
+    report = [reason(Code.BROKE, broken.detail, kind=broken.kind, node=broken.node)] if broken else []
     silent = {node for pair in view.disputes for node in pair if node in cut}
-    return "; ".join(parts + [str(unreached(view, n)) if n in silent else f"node {n} is gone" for n in missing])
-
-
-def _cut_reason(view: JobView, cut: Collection[str], other: Mapping[str, str]) -> str:
-    said = [str(unreached(view, node)) for node in sorted(cut) if node not in other]
-    said += [
-        f"the script on {node} is not the one that {right} began with: put the same on both, stop the job and submit "
-        "it again"
-        for node, right in sorted(other.items())
-    ]
-    return "; ".join(said)
+    return report + [unreached(view, n) if n in silent else reason(Code.NODE_GONE, node=n) for n in missing]
 
 
 def _difference(
     current: GenerationRecord, places: tuple[GenerationNode, ...], alive: Mapping[str, Member], limits: NodeLimits
-) -> str:
+) -> Text:
     before, after = {p.node: p for p in current.nodes}, {p.node: p for p in places}
-    scaled = ""  # in the words of the daemon, whose order to leave may come later than the job's new limits
+    scaled: Text = ""  # as the daemon says, whose order to leave may come later than the job's new limits
     if len(before) > limits.max_nodes:
-        most = f"the {limits.max_nodes} nodes" if limits.max_nodes > 1 else "the one node"
-        scaled = f"the job has {most} that it may have (nodes = {limits.min_nodes}:{limits.max_nodes})"
-    said = []
+        scaled = reason(Code.SURPLUS, nodes=f"{limits.min_nodes}:{limits.max_nodes}")
+    changes = []
     for node in sorted(before.keys() - after.keys()):
-        reason = (alive[node].record.draining if node in alive else None) or scaled
-        said.append(f"{node} leaves ({reason})" if reason else f"{node} leaves")
-    said += [f"{node} joins" for node in sorted(after.keys() - before.keys())]
-    said += [
-        f"{n} changes its workers" for n in sorted(before.keys() & after.keys()) if before[n].slots != after[n].slots
-    ]
-    return ", ".join(said) or "ranks reordered"
+        why = (alive[node].record.draining if node in alive else None) or scaled
+        changes.append(reason(Code.LEAVES, why, node=node))
+    changes += [reason(Code.JOINS, node=node) for node in sorted(after.keys() - before.keys())]
+    both = sorted(before.keys() & after.keys())
+    changes += [reason(Code.SLOTS_CHANGE, node=n) for n in both if before[n].slots != after[n].slots]
+    return listed(*changes) or reason(Code.REORDERED)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from elastic.contract.job.spec import Restarts
 from elastic.contract.records.job_records import BrokenRecord, Failure, JobState, MemberRecord
 from elastic.contract.records.phases import PhaseTrigger, after, allows
+from elastic.contract.records.reasons import Code, Reason, Text, reason
 from elastic.contract.structs import replace
 
 BAD_NODE_FAILURES = 3
@@ -53,9 +54,7 @@ OF_THE_TYPES = frozenset({"AttributeError", "TypeError", "ValueError", "KeyError
 FATAL = "Fatal Python error: "
 """Begins what faulthandler writes about a signal."""
 
-OWN_ENDS = frozenset(
-    {"exit code 0", *(f"killed by {name}" for name in ("SIGABRT", "SIGSEGV", "SIGILL", "SIGFPE", "SIGSYS", "SIGTRAP"))}
-)
+OWN_ENDS = frozenset({str(Code.EXITED), "SIGABRT", "SIGSEGV", "SIGILL", "SIGFPE", "SIGSYS", "SIGTRAP"})
 """Fingerprints of ends without an exception that a process brings about by itself. What kills from outside, an operator
 or the kernel for lack of memory, sends other signals; and SIGBUS is mostly a full /dev/shm of that node."""
 
@@ -63,7 +62,7 @@ or the kernel for lack of memory, sends other signals; and SIGBUS is mostly a fu
 @dataclass(frozen=True, slots=True)
 class Charge:
     state: JobState
-    stopped: str = ""
+    stopped: Text = ""
     """Why the job is stopped; empty: it goes on."""
 
 
@@ -117,13 +116,12 @@ def charge(
     waits = survives and bool(stepped) and not broken.no_state
     fault = _at_fault(recent, broken, rules, stepped=stepped, first=not state.restarts, waits=waits)
     if fault := fault or _ends_alike(recent, broken, rules, spared=bool(other_nodes), waits=waits):
-        return _stop(charged, wall_s, f"{fault}: {broken.detail}{_said(broken)}")
+        return _stop(charged, wall_s, reason(fault.code, broken.detail, _said(broken), **fault.values))
     # A failed collective of a job that has stepped before is not the job's fault but the network's: the job retries.
     counted = sum(1 for f in recent if (f.fingerprint not in OF_THE_NETWORK if f.step else not waits))
     if counted > rules.budget:
-        noun = "failure" if counted == 1 else "failures"
-        said = f"{counted} {noun} within {rules.window_s:g} s, at most {rules.budget} allowed (restarts.budget)"
-        return _stop(charged, wall_s, f"{said}; the last: {broken.detail}")
+        limits = {"count": counted, "window_s": rules.window_s, "budget": rules.budget}
+        return _stop(charged, wall_s, reason(Code.OVER_BUDGET, broken.detail, **limits))
     return Charge(charged)
 
 
@@ -135,55 +133,56 @@ def _at_fault(
     stepped: bool | None,
     first: bool,
     waits: bool,
-) -> str:
-    """Why the next try would fail as well, or '': what elastic refuses, a mistake in the program that shows before the
-    first step, and the same failure again and again. `first`: nothing has failed before."""
+) -> Reason | None:
+    """Why the next try would fail as well; None: it need not. What elastic refuses, a mistake in the program that shows
+    before the first step, and the same failure again and again. `first`: nothing has failed before."""
     failure = recent[-1]
     if broken.error is None or failure.no_state:
-        return ""
+        return None
     if broken.error.misuse:
-        return "the script does what elastic refuses, and is not tried again"
+        return reason(Code.MISUSE)
     sure = OF_THE_TEXT if stepped is None else OF_THE_TEXT | OF_THE_TYPES
     if waits and not failure.step:
-        return ""
+        return None
     if first and not stepped and not failure.step and broken.error.exception in sure:
-        return "the script fails before its first step, and would again"
+        return reason(Code.FAILS_AT_ONCE)
     alike = sum(1 for f in recent if (f.fingerprint, f.step) == (failure.fingerprint, failure.step))
     crawling = _after_each_step(recent)
     if max(alike, crawling) < rules.same_failure:
-        return ""
+        return None
     where = f"at step {failure.step}" if failure.step else "before the first step"
     if crawling > alike:
         where, alike = "after each step", crawling
-    return f"crash loop: the same failure {where}, {alike} times"
+    return reason(Code.CRASH_LOOP, where=where, count=alike)
 
 
 def _ends_alike(
     recent: tuple[Failure, ...], broken: BrokenRecord, rules: Restarts, *, spared: bool, waits: bool
-) -> str:
-    """Why the next try would end as well, or '': the same end without an exception at the same step, several times in a
-    row. If all were on one node, that is excluded first where it can be spared: its memory may be bad."""
+) -> Reason | None:
+    """Why the next try would end as well; None: it need not. The same end without an exception at the same step,
+    several times in a row. If all were on one node, that is excluded first where it can be spared: its memory may be
+    bad."""
     last = recent[-1]
     if broken.error is not None or last.fingerprint not in OWN_ENDS or (waits and not last.step):
-        return ""
+        return None
     same = (last.fingerprint, last.step)
     row = list(itertools.takewhile(lambda f: (f.fingerprint, f.step) == same, reversed(recent)))
     if len(row) < rules.same_failure or (spared and len({f.node for f in row}) == 1):
-        return ""
+        return None
     where = f"at step {last.step}" if last.step else "before the first step"
-    return f"crash loop: the same end {where}, {len(row)} times in a row"
+    return reason(Code.ENDS_ALIKE, where=where, count=len(row))
 
 
 def _said(broken: BrokenRecord) -> str:
     """What a library has said before it aborted the process."""
     said = list(itertools.takewhile(lambda line: not line.startswith(FATAL), broken.last_lines))
-    return f": {said[-1].strip()}" if said and len(said) < len(broken.last_lines) else ""
+    return said[-1].strip() if said and len(said) < len(broken.last_lines) else ""
 
 
-def _stop(state: JobState, wall_s: float, reason: str) -> Charge:
+def _stop(state: JobState, wall_s: float, why: Reason) -> Charge:
     if not allows(state.phase, PhaseTrigger.FAILED):
         return Charge(state)  # it was told to stop meanwhile, or has ended: that is not overridden
-    return Charge(after(state, PhaseTrigger.FAILED, reason, wall_s), reason)
+    return Charge(after(state, PhaseTrigger.FAILED, why, wall_s), why)
 
 
 def _follows_from_another(state: JobState, broken: BrokenRecord, before: int | None) -> bool:

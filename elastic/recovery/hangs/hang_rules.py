@@ -16,6 +16,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from elastic.contract.job.spec import Hang
+from elastic.contract.records.reasons import Code, Reason, reason
 from elastic.contract.worker.beat import WITH_OTHERS, Beat, Doing
 
 STOPPED_STATE = "T"
@@ -75,7 +76,7 @@ class RankWait:
 class Unhealthy:
     """This worker is to be replaced."""
 
-    evidence: str
+    evidence: Reason
     certain: bool = True
     """False: its stack may show that it waits for other ranks, and then it is exempt."""
 
@@ -118,7 +119,7 @@ def judge(
             return None
         # Without a generation the worker holds no state: replacing it cannot lose the last copy.
         held_up = not beat.generation or any(wait.position >= here for wait in waits)
-        return _stopped(process_state, silent_s) if held_up else None
+        return stopped(silent_s) if held_up else None
     if now_s < beat.quiet_until_s:
         return None
     ahead = [wait for wait in waits if wait.position > here]
@@ -130,13 +131,11 @@ def judge(
     held_s = now_s - max(beat.beat_at_s, first.since_s)
     if held_s < patience:
         return None
-    evidence = _evidence(beat, process_state, silent_s, patience)
     if beat.pulse_s and now_s - beat.pulse_s >= patience:
-        return Unhealthy(
-            f"{evidence}; for {now_s - beat.pulse_s:.1f} s no thread of it has run Python (a call keeps the GIL)"
-        )
-    behind = "every other rank" if all_ahead else "another rank"
-    evidence = f"{evidence}; {behind} has got further and waits for {now_s - first.since_s:.1f} s"
+        return Unhealthy(_evidence(beat, process_state, silent_s, patience, reason(Code.DEAF)))
+    who = "every other rank" if all_ahead else "another rank"
+    behind = reason(Code.OTHERS_WAIT, who=who, for_s=round(now_s - first.since_s, 1))
+    evidence = _evidence(beat, process_state, silent_s, patience, behind)
     # Not in a collective of the script's own: another rank may have skipped it, and then no rank is hung.
     alone_behind = all_ahead and beat.doing in IN_EXCHANGE
     return Unhealthy(evidence, certain=alone_behind and held_s >= rules.ceiling_s)
@@ -148,22 +147,21 @@ def _judge_alone(beat: Beat, process_state: str, rules: Hang, now_s: float) -> U
     if silent_s < rules.ceiling_s:
         return None
     if process_state == STOPPED_STATE:
-        return _stopped(process_state, silent_s)
+        return stopped(silent_s)
     if beat.doing in WITH_OTHERS - IN_EXCHANGE or now_s < beat.quiet_until_s:
         return None
     return Unhealthy(_evidence(beat, process_state, silent_s, rules.ceiling_s))
 
 
-def _stopped(process_state: str, silent_s: float) -> Unhealthy:
-    return Unhealthy(f"process is stopped (state {process_state}) and silent for {silent_s:.1f} s")
+def stopped(silent_s: float) -> Unhealthy:
+    return Unhealthy(reason(Code.STOPPED, reason(Code.SILENT, for_s=round(silent_s, 1))))
 
 
-def _evidence(beat: Beat, process_state: str, silent_s: float, patience: float) -> str:
-    state = " in uninterruptible I/O (state D)" if process_state == "D" else ""
-    return (
-        f"no progress for {silent_s:.1f} s while {beat.doing.name.lower()} at step {beat.step}{state}; "
-        f"its patience is {patience:.1f} s (step time {beat.step_s:.3f} s)"
-    )
+def _evidence(beat: Beat, process_state: str, silent_s: float, patience_s: float, *more: Reason) -> Reason:
+    io = reason(Code.IN_IO) if process_state == "D" else ""
+    patience = reason(Code.PATIENCE, patience_s=round(patience_s, 1))
+    doing, for_s, step_s = beat.doing.name.lower(), round(silent_s, 1), round(beat.step_s, 3)
+    return reason(Code.NO_PROGRESS, io, *more, patience, for_s=for_s, doing=doing, step=beat.step, step_s=step_s)
 
 
 def busy(beat: Beat, rules: Hang, now_s: float) -> bool:
@@ -180,10 +178,10 @@ def busy(beat: Beat, rules: Hang, now_s: float) -> bool:
     return beat.doing is Doing.COMPUTING and silent_s < patience_s(beat, rules)
 
 
-def waits_too_long(beat: Beat, limit_s: float, now_s: float) -> str:
-    """The evidence that it has waited for other ranks beyond `limit_s`, the group's own timeout; '' if it has not. The
+def waits_too_long(slot: int, beat: Beat, limit_s: float, now_s: float) -> Reason | None:
+    """The evidence that it has waited for other ranks beyond `limit_s`, the group's own timeout; None: it has not. The
     worker is not hung, but the group is stuck: gloo ends that by itself, NCCL only where its watchdog is enabled."""
     waited_s = now_s - beat.beat_at_s
     if beat.doing not in IN_EXCHANGE or waited_s < limit_s or now_s < beat.quiet_until_s:
-        return ""
-    return f"has waited for other ranks for {waited_s:.0f} s ({beat.doing.name.lower()} at step {beat.step})"
+        return None
+    return reason(Code.WAITED, slot=slot, for_s=round(waited_s), doing=beat.doing.name.lower(), step=beat.step)

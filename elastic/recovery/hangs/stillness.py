@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from elastic.contract.job.spec import Hang
-from elastic.contract.records.standings import FIRST_STEP_S, Standing
+from elastic.contract.records.reasons import Code, Text, reason
+from elastic.contract.records.standings import FIRST_STEP_S, Standing, Stillness
 from elastic.contract.worker.beat import WITH_OTHERS, Beat, Doing
 
 from .hang_rules import STOPPED_STATE, Position, RankWait, position
 
 DEAF_S = 2.0
 """Without a pulse from the worker's pulse thread for this long, the process probably runs no Python."""
+
+_FINISHES = Doing.FINISHING.name.lower()
 
 
 def still_s(step_s: float, rules: Hang) -> float:
@@ -80,64 +83,37 @@ def all_ahead(here: Position, others: Collection[StillRank], world_size: int) ->
     return len({k.standing.rank for k in others if k.standing.position[:2] > here[:2]}) >= world_size - 1
 
 
-@dataclass(frozen=True, slots=True)
-class StandstillCause:
-    """The probable reason why a job makes no step, and the rank at which it lies."""
-
-    because: str
-    rank: int | None = None
-    node: str = ""
-    declared: bool = False
-
-
-def explain(known: Collection[StillRank], nodes: Mapping[int, str], generation: int) -> StandstillCause:
-    """`nodes`: rank -> node, for all ranks of `generation`."""
+def explain(known: Collection[StillRank], nodes: Mapping[int, str], generation: int, wall_s: float = 0.0) -> Stillness:
+    """Why no step is made since `wall_s`, and at which rank that probably lies. `nodes`: rank -> node, for all ranks of
+    `generation`."""
     current = [k for k in known if k.standing.position[0] == generation and nodes.get(k.standing.rank) == k.node]
     newest = max((k.standing.position[1] for k in current), default=-1)
     # Ranks are at most one step apart: older positions were written in an earlier standstill.
     ranks = {k.standing.rank: k for k in current if k.standing.position[1] >= newest - 1}
-    unheard = [rank for rank in nodes if rank not in ranks]
     furthest = max((k.standing.position for k in ranks.values()), default=(0, 0, 0))
-    if found := _suspect(ranks, furthest):
-        return found
-    if unheard:
-        rank = unheard[0]
-        others = f" (nor are {len(unheard) - 1} others)" if len(unheard) > 1 else ""
-        return StandstillCause(
-            f"the others wait, and it is not among those that are known to wait{others}", rank, nodes[rank]
-        )
-    return StandstillCause(f"all {len(nodes)} ranks wait for each other in {_place(furthest)}")
-
-
-def _suspect(ranks: Mapping[int, StillRank], furthest: Position) -> StandstillCause | None:
     in_order = sorted(ranks.values(), key=lambda k: (k.standing.position, k.standing.rank))
-    for sign, said in (
-        ("stopped", "its process is stopped by a signal"),
-        ("deaf", "no thread of it runs Python: a call keeps the interpreter's lock"),
-    ):
-        for k in in_order:
-            if getattr(k.standing, sign):
-                return StandstillCause(said, k.standing.rank, k.node)
-    for k in in_order:
-        if not k.standing.waits:
-            more = sum(not other.standing.waits for other in in_order) - 1
-            also = f" (as are {more} others)" if more else ""
-            doing = "in a span declared with job.quiet" if k.standing.quiet else k.standing.doing
-            said = f"it is {doing} in {_place(k.standing.position)}{also}"
-            return StandstillCause(said, k.standing.rank, k.node, declared=k.standing.quiet)
-    early = [k for k in in_order if k.standing.doing == Doing.FINISHING.name.lower()]
-    if early and len(early) < len(ranks):
-        k = early[0]
-        return StandstillCause(
-            f"its train has returned at step {k.standing.position[1]}, others go on", k.standing.rank, k.node
-        )
-    if in_order and in_order[0].standing.position < furthest:
-        k = in_order[0]
-        return StandstillCause(
-            f"it waits in {_place(k.standing.position)} while others have got to {_place(furthest)}",
-            k.standing.rank, k.node,
-        )  # fmt: skip
-    return None
+    some_go_on = any(k.standing.doing != _FINISHES for k in in_order)
+    signs: tuple[tuple[Code, Callable[[Standing], bool]], ...] = (
+        (Code.STOPPED, lambda s: s.stopped),
+        (Code.DEAF, lambda s: s.deaf),
+        (Code.IN_QUIET, lambda s: s.quiet and not s.waits),
+        (Code.DOES_NOT_WAIT, lambda s: not s.waits),
+        (Code.HAS_RETURNED, lambda s: s.doing == _FINISHES and some_go_on),
+        (Code.BEHIND, lambda s: s.position < furthest),
+    )
+    for code, shows in signs:
+        if suspects := [k for k in in_order if shows(k.standing)]:
+            rank, node, doing = suspects[0].standing.rank, suspects[0].node, suspects[0].standing.doing
+            place = _place(suspects[0].standing.position)
+            why = reason(code, _others(suspects), doing=doing, place=place, furthest=_place(furthest))
+            return Stillness(wall_s, why, rank, node, declared=code is Code.IN_QUIET)
+    if unheard := [rank for rank in nodes if rank not in ranks]:
+        return Stillness(wall_s, reason(Code.UNKNOWN_RANK, _others(unheard)), unheard[0], nodes[unheard[0]])
+    return Stillness(wall_s, reason(Code.ALL_WAIT, count=len(nodes), place=_place(furthest)))
+
+
+def _others(suspects: Collection[object]) -> Text:
+    return reason(Code.AND_OTHERS, count=len(suspects) - 1) if len(suspects) > 1 else ""
 
 
 def _place(at: Position) -> str:

@@ -12,6 +12,7 @@ from elastic.contract.records.job_records import (
     MemberRecord,
     SpecRecord,
 )
+from elastic.contract.records.reasons import Text
 from elastic.contract.worker.messages import ToWorker
 from elastic.recovery.facts.membership import Change
 
@@ -141,7 +142,7 @@ class SaveNow:
 class Leave:
     """All workers have ended: delete our member key and exit."""
 
-    reason: str
+    reason: Text
     code: int = 0
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from elastic.contract.records.job_records import WorkerError
+from elastic.contract.records.reasons import Text
 from elastic.contract.records.standings import Standing
 from elastic.contract.worker.messages import FromWorker
 from elastic.recovery.facts.view import JobView
@@ -56,7 +57,7 @@ class StoreClosed:
     """The store of a generation, which this agent hosted, had grown beyond its limit."""
 
     generation: int
-    why: str
+    why: Text
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ class WorkerSaid(WorkerEvent):
 class WorkerFailed(WorkerEvent):
     """Its script has ended with an error, and its process is about to end."""
 
-    cause: str
+    cause: Text
     code: int
     error: WorkerError | None = None
     fingerprint: str = ""
@@ -93,8 +94,8 @@ class WorkerFailed(WorkerEvent):
 
 @dataclass(frozen=True, slots=True)
 class WorkerExited(WorkerEvent):
-    cause: str
-    """'signal SIGKILL', 'exit code 1', …"""
+    cause: Text
+    """How it ended, or the exception."""
     code: int | None = None
     error: WorkerError | None = None
     fingerprint: str = ""
@@ -115,7 +116,7 @@ class WorkerUnhealthy(WorkerEvent):
     """The worker was found to be hung; its stacks are dumped already."""
 
     kind: str
-    evidence: str
+    evidence: Text
     stacks: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -123,7 +124,7 @@ class WorkerUnhealthy(WorkerEvent):
 class GroupStuck(WorkerEvent):
     """The worker has waited for other ranks for longer than the group's timeout; none of them was found to be hung."""
 
-    evidence: str
+    evidence: Text
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +176,7 @@ class RanksStill:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    reason: str
+    reason: Text
     deadline_s: float
 
 

@@ -17,6 +17,7 @@ from elastic.contract.records.job_records import (
     MemberRecord,
     SpecRecord,
 )
+from elastic.contract.records.reasons import Text
 from elastic.contract.records.standings import Standing
 from elastic.contract.timeouts import Timeouts
 from elastic.recovery.facts.incident import Closed, Incident
@@ -54,7 +55,7 @@ class Worker(msgspec.Struct, frozen=True):
     """Its process runs. A worker is ordered before, and its zygote may have to import first."""
     left: int = 0
     """The newest generation that it has left between two steps: see messages.GroupClosed."""
-    lacks: str = ""
+    lacks: Text = ""
     """What the node lacked when the slot's last process was to be started. The slot is given no rank until the next one
     is ready (a plain one: until it is tried again)."""
     seat: int = 0
@@ -216,7 +217,7 @@ class LeadState(msgspec.Struct, frozen=True):
     publishing_again: bool = False
     """The view had not shown it in time: it was ordered a second time, or more often."""
     min_reached_s: float | None = None
-    reason: str = ""
+    reason: Text = ""
     """Why the agent waits, shown to users."""
     below_min: bool = False
     halted: bool = False
@@ -226,11 +227,11 @@ class LeadState(msgspec.Struct, frozen=True):
 class DrainState(msgspec.Struct, frozen=True):
     """How this agent leaves."""
 
-    draining: str | None = None
+    draining: Text | None = None
     drain_deadline_s: float = float("inf")
     drain_saved: tuple[int, int] = (0, 0)
     """(generation, step) of the newest checkpoint that became durable since the drain was ordered."""
-    leaving: str | None = None
+    leaving: Text | None = None
     left: bool = False
     """All workers have ended, and the agent has been told to."""
 

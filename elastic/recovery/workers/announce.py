@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from elastic.contract.records.job_records import BrokenRecord, GenerationRecord, MemberRecord
-from elastic.contract.records.reasons import Text
+from elastic.contract.records.reasons import Code, Text, reason
 from elastic.contract.structs import replace
 from elastic.contract.texts import one_line
 from elastic.recovery.facts.evidence import bad_numbers, merged
@@ -114,7 +114,7 @@ def failure(turn: Turn, kind: str, detail: Text, slots: tuple[int, ...] = ()) ->
     )
 
 
-def worker_failure(turn: Turn, worker: Worker, kind: str, detail: str) -> BrokenRecord:
+def worker_failure(turn: Turn, worker: Worker, kind: str, detail: Text) -> BrokenRecord:
     """A failure report of the newest generation, in which `worker` is lost."""
     return replace(failure(turn, kind, detail, (worker.slot,)), step=worker.step, step_in=worker.synced)
 
@@ -266,4 +266,4 @@ def check_idle(turn: Turn) -> None:
         write_s = progress.checkpoint_write_s if progress is not None else None
         if turn.now_s - since_s < max(SAVE_S, 3 * (write_s or 0.0)):
             return
-    report_failure(turn, uncharged(failure(turn, "idle", "left its group, and nothing followed")))
+    report_failure(turn, uncharged(failure(turn, "idle", reason(Code.LEFT_GROUP))))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from elastic.contract.records.job_records import BrokenRecord, Loss, Phase, WorkerError
 from elastic.contract.records.phases import PhaseTrigger, after
+from elastic.contract.records.reasons import Code, reason
 from elastic.contract.structs import replace
 from elastic.contract.worker.messages import BadNumbers
 from elastic.recovery.facts.evidence import BAD_NUMBERS, bad_numbers, merged
@@ -24,8 +25,8 @@ def take_bad_numbers(turn: Turn, worker: Worker, message: BadNumbers) -> None:
     if mode == "ignore" or message.generation != worker.generation:
         return
     ranks = ", ".join(map(str, message.ranks)) or "?"
-    detail = f"{message.kind} on rank {ranks} at step {message.step}: {message.detail}"
-    error = WorkerError(node=turn.policy.node, slot=worker.slot, rank=-1, message=detail, step=message.step)
+    detail = reason(Code.BAD_NUMBERS, message.detail, kind=message.kind, ranks=ranks, step=message.step)
+    error = WorkerError(node=turn.policy.node, slot=worker.slot, rank=-1, message=str(detail), step=message.step)
     record = replace(
         failure(turn, message.kind, detail),
         generation=message.generation,
@@ -68,6 +69,6 @@ def correct_reason(turn: Turn) -> None:
     if state.phase is not Phase.FAILED or known is None or (first := bad_numbers(known)) is None:
         return
     ends: tuple[BrokenRecord | Loss, ...] = (known, *known.also)
-    later = {str(end.detail) for end in ends if end.kind == first.kind and end is not first}
-    if state.reason in later and state.reason != str(first.detail):
-        turn.ask(PutState(replace(state, reason=str(first.detail)), turn.etcd.view.state_revision), "reason")
+    later = {end.detail for end in ends if end.kind == first.kind and end is not first}
+    if state.reason in later and state.reason != first.detail:
+        turn.ask(PutState(replace(state, reason=first.detail), turn.etcd.view.state_revision), "reason")

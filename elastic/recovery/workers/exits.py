@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from elastic.contract.records.job_records import BrokenRecord, GenerationRecord, Phase
 from elastic.contract.records.phases import PhaseTrigger, after, allows
+from elastic.contract.records.reasons import Code, Reason, Text, reason
 from elastic.contract.structs import replace
 from elastic.contract.texts import one_line
 from elastic.recovery.facts.evidence import merged
@@ -56,7 +57,7 @@ def exited(turn: Turn, event: WorkerExited) -> None:
         and (turn.policy.shrink or _lost_on_its_way(turn, worker))
     ):
         killed = worker.stage is Stage.KILLED
-        detail = _late(event) if killed else _detail(event)
+        detail = _late(event) if killed else event.cause
         report_failure(turn, uncharged(worker_failure(turn, worker, "respawn", detail)))
         if not killed and worker.generation:
             _report_fallen(turn, worker, event)
@@ -145,7 +146,7 @@ def _report_at_the_end(turn: Turn, worker: Worker, event: WorkerExited) -> None:
     generation = turn.formed.generation
     if generation is None or worker.generation != generation.number or worker.slot not in turn.my_ranks():
         return
-    record = uncharged(worker_failure(turn, worker, "exit", _detail(event)))
+    record = uncharged(worker_failure(turn, worker, "exit", event.cause))
     if turn.is_broken() and (known := turn.formed.broken_record) is not None:
         record = merged(known, record)
     turn.formed = replace(turn.formed, broken=generation.number, broken_record=record)
@@ -167,7 +168,7 @@ def _report_fallen(turn: Turn, worker: Worker, event: WorkerExited) -> None:
         return
     # One that a signal had stopped has failed by itself, as the one that was found first: all are named.
     late = "hang" if event.stopped else "respawn"
-    kind, detail = (late, _late(event)) if killed else ("exit", _detail(event))
+    kind, detail = (late, _late(event)) if killed else ("exit", event.cause)
     add_evidence(turn, _in_generation(turn, formed, uncharged(worker_failure(turn, worker, kind, detail))))
 
 
@@ -177,20 +178,15 @@ def _in_generation(turn: Turn, formed: GenerationRecord, record: BrokenRecord) -
     return replace(record, generation=formed.number, ranks=tuple(ranks[slot] for slot in record.slots))
 
 
-def _late(event: WorkerExited) -> str:
-    return "did not abort in time" + (": its process was stopped by a signal" if event.stopped else "")
-
-
-def _detail(event: WorkerExited | WorkerFailed) -> str:
-    return one_line(event.error.message) if event.error else event.cause
+def _late(event: WorkerExited) -> Reason:
+    return reason(Code.LATE_ABORT, reason(Code.STOPPED) if event.stopped else "")
 
 
 def _report_exit(turn: Turn, worker: Worker, event: WorkerExited | WorkerFailed) -> None:
-    detail = _detail(event)
-    if event.code == 0 and turn.policy.managed and not event.error:
-        detail = "exited with code 0 before the job was done"
+    early = event.code == 0 and turn.policy.managed and not event.error
+    detail = reason(Code.ENDED_EARLY) if early else event.cause
     record = worker_failure(turn, worker, "exit", detail)
-    record = replace(record, fingerprint=event.fingerprint or event.cause, error=event.error)
+    record = replace(record, fingerprint=event.fingerprint or str(event.cause), error=event.error)
     if worker.slot in turn.my_ranks():
         lines = event.last_lines if isinstance(event, WorkerExited) else ()
         report_failure(turn, replace(record, last_lines=lines))
@@ -202,7 +198,7 @@ def _report_exit(turn: Turn, worker: Worker, event: WorkerExited | WorkerFailed)
     turn.etcd = replace(turn.etcd, uncounted=(*turn.etcd.uncounted, PendingFailure(record, turn.wall_s)))
 
 
-def _report_left_out(turn: Turn, worker: Worker, detail: str) -> None:
+def _report_left_out(turn: Turn, worker: Worker, detail: Text) -> None:
     """The worker died in the previous generation, which runs on to the step boundary of a planned change that leaves
     its slot without a rank: the agents that go on name it in the incident of that change. It is counted on its own."""
     last_committed, node = turn.formed.last_committed, turn.policy.node
@@ -213,5 +209,4 @@ def _report_left_out(turn: Turn, worker: Worker, detail: str) -> None:
     add_evidence(turn, _in_generation(turn, last_committed, uncharged(worker_failure(turn, worker, "exit", detail))))
     others = (w for slot, w in turn.local.workers.items() if slot != worker.slot)
     if not turn.my_ranks() and any(w.generation == last_committed.number and w.stage in HOLDS for w in others):
-        why = "a worker of this node, which leaves, has died: another may be the only one that has the last step"
-        report_failure(turn, uncharged(failure(turn, "boundary", why)))
+        report_failure(turn, uncharged(failure(turn, "boundary", reason(Code.AT_BOUNDARY))))

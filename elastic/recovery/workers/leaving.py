@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from elastic.contract.records.job_records import Phase
+from elastic.contract.records.reasons import Code, reason
 from elastic.contract.structs import replace
 from elastic.contract.worker import messages
 from elastic.recovery.facts.transitions import IN_GROUP, Stage, Trigger
@@ -15,8 +16,6 @@ from .announce import failure, report_failure, settle_member, uncharged
 TOO_LATE = "did not end in time"
 """Why a worker that was told to end by itself is killed."""
 
-NAME_REUSED = "a new job uses this name"
-
 
 def check_drain(turn: Turn) -> None:
     draining = turn.drain.draining
@@ -25,7 +24,7 @@ def check_drain(turn: Turn) -> None:
     if not turn.my_ranks():
         free = all(w.stage not in IN_GROUP | {Stage.ABORTING} for w in turn.local.workers.values())
         if free and not _is_needed(turn):
-            turn.drain = replace(turn.drain, leaving=f"drained: {draining}")
+            turn.drain = replace(turn.drain, leaving=reason(Code.DRAINED, draining))
         return
     due = turn.now_s >= turn.drain.drain_deadline_s
     stay = [
@@ -40,7 +39,7 @@ def check_drain(turn: Turn) -> None:
         step_in, at_step = max([turn.progress.reached, *((w.synced, w.step) for w in turn.local.workers.values())])
         record = uncharged(failure(turn, "drain", draining, tuple(turn.my_ranks())))
         report_failure(turn, replace(record, step=at_step, step_in=step_in))
-        turn.drain = replace(turn.drain, leaving=f"drained: {draining}")
+        turn.drain = replace(turn.drain, leaving=reason(Code.DRAINED, draining))
 
 
 def _is_needed(turn: Turn) -> bool:
@@ -80,10 +79,10 @@ def _is_saved(turn: Turn, worker: Worker) -> bool:
 
 def check_end(turn: Turn) -> None:
     if turn.drain.leaving is None and turn.is_taken():
-        turn.drain = replace(turn.drain, leaving=NAME_REUSED)
-    phase, reason = turn.etcd.view.state.phase, turn.etcd.view.state.reason
-    if turn.drain.leaving is None and (phase.over or phase is Phase.STOPPING):
-        turn.drain = replace(turn.drain, leaving=f"{phase.value}: {reason}" if reason else phase.value)
+        turn.drain = replace(turn.drain, leaving=reason(Code.NAME_REUSED))
+    state = turn.etcd.view.state
+    if turn.drain.leaving is None and (state.phase.over or state.phase is Phase.STOPPING):
+        turn.drain = replace(turn.drain, leaving=reason(Code.JOB_OVER, state.reason, phase=state.phase.value))
 
 
 def leave(turn: Turn) -> None:
@@ -101,7 +100,7 @@ def leave(turn: Turn) -> None:
             if turn.now_s >= worker.deadline_s:
                 turn.kill(worker, TOO_LATE)
         elif worker.stage is not Stage.KILLED:
-            turn.kill(worker, turn.drain.leaving or "", graceful=True)
+            turn.kill(worker, str(turn.drain.leaving or ""), graceful=True)
     for standby in turn.local.standbys:
         if standby.stage in (Stage.STARTING, Stage.READY):
             turn.do(Kill(-1, standby.worker_id, "the job is over here"))
@@ -109,5 +108,5 @@ def leave(turn: Turn) -> None:
         busy = busy or standby.stage is not Stage.GONE
     if not busy and (why := turn.drain.leaving) is not None and not turn.drain.left:
         turn.drain = replace(turn.drain, left=True)
-        turn.lead = replace(turn.lead, reason=f"left: {why}")
+        turn.lead = replace(turn.lead, reason=why)
         turn.do(Leave(why))

@@ -112,7 +112,7 @@ class Group:
 
     @property
     def altered(self) -> str:
-        """What was wrong with a value in the store that this rank has refused; empty: nothing was."""
+        """The key of a value in the store that this rank has refused; empty: it has refused none."""
         return self._sealed.altered if self._sealed else ""
 
     def check(self) -> None:
@@ -158,7 +158,7 @@ class Group:
             if self._aborted.is_set():
                 raise GroupAborted(self.why) from error
             if self.altered:
-                raise FormError(self.altered) from error
+                raise FormError(f"no rank of this generation wrote: {self.altered}") from error
             if is_communication_error(error):
                 raise FormError(f"generation {self.generation}, rank {self.rank}: {error}") from error
             raise
