@@ -155,7 +155,7 @@ class AgentLoop:
 
     def _wait(self, due_s: float) -> None:
         """Block until `due_s` at most, and handle descriptors that are readable."""
-        until_s = min(due_s, self._view_reader.due_s)
+        until_s = min(due_s, self._view_reader.throttle.due_s)
         for key, _ in self._selector.select(max(0.0, until_s - time.monotonic())):
             self._readable(key.data)
 
@@ -196,7 +196,8 @@ class AgentLoop:
                     newest = event  # views are complete: only the newest counts
             else:
                 self._turn(event)
-        if view := self._view_reader.pick(newest, self.agent, time.monotonic()):
+        formed = self.agent.formed.generation is not None
+        if view := self._view_reader.throttle.pick(newest, formed, time.monotonic()):
             self._viewed(view)
 
     def _viewed(self, view: View) -> None:

@@ -40,15 +40,8 @@ def rows(directory: str, *, hashes: bool) -> list[dict[str, Any]]:
 
 
 def _facts(manifest: m.Manifest) -> dict[str, Any]:
-    return {
-        "job": manifest.job,
-        "step": manifest.step,
-        "generation": manifest.generation,
-        "world_size": manifest.world_size,
-        "nbytes": manifest.nbytes,
-        "created_wall_s": manifest.created_wall_s,
-        "versions": manifest.versions,
-    }
+    names = ("job", "step", "generation", "world_size", "nbytes", "created_wall_s", "versions")
+    return {name: getattr(manifest, name) for name in names}
 
 
 def _is_checkpoint(path: str) -> bool:

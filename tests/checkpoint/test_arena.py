@@ -163,7 +163,7 @@ def test_another_kind_of_descriptor_is_refused() -> None:
         Arena.from_fd(short)
     os.ftruncate(fd, 3 * PAGE_BYTES)
     other = os.dup(fd)
-    with pytest.raises(ArenaError, match="is no arena of version 2"):
+    with pytest.raises(ArenaError, match="is no arena of version 3"):
         Arena.from_fd(other)
     os.close(fd)
     for each in (short, other):

@@ -16,7 +16,7 @@ from support.ckpt import blank, flip, resume, save, shard_paths, state_at
 from elastic.checkpoint.format import manifest as m
 from elastic.checkpoint.format.errors import Damaged, NoGoodCheckpoint
 from elastic.checkpoint.format.files import Files
-from elastic.checkpoint.format.names import digest, final_names, tmp_name
+from elastic.checkpoint.format.names import final_names, tmp_name
 from elastic.checkpoint.stored.find import newest_good, peek, unusable_step, verify
 from elastic.checkpoint.stored.read import Mismatch, load
 
@@ -25,7 +25,7 @@ def edit_manifest(path: str, old: bytes, new: bytes) -> None:
     """With a right hash: as someone else's program would have written it."""
     file = Path(path, m.MANIFEST)
     body = file.read_bytes().split(b'"body":', 1)[1].rstrip()[:-1].replace(old, new, 1)
-    file.write_bytes(b'{"format":2,"xxh3":"' + digest(body).encode() + b'","body":' + body + b"}")
+    file.write_bytes(b'{"format":2,"xxh3":"' + m.digest(body).encode() + b'","body":' + body + b"}")
 
 
 DAMAGE: dict[str, tuple[str, Callable[[str], object]]] = {

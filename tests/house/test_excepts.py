@@ -30,7 +30,6 @@ SLEEPS = {
     "elasticd.ctl.jobs.run_command:ready_cluster": "no event tells of a daemon that starts; with a deadline",
     "elasticd.ctl.jobs.follow:until_over": "no event tells of a daemon that returns; with a deadline",
     "elasticd.ctl.jobs.debug:_asked": "a command that asks again until a step is made; with a deadline",
-    "elastic.checkpoint.saving.write:commit": "a shared folder gives no event of other hosts' files; with a deadline",
 }
 """module:function -> why it may sleep. Everything else waits for an event, with a deadline."""
 

@@ -52,7 +52,7 @@ class ViewReader:
 
     def __init__(self, keys: JobKeys) -> None:
         self._reader = JobReader(keys)
-        self._gathering = ViewThrottle(keys.generation)
+        self.throttle = ViewThrottle(keys.generation)
         self._progress_key = keys.progress
         self._head = keys.head
         self._decoded, self._broken = (keys.spec, keys.state, keys.generation), keys.broken_all
@@ -60,15 +60,6 @@ class ViewReader:
         """Why the newest view could not be read and the previous one is in use; '' when it could."""
         self.known_step: int | None = None
         """Step in the leader's progress record when this agent first saw the whole job; None: not read yet."""
-
-    def pick(self, newest: View | None, agent: Agent, now_s: float) -> View | None:
-        """The view to read now, if any; `newest`: the one received since the last call."""
-        return self._gathering.pick(newest, agent.formed.generation is not None, now_s)
-
-    @property
-    def due_s(self) -> float:
-        """When to call `pick` again even if no view has arrived."""
-        return self._gathering.due_s
 
     def read(self, view: View, agent: Agent) -> JobView:
         """Raises ProtocolVersionMismatch while the agent is in no generation. Later it returns the previous job view

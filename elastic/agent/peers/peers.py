@@ -47,8 +47,8 @@ class PeerMonitor:
     def after_turn(self, before: Agent, agent: Agent, has_all_members: bool, now_s: float) -> None:
         """Called after each event, and so on every beat. has_all_members: the agent's view has all of the job's."""
         if (
-            agent.formed.generation is not before.formed.generation
-            or agent.etcd.view.members is not before.etcd.view.members
+            agent.formed.generation != before.formed.generation
+            or agent.etcd.view.members != before.etcd.view.members
             or agent.peers.dead != before.peers.dead
             or agent.peers.unreachable != before.peers.unreachable
         ):

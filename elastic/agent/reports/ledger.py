@@ -65,7 +65,7 @@ class LedgerKeeper:
         """Continue what another agent has published: it leads, or has led until now."""
         progress = agent.etcd.view.progress
         theirs = progress.ledger if progress is not None else None
-        if theirs is None or theirs is self._seen:
+        if theirs is None or theirs == self._seen:
             return
         self._seen = theirs
         if theirs.by != agent.policy.incarnation:

@@ -7,10 +7,10 @@ the file, so a manifest with one flipped bit is detected. Nothing in it is ever 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
+import xxhash
 
 from elastic.contract.worker.tensor_table import Table
 
@@ -31,7 +31,12 @@ ITEM_BYTES: dict[str, int] = {
 }  # fmt: skip
 """Bytes of one element."""
 
-Digest = Callable[[bytes], str]
+R = TypeVar("R")
+
+
+def digest(data: bytes | memoryview) -> str:
+    """xxh3-64 in hexadecimal."""
+    return xxhash.xxh3_64_hexdigest(data)
 
 
 class BadManifest(Exception):
@@ -115,41 +120,32 @@ def shard_note(shard: int, shards: int) -> str:
     return f"shard-{shard:05d}-of-{shards:05d}.json"
 
 
-def encode(record: Manifest | Shard, digest: Digest) -> bytes:
-    """The bytes of a manifest's or a note's file. `digest`: xxh3-64 as 16 hexadecimal digits."""
+def encode(record: Manifest | Shard) -> bytes:
+    """The bytes of a manifest's or a note's file."""
     body = msgspec.json.encode(record)
     return msgspec.json.encode(_File(FORMAT, digest(body), msgspec.Raw(body))) + b"\n"
 
 
-def decode(raw: bytes, digest: Digest) -> Manifest:
+def decode(raw: bytes) -> Manifest:
     """Read a manifest and check its consistency. Raises BadManifest."""
-    try:
-        manifest = _manifest.decode(_body(raw, digest, "manifest"))
-    except msgspec.ValidationError as error:
-        raise BadManifest("manifest-damaged", f"the manifest is not one: {error}") from None
+    manifest = _decoded(raw, _manifest, "manifest")
     _check(manifest)
     return manifest
 
 
-def decode_note(raw: bytes, digest: Digest) -> Shard:
+def decode_note(raw: bytes) -> Shard:
     """Read the note beside a shard. Raises BadManifest."""
-    try:
-        shard = _shard.decode(_body(raw, digest, "note"))
-    except msgspec.ValidationError as error:
-        raise BadManifest("note-damaged", f"the note is not one: {error}") from None
+    shard = _decoded(raw, _shard, "note")
     _check_shard(shard)
     return shard
 
 
-def decode_head(raw: bytes, digest: Digest) -> Head:
+def decode_head(raw: bytes) -> Head:
     """Read only the part that identifies the checkpoint. Raises BadManifest."""
-    try:
-        return _head.decode(_body(raw, digest, "manifest"))
-    except msgspec.ValidationError as error:
-        raise BadManifest("manifest-damaged", f"the manifest is not one: {error}") from None
+    return _decoded(raw, _head, "manifest")
 
 
-def _body(raw: bytes, digest: Digest, what: str) -> bytes:
+def _decoded(raw: bytes, decoder: msgspec.json.Decoder[R], what: str) -> R:
     try:
         file = _file.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -159,7 +155,10 @@ def _body(raw: bytes, digest: Digest, what: str) -> bytes:
     body = bytes(file.body)
     if (found := digest(body)) != file.xxh3:
         raise BadManifest(f"{what}-damaged", f"the {what}'s hash is {found}, it says {file.xxh3}")
-    return body
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise BadManifest(f"{what}-damaged", f"the {what} is not one: {error}") from None
 
 
 def _check(manifest: Manifest) -> None:

@@ -18,8 +18,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-import xxhash
-
 from . import manifest as m
 from .files import REAL, Files
 
@@ -52,7 +50,7 @@ _FETCH = re.compile(_CHECKPOINT + r"\.fetch-([0-9a-f]{8})-[^.]+")
 
 def _tag(job: str) -> str:
     """Tells the folders of jobs apart that save into one directory. Short: a note names its job in full."""
-    return xxhash.xxh3_64_hexdigest(job.encode())[:8]
+    return m.digest(job.encode())[:8]
 
 
 def tmp_name(step: int, generation: int, job: str) -> str:
@@ -120,7 +118,7 @@ def is_fetch(name: str, job: str) -> bool:
 def head_of(path: str, files: Files = REAL) -> m.Head | None:
     """The head of the manifest in `path`; None if there is no valid manifest."""
     try:
-        return m.decode_head(files.read(os.path.join(path, m.MANIFEST)), xxhash.xxh3_64_hexdigest)
+        return m.decode_head(files.read(os.path.join(path, m.MANIFEST)))
     except (OSError, m.BadManifest):
         return None
 
@@ -133,7 +131,7 @@ def job_of(path: str, files: Files = REAL) -> str | None:
         for name in files.names(path):
             if name.startswith("shard-") and name.endswith(".json"):
                 with contextlib.suppress(m.BadManifest):
-                    return m.decode_note(files.read(os.path.join(path, name)), xxhash.xxh3_64_hexdigest).job or None
+                    return m.decode_note(files.read(os.path.join(path, name))).job or None
     except OSError:
         pass  # as unreadable as its manifest
     return None
@@ -149,8 +147,3 @@ def is_foreign(path: str, files: Files = REAL) -> bool:
     except OSError:
         return False
     return bool(names) and not any(name == m.MANIFEST or name.startswith("shard-") for name in names)
-
-
-def digest(data: bytes | memoryview) -> str:
-    """xxh3-64 in hexadecimal."""
-    return xxhash.xxh3_64_hexdigest(data)

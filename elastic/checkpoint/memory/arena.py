@@ -39,10 +39,10 @@ if TYPE_CHECKING:
     from .memcpy import Move
 
 _MAGIC = 0x454C41_53544943  # "ELASTIC"
-_VERSION = 2
+_VERSION = 3
 _FIELDS = 16
-(_MAGIC_AT, _VERSION_AT, _CAPACITY, _SEQUENCE, _STATE, _STEP, _GENERATION, _NBYTES, _DATA_AT, _SHARD, _SHARDS, _TABLE,
- _EXTRA, _PART, _PARTS, _BESIDE) = range(_FIELDS)  # fmt: skip
+(_MAGIC_AT, _VERSION_AT, _CAPACITY, _SEQUENCE, _STATE, _STEP, _GENERATION, _NBYTES, _DATA_AT, _SHARD, _SHARDS, _PART,
+ _PARTS, _TABLE, _EXTRA, _BESIDE) = range(_FIELDS)  # fmt: skip
 _POPULATE_READ, _POPULATE_WRITE = 22, 23  # madvise, Linux 5.14
 _madvise = ctypes.CDLL(None, use_errno=True).madvise
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -58,6 +58,8 @@ class Fullness(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Header:
+    """In the order of the fields in memory."""
+
     sequence: int
     """Rises with each filling: two headers differ if the arena was filled again in between. Odd while it changes."""
     state: Fullness
@@ -164,18 +166,7 @@ class Arena:
         """The arena's current header. Its state is `FILLING` while the arena is being written."""
         ints = self._ints
         sequence = ints[_SEQUENCE]
-        header = Header(
-            sequence=sequence,
-            state=Fullness(ints[_STATE]),
-            step=ints[_STEP],
-            generation=ints[_GENERATION],
-            nbytes=ints[_NBYTES],
-            data_at=ints[_DATA_AT],
-            shard=ints[_SHARD],
-            shards=ints[_SHARDS],
-            part=ints[_PART],
-            parts=ints[_PARTS],
-        )
+        header = Header(sequence, Fullness(ints[_STATE]), *ints[_STEP : _PARTS + 1].tolist())
         if sequence % 2 or ints[_SEQUENCE] != sequence:
             return Header(sequence, Fullness.FILLING, -1, -1, 0, 0, -1, 0, -1, 0)
         return header

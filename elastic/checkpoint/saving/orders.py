@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 ERROR_CHARS = 2000
@@ -88,20 +90,9 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
         return not self.error
 
 
-_order: msgspec.json.Decoder[AnyOrder] = msgspec.json.Decoder(AnyOrder)
-_result = msgspec.json.Decoder(Result)
-
-
-def encode(message: Order | Result) -> bytes:
-    return msgspec.json.encode(message)
-
-
-def decode_order(raw: bytes) -> AnyOrder:
-    return _order.decode(raw)
-
-
-def decode_result(raw: bytes) -> Result:
-    return _result.decode(raw)
+encode: Callable[[Order | Result], bytes] = msgspec.json.encode
+decode_order: Callable[[bytes], AnyOrder] = msgspec.json.Decoder[AnyOrder](AnyOrder).decode
+decode_result: Callable[[bytes], Result] = msgspec.json.Decoder(Result).decode
 
 
 def describe(error: BaseException) -> str:

@@ -15,8 +15,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -24,12 +23,11 @@ from elastic.checkpoint.format import manifest as m
 from elastic.checkpoint.format.errors import SaveFailed, ShardsMissing
 from elastic.checkpoint.format.files import METADATA_BYTES, REAL, Files
 from elastic.checkpoint.format.layout import pad
-from elastic.checkpoint.format.names import digest, each, final_names, head_of, tmp_name
+from elastic.checkpoint.format.names import each, final_names, head_of, tmp_name
 from elastic.checkpoint.memory.arena import Arena
 from elastic.contract.worker.tensor_table import Table
 
 WRITE_THREADS = 4
-_LOOK_EVERY_S = 0.05
 
 
 def write_shard(
@@ -79,7 +77,7 @@ def write_shard(
     shard = msgspec.structs.replace(shard, xxh3=hashes)
     files.sync_dir(folder)
     # A visible note implies a durable shard. The note itself need not survive a crash, which ends the save.
-    _write_whole(note, m.encode(shard, digest), files, safe=False)
+    _write_whole(note, m.encode(shard), files, safe=False)
     return shard
 
 
@@ -102,7 +100,7 @@ def _write_pieces(path: str, data: memoryview, shard: m.Shard, files: Files, thr
         def piece(at: int) -> str:
             end = at + shard.piece_nbytes
             files.write_at(fd, data[at:end], at)
-            return digest(data[at : min(end, shard.nbytes)])
+            return m.digest(data[at : min(end, shard.nbytes)])
 
         hashes = tuple(each(piece, range(0, shard.nbytes, shard.piece_nbytes), threads))
         files.truncate(fd, shard.nbytes)
@@ -155,28 +153,27 @@ def commit(
     world_size: int,
     versions: Mapping[str, str] | None = None,
     created_wall_s: float = 0.0,
-    wait_s: float = 0.0,
-    clock: Callable[[], float] = time.monotonic,
     files: Files = REAL,
 ) -> str:
     """Commit the checkpoint of `step`, and return its directory.
 
-    Waits up to `wait_s` for the notes of shards (files of other hosts: there is no event to wait for). Raises
-    ShardsMissing, SaveFailed for an invalid note, OSError. Doing it twice is harmless.
+    Raises ShardsMissing, SaveFailed for an invalid note, OSError. Doing it twice is harmless.
     """
-    deadline_s = clock() + wait_s
-    while missing := shards_missing(directory, job, step, generation, shards, files=files):
-        if done := _committed(directory, job, step, generation, files):
-            files.sync_dir(directory)
-            return done
-        if clock() >= deadline_s:
-            raise ShardsMissing(step, missing, shards)
-        time.sleep(min(_LOOK_EVERY_S, max(0.0, deadline_s - clock())))
+    folder = os.path.join(directory, tmp_name(step, generation, job))
     try:
-        return _put_together(
-            directory, job, step, generation, shards, world_size, versions or {}, created_wall_s, files
+        if missing := shards_missing(directory, job, step, generation, shards, files=files):
+            raise ShardsMissing(step, missing, shards)
+        manifest = m.Manifest(
+            job=job,
+            step=step,
+            generation=generation,
+            world_size=world_size,
+            shards=tuple(_note(folder, job, shard, shards, files) for shard in range(shards)),
+            versions=dict(versions or {}),
+            created_wall_s=created_wall_s,
         )
-    except FileNotFoundError:
+        return _put_together(directory, folder, manifest, files)
+    except (ShardsMissing, FileNotFoundError):
         # Another leader was faster: the directory has its final name already.
         if done := _committed(directory, job, step, generation, files):
             files.sync_dir(directory)  # the other leader may have failed before that
@@ -184,42 +181,23 @@ def commit(
         raise
 
 
-def _put_together(
-    directory: str,
-    job: str,
-    step: int,
-    generation: int,
-    shards: int,
-    world_size: int,
-    versions: Mapping[str, str],
-    created_wall_s: float,
-    files: Files,
-) -> str:
-    folder = os.path.join(directory, tmp_name(step, generation, job))
-    manifest = m.Manifest(
-        job=job,
-        step=step,
-        generation=generation,
-        world_size=world_size,
-        shards=tuple(_note(folder, job, shard, shards, files) for shard in range(shards)),
-        versions=dict(versions),
-        created_wall_s=created_wall_s,
-    )
-    raw = m.encode(manifest, digest)
+def _put_together(directory: str, folder: str, manifest: m.Manifest, files: Files) -> str:
+    raw = m.encode(manifest)
     try:
-        m.decode(raw, digest)  # shards of different partitionings must not form a checkpoint
+        m.decode(raw)  # shards of different partitionings must not form a checkpoint
     except m.BadManifest as error:
-        raise SaveFailed(f"step {step}: {error.detail}") from error
+        raise SaveFailed(f"step {manifest.step}: {error.detail}") from error
     _write_whole(os.path.join(folder, m.MANIFEST), raw, files)
     files.sync_dir(folder)
-    target = _rename_to_a_free_name(folder, directory, job, step, generation, files)
+    names = final_names(manifest.step, manifest.generation, manifest.job)
+    target = _rename_to_a_free_name(folder, directory, names, files)
     files.sync_dir(directory)
     return target
 
 
-def _rename_to_a_free_name(folder: str, directory: str, job: str, step: int, generation: int, files: Files) -> str:
+def _rename_to_a_free_name(folder: str, directory: str, names: Sequence[str], files: Files) -> str:
     """A name may be that of an earlier checkpoint of the step, or of another job's."""
-    names, taken = final_names(step, generation, job), files.names(directory)
+    taken = files.names(directory)
     for name in names:
         if name in taken and name != names[-1]:
             continue
@@ -236,7 +214,7 @@ def _rename_to_a_free_name(folder: str, directory: str, job: str, step: int, gen
 
 def _note(folder: str, job: str, shard: int, shards: int, files: Files) -> m.Shard:
     try:
-        found = m.decode_note(files.read(os.path.join(folder, m.shard_note(shard, shards))), digest)
+        found = m.decode_note(files.read(os.path.join(folder, m.shard_note(shard, shards))))
     except m.BadManifest as error:
         raise SaveFailed(f"shard {shard} of {shards}: {error.detail}") from error
     if found.job != job:

@@ -18,12 +18,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import msgspec
-
 from elastic.checkpoint.format.errors import CheckpointError, SaveFailed, ShardsMissing
 from elastic.checkpoint.format.names import head_of
 from elastic.checkpoint.memory.arena import Arena
 from elastic.checkpoint.stored.retention import discard, prune
+from elastic.contract.structs import replace
 from elastic.util.processes import die_with
 
 from . import orders
@@ -120,9 +119,9 @@ class CheckpointWriter:
         except (OSError, CheckpointError) as error:
             why = orders.describe(error)
             self._failed = {**dict(list(self._failed.items())[-_FAILED_KEPT:]), (order.step, order.generation): why}
-            return _with(result, error=why, seconds=time.monotonic() - started_s)
+            return replace(result, error=why, seconds=time.monotonic() - started_s)
         self._failed.pop((order.step, order.generation), None)
-        return _with(result, path=shard.file, nbytes=shard.nbytes, seconds=time.monotonic() - started_s)
+        return replace(result, path=shard.file, nbytes=shard.nbytes, seconds=time.monotonic() - started_s)
 
     def _arena(self, fd: int) -> Arena:
         inode = os.fstat(fd).st_ino
@@ -137,7 +136,7 @@ class CheckpointWriter:
         order = pending.order
         result = orders.Result(id=order.id, kind="Commit", step=order.step, generation=order.generation)
         if why := self._failed.pop((order.step, order.generation), ""):
-            self._reply(_with(result, error=why))
+            self._reply(replace(result, error=why))
             self._discard(order)
             return True
         now_s = self._clock()
@@ -162,10 +161,10 @@ class CheckpointWriter:
             )
         except (OSError, CheckpointError) as error:
             missing = error.missing if isinstance(error, ShardsMissing) else ()
-            result = _with(result, error=orders.describe(error), missing=missing)
+            result = replace(result, error=orders.describe(error), missing=missing)
         else:
-            result = _with(result, path=path, notes=self._notes)
-        self._reply(_with(result, seconds=self._clock() - pending.started_s))
+            result = replace(result, path=path, notes=self._notes)
+        self._reply(replace(result, seconds=self._clock() - pending.started_s))
         if not result.ok:
             self._discard(order)
         else:
@@ -192,7 +191,7 @@ class CheckpointWriter:
             threading.Thread(target=self._copy_up, args=(order,), daemon=True).start()
         except (RuntimeError, MemoryError) as error:
             self._copying.discard(order.path)
-            self._reply(_with(_copy_result(order), error=f"no thread for it: {orders.describe(error)}"))
+            self._reply(replace(_copy_result(order), error=f"no thread for it: {orders.describe(error)}"))
 
     def _copy_up(self, order: orders.CopyUp) -> None:
         from elastic.checkpoint.stored.remote import copy_up
@@ -201,19 +200,15 @@ class CheckpointWriter:
         try:
             url = copy_up(order.path, order.url, keep=order.keep, keep_every_steps=order.keep_every_steps)
         except (OSError, CheckpointError) as error:
-            result = _with(result, error=orders.describe(error))
+            result = replace(result, error=orders.describe(error))
         else:
-            result = _with(result, path=url)
+            result = replace(result, path=url)
         finally:
             self._copying.discard(order.path)
-        self._reply(_with(result, seconds=time.monotonic() - started_s))
+        self._reply(replace(result, seconds=time.monotonic() - started_s))
 
     def _reply(self, result: orders.Result) -> None:
         self._channel.send(orders.encode(result))
-
-
-def _with(result: orders.Result, **changes: object) -> orders.Result:
-    return msgspec.structs.replace(result, **changes)
 
 
 def _copy_result(order: orders.CopyUp) -> orders.Result:

@@ -20,7 +20,6 @@ from elastic.checkpoint.format import manifest as m
 from elastic.checkpoint.format.errors import Damaged, NoGoodCheckpoint
 from elastic.checkpoint.format.files import REAL, Files, open_file
 from elastic.checkpoint.format.names import (
-    digest,
     each,
     head_of,
     is_aside,
@@ -166,7 +165,7 @@ def verify(
 ) -> m.Manifest:
     """Verify one checkpoint against its manifest, and return the manifest. Raises Damaged."""
     try:
-        manifest = m.decode(files.read(os.path.join(path, m.MANIFEST)), digest)
+        manifest = m.decode(files.read(os.path.join(path, m.MANIFEST)))
     except FileNotFoundError:
         raise Damaged("manifest-missing", "it has no manifest") from None
     except m.BadManifest as bad:

@@ -20,7 +20,6 @@ from elastic.checkpoint.format import manifest as m
 from elastic.checkpoint.format.errors import CheckpointError, Damaged, NoGoodCheckpoint, SaveFailed
 from elastic.checkpoint.format.files import FILE_MODE, FOLDER_MODE, REAL, open_folder
 from elastic.checkpoint.format.names import (
-    digest,
     fetch_prefix,
     final_names,
     head_of,
@@ -116,7 +115,7 @@ def _is_whole(filesystem: Any, target: str, manifest: m.Manifest) -> bool | None
     if not filesystem.exists(manifest_at):
         return None
     try:
-        found = m.decode(filesystem.cat_file(manifest_at), digest)
+        found = m.decode(filesystem.cat_file(manifest_at))
         sizes = [filesystem.size(posixpath.join(target, shard.file)) for shard in found.shards]
     except (m.BadManifest, FileNotFoundError):
         return False
@@ -195,7 +194,7 @@ def _heads(url: str) -> list[tuple[str, m.Head | None]]:
             if not is_final(name) or not filesystem.exists(manifest_at):
                 continue
             try:
-                found.append((name, m.decode_head(filesystem.cat_file(manifest_at), digest)))
+                found.append((name, m.decode_head(filesystem.cat_file(manifest_at))))
             except m.BadManifest:
                 found.append((name, None))
     return found

@@ -7,7 +7,7 @@ import functools
 import re
 import types
 import typing
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -230,44 +230,50 @@ def node_range(text: str) -> tuple[int, int]:
     return least, most
 
 
+def _workers_complaint(workers: object) -> str:
+    if workers == "auto" or not isinstance(workers, str | int) or isinstance(workers, bool):
+        return ""  # what is neither a text nor a number is refused by its type
+    if isinstance(workers, int) and 1 <= workers <= MAX_WORKERS_PER_NODE:
+        return ""
+    return f"workers_per_node = {workers!r}: a number from 1 to {MAX_WORKERS_PER_NODE}, or 'auto'"
+
+
+_CHECKS: tuple[tuple[Callable[[JobSpec], object], Callable[[JobSpec], str]], ...] = (
+    (lambda s: sum(map(bool, (s.script, s.module, s.program))) != 1,
+     lambda s: f"script = {s.script!r}, module = {s.module!r}, program = {s.program!r}: give exactly one of them"),
+    (complaint, complaint),
+    (lambda s: s.limits.memory and not MEMORY.fullmatch(s.limits.memory),
+     lambda s: f"limits.memory = {s.limits.memory!r}: write a size, as in '64G', or a share, as in '80%'"),
+    (lambda s: 0 < s.limits.cpu < 0.01, lambda s: f"limits.cpu = {s.limits.cpu}: cores, from 0.01; 0: no limit"),
+    (lambda s: s.hang.floor_s > s.hang.ceiling_s,
+     lambda s: f"hang.floor_s = {s.hang.floor_s} is above hang.ceiling_s = {s.hang.ceiling_s}"),
+    (lambda s: s.on_bad_numbers == "rollback" and not s.checkpoint.dir,
+     lambda s: "on_bad_numbers = 'rollback': needs checkpoint.dir, there is nothing else to go back to"),
+    (lambda s: s.forming == "reconfigure" and s.backend == "nccl",
+     lambda s: "forming = 'reconfigure': needs backend 'gloo'; with nccl each group is made anew"),
+    (lambda s: s.checkpoint.every_steps and s.checkpoint.every_s,
+     lambda s: "checkpoint.every_steps and checkpoint.every_s: give one of them, or neither for 'auto'"),
+)  # fmt: skip
+"""(what is wrong, in which words), beyond the types and bounds of single fields: the first that holds is reported."""
+
+
 def parse_job(raw: Mapping[str, Any]) -> JobSpec:
     """Validate a job's description (as read from TOML or JSON). Raises InvalidSpec."""
     refuse_unknown(JobSpec, raw)
-    if isinstance(env := raw.get("env"), Mapping) and (wrong := environment_complaint(env)):
+    wrong = environment_complaint(env) if isinstance(env := raw.get("env"), Mapping) else ""
+    if wrong := wrong or _workers_complaint(raw.get("workers_per_node", "auto")):
         raise InvalidSpec(wrong)
-    workers = raw.get("workers_per_node", "auto")
-    if isinstance(workers, str) and workers != "auto":
-        raise InvalidSpec(f"workers_per_node = {workers!r}: a number from 1 to {MAX_WORKERS_PER_NODE}, or 'auto'")
     try:
         spec = msgspec.convert(raw, JobSpec)
+        check_name("name", spec.name)
     except msgspec.ValidationError as error:
         raise InvalidSpec(explained(error, JobSpec, raw)) from None
-    try:
-        check_name("name", spec.name)
     except ValueError as error:
         raise InvalidSpec(str(error)) from None
-    if sum(map(bool, (spec.script, spec.module, spec.program))) != 1:
-        given = f"script = {spec.script!r}, module = {spec.module!r}, program = {spec.program!r}"
-        raise InvalidSpec(f"{given}: give exactly one of them")
     node_range(spec.nodes)
-    if isinstance(spec.workers_per_node, int) and not 1 <= spec.workers_per_node <= MAX_WORKERS_PER_NODE:
-        raise InvalidSpec(
-            f"workers_per_node = {spec.workers_per_node}: a number from 1 to {MAX_WORKERS_PER_NODE}, or 'auto'"
-        )
-    if wrong := complaint(spec):
-        raise InvalidSpec(wrong)
-    if spec.limits.memory and not MEMORY.fullmatch(spec.limits.memory):
-        raise InvalidSpec(f"limits.memory = {spec.limits.memory!r}: write a size, as in '64G', or a share, as in '80%'")
-    if 0 < spec.limits.cpu < 0.01:
-        raise InvalidSpec(f"limits.cpu = {spec.limits.cpu}: cores, from 0.01; 0: no limit")
-    if spec.hang.floor_s > spec.hang.ceiling_s:
-        raise InvalidSpec(f"hang.floor_s = {spec.hang.floor_s} is above hang.ceiling_s = {spec.hang.ceiling_s}")
-    if spec.on_bad_numbers == "rollback" and not spec.checkpoint.dir:
-        raise InvalidSpec("on_bad_numbers = 'rollback': needs checkpoint.dir, there is nothing else to go back to")
-    if spec.forming == "reconfigure" and spec.backend == "nccl":
-        raise InvalidSpec("forming = 'reconfigure': needs backend 'gloo'; with nccl each group is made anew")
-    if spec.checkpoint.every_steps and spec.checkpoint.every_s:
-        raise InvalidSpec("checkpoint.every_steps and checkpoint.every_s: give one of them, or neither for 'auto'")
+    for fails, words in _CHECKS:
+        if fails(spec):
+            raise InvalidSpec(words(spec))
     return spec
 
 

@@ -7,6 +7,7 @@ one of an older generation than the receiver's is stale and is ignored.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import msgspec
 
@@ -398,19 +399,14 @@ ToZygote = Fork
 FromZygote = Forked | ForkRefused | ZygoteReady
 
 _encoder = msgspec.json.Encoder()
-_to_worker: msgspec.json.Decoder[ToWorker] = msgspec.json.Decoder(ToWorker)
-_from_worker: msgspec.json.Decoder[FromWorker] = msgspec.json.Decoder(FromWorker)
-_from_zygote: msgspec.json.Decoder[FromZygote] = msgspec.json.Decoder(FromZygote)
-_to_zygote: msgspec.json.Decoder[ToZygote] = msgspec.json.Decoder(ToZygote)
-_to_preload: msgspec.json.Decoder[Preload] = msgspec.json.Decoder(Preload)
-
-
-def encode_preload(preload: Preload) -> bytes:
-    return _encoder.encode(preload)
-
-
-def to_preload(raw: bytes) -> Preload:
-    return _to_preload.decode(raw)
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What these raise."""
+to_worker: Callable[[bytes], ToWorker] = msgspec.json.Decoder[ToWorker](ToWorker).decode
+from_worker: Callable[[bytes], FromWorker] = msgspec.json.Decoder[FromWorker](FromWorker).decode
+to_zygote: Callable[[bytes], ToZygote] = msgspec.json.Decoder(ToZygote).decode
+from_zygote: Callable[[bytes], FromZygote] = msgspec.json.Decoder[FromZygote](FromZygote).decode
+to_preload: Callable[[bytes], Preload] = msgspec.json.Decoder(Preload).decode
+encode_preload: Callable[[Preload], bytes] = _encoder.encode
 
 
 def encode(message: Message) -> bytes:
@@ -421,23 +417,3 @@ def encode(message: Message) -> bytes:
         what = "the job's arguments and environment take" if fork else f"{type(message).__name__} takes"
         raise TooLarge(f"{what} {len(raw)} bytes, the limit is {MAX_MESSAGE_BYTES}")
     return raw
-
-
-def to_worker(raw: bytes) -> ToWorker:
-    return _to_worker.decode(raw)
-
-
-UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""What the decoders raise."""
-
-
-def from_worker(raw: bytes) -> FromWorker:
-    return _from_worker.decode(raw)
-
-
-def to_zygote(raw: bytes) -> ToZygote:
-    return _to_zygote.decode(raw)
-
-
-def from_zygote(raw: bytes) -> FromZygote:
-    return _from_zygote.decode(raw)

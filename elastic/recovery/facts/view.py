@@ -67,6 +67,11 @@ class MembersFromGeneration(Mapping[str, Member]):
     def __len__(self) -> int:
         return len(self._formed.nodes) if self._formed else 0
 
+    def __eq__(self, other: object) -> bool:
+        return self._formed == other._formed if isinstance(other, MembersFromGeneration) else super().__eq__(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
 
 def _numbers(keys: Iterable[str], prefix: str) -> tuple[int, ...]:
     """The generations that have a record below `prefix`, newest first; not what is beside an incident's record."""
