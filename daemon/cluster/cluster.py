@@ -218,7 +218,11 @@ def _job(name: str, job: JobKeys, mine: Mapping[str, KeyValue], take: _Take, sig
         for k, kv in mine.items()
         if k.startswith(job.members) and (r := take(MemberRecord, kv)) is not None
     }
-    incidents = (take(IncidentRecord, kv) for k, kv in sorted(mine.items()) if k.startswith(job.incidents))
+    incidents = (
+        msgspec.structs.replace(record, id=key.removeprefix(job.incidents))
+        for key, kv in sorted(mine.items())
+        if key.startswith(job.incidents) and (record := take(IncidentRecord, kv)) is not None
+    )
     return Job(
         name=name,
         spec=take(SpecRecord, spec),
@@ -233,7 +237,7 @@ def _job(name: str, job: JobKeys, mine: Mapping[str, KeyValue], take: _Take, sig
         ranks=_ranks(job, mine, take),
         asked=asked,
         # The keys of failed checkpoints do not sort by step: 9 comes after 10.
-        incidents=tuple(sorted((i for i in incidents if i is not None), key=lambda i: i.wall_s)[-KEPT_INCIDENTS:]),
+        incidents=tuple(sorted(incidents, key=lambda i: i.wall_s)[-KEPT_INCIDENTS:]),
     )
 
 

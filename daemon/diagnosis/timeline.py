@@ -31,8 +31,6 @@ PENDING = 1_000
 BATCH = 50
 """etcd takes 128 operations in one transaction."""
 
-SAME_S = 0.5
-
 Members = Sequence[MemberHealth]
 
 
@@ -157,9 +155,9 @@ def _of_job(old: Job | None, new: Job, wall_s: float) -> Iterator[EventRecord]:
     if new.ranks and (old is None or old.ranks != new.ranks):
         yield from _of_ranks(old, new, wall_s)
     if old is None or old.incidents != new.incidents:
+        before = {i.id: i for i in old.incidents} if old is not None and old.submitted == new.submitted else {}
         for incident in new.incidents:
-            before = next((i for i in old.incidents if _same(i, incident)), None) if old else None
-            yield from _of_incident(new, before, incident)
+            yield from _of_incident(new, before.get(incident.id), incident)
 
 
 def _resumed(job: Job) -> str:
@@ -183,12 +181,6 @@ def _of_ranks(old: Job | None, new: Job, wall_s: float) -> Iterator[EventRecord]
     if step and (old is None or step != gradients.newest(old.ranks, formed.number, formed.world_size)[0]):
         for text in gradients.findings(samples):
             yield _event(wall_s, "job.gradients", new.name, text=f"step {step}: {text}")
-
-
-def _same(one: IncidentRecord, other: IncidentRecord) -> bool:
-    """Whether both are of one incident: its beginning is computed anew at each write, to within some milliseconds."""
-    beside = ("checkpoint", "late exit")
-    return abs(one.wall_s - other.wall_s) < SAME_S and (one.kind in beside) == (other.kind in beside)
 
 
 def _of_incident(job: Job, old: IncidentRecord | None, new: IncidentRecord) -> Iterator[EventRecord]:

@@ -33,14 +33,12 @@ FAILED_SETTLE_S = 2.0
 REPEAT_S = 30.0
 """What came due so shortly before this daemon started, or took over from another one, is notified: the daemon before it
 may have been gone already. If it was not, the notification is a second one with the same id."""
-SAME_S = 0.5
-"""An incident's beginning is computed anew at each write, to within some milliseconds."""
 KEPT = 5_000
 """So many occurrences are remembered after they are gone from etcd: one that comes back is not new."""
 TEXT_CHARS = 500
 
-Key = tuple[str, str, bool, float]
-"""Event, job, whether it is a late exit (which may begin with another incident of its job), beginning."""
+Key = tuple[str, str, str, str]
+"""Event, job, its submission, and the incident's id or since when the job is in its phase."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +79,7 @@ class Memory:
 class _Candidate:
     key: Key
     job: Job
+    began_wall_s: float
     wall_s: float
     """When it is due by the clock of its record."""
     settled: bool
@@ -103,10 +102,8 @@ def look(
     queued_s |= {name: now_s for name, job in jobs.items() if _queued(snapshot, job)}
     waits_wall_s = {name: wall_s - (now_s - s) for name, s in queued_s.items()}
     candidates = {each.key: each for each in _candidates(snapshot, settings, wall_s, waits_wall_s)}
-    present = {key: memory.known[key] for key in candidates if key in memory.known}
-    rest = {key: entry for key, entry in memory.known.items() if key not in present}
     for candidate in candidates.values():
-        entry = present.get(candidate.key) or rest.pop(_same(rest, candidate.key), None) or SeenOccurrence(now_s)
+        entry = memory.known.get(candidate.key) or SeenOccurrence(now_s)
         if entry.due_s is None and (candidate.settled or now_s - entry.seen_s >= candidate.settle_s):
             too_old = candidate.wall_s < memory.began_wall_s - REPEAT_S
             entry = SeenOccurrence(entry.seen_s, now_s, told=too_old or _is_planned(snapshot, candidate, wall_s, now_s))
@@ -115,7 +112,7 @@ def look(
                 found.append(_occurrence(snapshot, candidate, wall_s, now_s))
             entry = SeenOccurrence(entry.seen_s, entry.due_s, told=True)
         known[candidate.key] = entry
-    gone = list(rest.items())
+    gone = [(key, entry) for key, entry in memory.known.items() if key not in candidates]
     return Memory(memory.began_wall_s, dict(gone[-KEPT:]) | known, sends, queued_s), found
 
 
@@ -149,31 +146,26 @@ def _candidates(
 ) -> Iterator[_Candidate]:
     """`waits_wall_s`: job -> when it left the queue."""
     for name, job in sorted(snapshot.cluster.jobs.items()):
-        state = job.state
+        if job.spec is None:
+            continue  # etcd has lost it: until agents write it back it is not known which job has the name
+        state, since_wall_s, submission = job.state, job.state.since_wall_s, job.spec.submission
         if state.phase is Phase.FAILED and "job_failed" in settings.on:
-            key = ("job_failed", name, False, state.since_wall_s)
-            yield _Candidate(key, job, state.since_wall_s, False, FAILED_SETTLE_S, _fatal(job))
+            key = ("job_failed", name, submission, repr(since_wall_s))
+            yield _Candidate(key, job, since_wall_s, since_wall_s, False, FAILED_SETTLE_S, _fatal(job))
         if state.phase in (Phase.PENDING, Phase.WAITING) and "job_waiting" in settings.on:
-            due_wall_s = max(state.since_wall_s, waits_wall_s.get(name, 0.0)) + settings.job_waiting_s
+            due_wall_s = max(since_wall_s, waits_wall_s.get(name, 0.0)) + settings.job_waiting_s
             if wall_s >= due_wall_s and not _queued(snapshot, job):
-                yield _Candidate(("job_waiting", name, False, state.since_wall_s), job, due_wall_s, True, 0.0, None)
+                key = ("job_waiting", name, submission, repr(since_wall_s))
+                yield _Candidate(key, job, since_wall_s, due_wall_s, True, 0.0, None)
         for record in job.incidents:
             event = "checkpoint_failed" if record.kind == "checkpoint" else "incident"
             if event in settings.on:
-                key = (event, name, record.kind == "late exit", record.wall_s)
-                yield _Candidate(key, job, record.wall_s, job.over or not record.open, SETTLE_S, record)
+                key, settled = (event, name, submission, record.id), job.over or not record.open
+                yield _Candidate(key, job, record.wall_s, record.wall_s, settled, SETTLE_S, record)
 
 
 def _queued(snapshot: Snapshot, job: Job) -> bool:
     return job.state.phase is Phase.PENDING and job.name in snapshot.plan.queue
-
-
-def _same(known: Mapping[Key, SeenOccurrence], key: Key) -> Key:
-    """The key under which the same occurrence was known before its record was written anew; `key` itself if none."""
-    if key[0] not in ("incident", "checkpoint_failed"):
-        return key
-    near = (k for k in known if k[:3] == key[:3] and abs(k[3] - key[3]) < SAME_S)
-    return min(near, key=lambda k: abs(k[3] - key[3]), default=key)
 
 
 def _fatal(job: Job) -> IncidentRecord | None:
@@ -197,8 +189,8 @@ def _is_planned(snapshot: Snapshot, candidate: _Candidate, wall_s: float, now_s:
 
 
 def _occurrence(snapshot: Snapshot, candidate: _Candidate, wall_s: float, now_s: float) -> Occurrence:
-    event, name, _, began_wall_s = candidate.key
-    job, record = candidate.job, candidate.record
+    event, name, *_ = candidate.key
+    job, record, began_wall_s = candidate.job, candidate.record, candidate.began_wall_s
     verdict = _verdict(snapshot, job, record, wall_s, now_s) if record else None
     if event == "job_failed":
         why = str(job.state.reason) or "it failed; no reason is on record"

@@ -109,7 +109,7 @@ def test_an_incident_that_gets_another_cause_later_is_counted_once() -> None:
     for record in (first, first, cause, cause):
         known = histories.look(snapshot(job(incidents=(record,))))["train"]
     assert (dict(known.incidents), known.steps_lost) == ({"comm": 1}, 3)
-    beside = msgspec.structs.replace(first, kind="late exit", steps_lost=0)
+    beside = msgspec.structs.replace(first, id="beside", kind="late exit", steps_lost=0)
     assert histories.look(snapshot(job(incidents=(cause, beside))))["train"].incidents.total() == 2
 
 
@@ -178,6 +178,7 @@ def test_a_job_that_is_over_keeps_its_counters_and_has_no_gauges_but_its_phase()
 
 def incident(generation: int, **facts: object) -> IncidentRecord:
     base = {
+        "id": f"{generation}",
         "generation": generation,
         "kind": "exit",
         "node": "a",

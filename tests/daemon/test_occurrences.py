@@ -26,7 +26,9 @@ BEGAN_S = 1000.0
 
 
 def crash(wall_s: float = 1010.0, **facts: Any) -> IncidentRecord:
-    return msgspec.structs.replace(pictures.job().incidents[0], wall_s=wall_s, step=40, **facts)
+    """By default its beginning identifies it."""
+    said = {"id": f"{wall_s:.3f}", "step": 40} | facts
+    return msgspec.structs.replace(pictures.job().incidents[0], wall_s=wall_s, **said)
 
 
 def running(*incidents: IncidentRecord) -> Job:
@@ -73,9 +75,9 @@ INCIDENT, FAILED, WAITING = ("incident", "train"), ("job_failed", "train"), ("jo
 def test_incident_is_told_once_when_it_is_over_with_its_outcome() -> None:
     daemon = Daemon()
     assert daemon.sees(seen(running()), 1009.0) == []
-    assert daemon.sees(seen(running(crash(open=True))), 1010.1) == []
-    assert daemon.sees(seen(running(crash(1010.003))), 1010.5) == [INCIDENT], "written anew, some milliseconds off"
-    assert daemon.sees(seen(running(crash(1010.003))), 1011.5) == []
+    assert daemon.sees(seen(running(crash(1010.0, id="2", open=True))), 1010.1) == []
+    assert daemon.sees(seen(running(crash(1010.003, id="2"))), 1010.5) == [INCIDENT]
+    assert daemon.sees(seen(running(crash(1011.4, id="2"))), 1011.5) == [], "whatever its beginning is said to be"
     told = daemon.sent[0]
     assert (told.node, told.wall_s) == ("a", 1010.003)
     assert told.why.startswith("rank 1 on a: killed by SIGKILL from outside; rank 1 replaced")
@@ -108,11 +110,18 @@ def test_incident_just_before_a_known_one_does_not_take_its_place() -> None:
     assert [o.wall_s for o in daemon.sent] == [1010.4, 1010.1]
 
 
-def test_late_exit_just_before_an_incident_does_not_take_its_place() -> None:
+def test_an_incident_of_the_next_job_of_this_name_is_another_one() -> None:
     daemon = Daemon()
-    daemon.sees(seen(running(crash(1010.0))), 1011.0)
-    daemon.sees(seen(running(crash(1009.9, kind="late exit"), crash(1010.003))), 1012.0)
-    assert [o.wall_s for o in daemon.sent] == [1010.0, 1009.9]
+    daemon.sees(seen(running(crash(1010.0, id="2"))), 1011.0)
+    spec = msgspec.structs.replace(pictures.job().spec, submission="another")
+    assert daemon.sees(seen(replace(running(crash(1012.0, id="2")), spec=spec)), 1013.0) == [INCIDENT]
+
+
+def test_nothing_is_told_anew_of_a_job_whose_spec_etcd_has_lost_for_a_while() -> None:
+    daemon, job = Daemon(), running(crash())
+    assert daemon.sees(seen(job), 1011.0) == [INCIDENT]
+    assert daemon.sees(seen(replace(job, spec=None)), 1012.0) == []
+    assert daemon.sees(seen(job), 1013.0) == []
 
 
 def test_planned_change_is_not_told() -> None:
@@ -236,7 +245,7 @@ def test_what_comes_back_after_etcd_was_wiped_is_not_new() -> None:
     daemon = Daemon()
     daemon.sees(seen(running(crash())), 1011.0)
     daemon.sees(seen(), 1012.0)
-    assert daemon.sees(seen(running(crash(1010.002))), 1013.0) == []
+    assert daemon.sees(seen(running(crash())), 1013.0) == []
 
 
 def test_memory_of_what_is_gone_is_bounded() -> None:
@@ -245,7 +254,7 @@ def test_memory_of_what_is_gone_is_bounded() -> None:
     daemon.sees(seen(running(*many)), 9000.0)
     daemon.sees(seen(), 9001.0)
     assert len(daemon.memory.known) == KEPT
-    assert max(key[3] for key in daemon.memory.known) == many[-1].wall_s
+    assert max(key[3] for key in daemon.memory.known) == many[-1].id
 
 
 def test_only_the_daemon_of_the_oldest_node_tells() -> None:
@@ -348,7 +357,7 @@ def _played(views: Any, *daemons: Daemon) -> None:
     at_s = BEGAN_S
     for incidents, phase, nodes, connected, pause_s in views:
         at_s += pause_s
-        records = [crash(1000.0 + 10 * n + ms / 1000, open=is_open) for n, (is_open, ms) in sorted(incidents.items())]
+        records = [crash(1000.0 + 10 * n + ms / 1000, id=f"{n}", open=is_open) for n, (is_open, ms) in sorted(incidents.items())]
         snapshot = seen(in_phase(phase, 1001.0, "x", *records), nodes=nodes, connected=connected)
         for daemon in daemons:
             daemon.sees(snapshot, at_s)
@@ -375,7 +384,7 @@ def test_daemons_tell_each_occurrence_once_while_the_oldest_node_stays(views: An
 def test_each_occurrence_that_stays_is_told(views: Any) -> None:
     daemon = Daemon("a")
     _played([(i, p, "a", c, s) for i, p, _, c, s in views], daemon)
-    last = seen(in_phase(Phase.FAILED, 1002.5, "x", *(crash(1000.0 + 10 * n) for n in range(5))))
+    last = seen(in_phase(Phase.FAILED, 1002.5, "x", *(crash(1000.0 + 10 * n, id=f"{n}") for n in range(5))))
     for at_s in (5000.0, 5000.0 + FAILED_SETTLE_S):
         daemon.sees(last, at_s)
     told = {(o.event, round(o.wall_s)) for o in daemon.sent}

@@ -63,8 +63,6 @@ REQUEST_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 
 RECOVERY_S = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 3.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 WRITE_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
-NON_BREAKING_KINDS = ("checkpoint", "late exit")
-"""Kinds of incidents that break no generation."""
 PHASES = ("published", "aborted", "synced", "stepping")
 """Marks in an incident's time line: seconds from the detection on."""
 
@@ -94,9 +92,9 @@ class JobHistory:
     """By phase."""
     write_s: Histograms = field(default_factory=lambda: Histograms(WRITE_S))
     submitted: int = 0
-    seen: dict[tuple[int, float, bool], int] = field(default_factory=dict)
-    """Incidents that are counted already -> the lost steps that are. The third: whether its kind is in
-    NON_BREAKING_KINDS. The kind itself may change after the end, when another agent reports what the cause was."""
+    seen: dict[str, int] = field(default_factory=dict)
+    """Ids of the incidents that are counted already -> the lost steps that are. The kind may change after the end, when
+    another agent reports what the cause was."""
     saved_step: int = -1
 
 
@@ -123,7 +121,7 @@ class Histories:
 
     @staticmethod
     def _learn(known: JobHistory, job: Job) -> None:
-        over = {(i.generation, i.wall_s, i.kind in NON_BREAKING_KINDS): i for i in job.incidents if not i.open}
+        over = {i.id: i for i in job.incidents if not i.open}
         lost = {key: max(incident.steps_lost or 0, known.seen.get(key, 0)) for key, incident in over.items()}
         for key, incident in over.items():
             if key not in known.seen:

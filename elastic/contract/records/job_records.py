@@ -335,6 +335,7 @@ class IncidentRecord(Record, frozen=True, kw_only=True):
     """Phase -> seconds since `wall_s`, on the clock of the node that reports."""
     open: bool = False  # the job has not recovered yet
     repeat: Int = 0  # false alarms of the same generation that were over before it began: see `JobKeys.incident`
+    id: str = ""  # its key below `JobKeys.incidents`, set by the reader
     ended_wall_s: WallS | None = None
     causes: tuple[Cause, ...] = ()
     """All failures, the first one first, including those reported during the recovery."""
@@ -365,7 +366,7 @@ class IncidentRecord(Record, frozen=True, kw_only=True):
     def in_words(self) -> dict[str, Any]:
         """As plain data for people: each reason is its sentence."""
         row: dict[str, Any] = in_words(self)
-        del row["further"], row["begun_again_at"]
+        del row["further"], row["begun_again_at"], row["id"]
         return row | {"detail": self.text}
 
 
