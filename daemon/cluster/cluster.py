@@ -10,7 +10,10 @@ import msgspec
 
 from elastic.contract.keys import ClusterKeys, JobKeys
 from elastic.contract.records.decoding import Decoder, Member, R, Stored
+from elastic.contract.records.incident_account import IncidentAccount
+from elastic.contract.records.incident_fold import incidents
 from elastic.contract.records.job_records import (
+    BrokenRecord,
     GenerationRecord,
     IncidentRecord,
     JobState,
@@ -22,12 +25,16 @@ from elastic.contract.records.job_records import (
 from elastic.contract.records.node_records import AskedRecord, CordonRecord, DrainRecord, KnownNode, NodeRecord
 from elastic.contract.records.phases import PhaseTrigger, after, allows
 from elastic.contract.records.rank_records import RanksRecord
-from elastic.contract.records.report_size import read_incident
+from elastic.contract.records.report_size import fitted, reader
 from elastic.etcd.client import Refusal
 
 KEPT_INCIDENTS = 250
-"""Of a job, the newest. Its agents keep about as many in etcd; its user may have written more."""
-_DECODERS: dict[Any, Any] = {IncidentRecord: read_incident}
+"""Of a job, the newest, and so many accounts and failure reports. Its agents keep about as many in etcd; its user may
+have written more."""
+_Told = tuple[list[IncidentAccount], list[BrokenRecord], int, list[tuple[str, IncidentRecord]]]
+"""What is on record of a job's incidents: accounts, failure reports, the newest generation that has stepped, and (key,
+record) of what breaks no generation."""
+_DECODERS: dict[Any, Any] = {kind: reader(kind) for kind in (BrokenRecord, IncidentAccount, IncidentRecord)}
 
 
 class KeyValue(Stored, Protocol):
@@ -135,6 +142,7 @@ class ClusterReader:
         self._keys = keys
         self._decoder = Decoder()
         self._stopped = {} if stopped is None else stopped
+        self._folded: dict[str, tuple[_Told, tuple[IncidentRecord, ...]]] = {}
 
     def read(
         self,
@@ -180,10 +188,14 @@ class ClusterReader:
                 foreign |= dict.fromkeys(mine, str(error))
                 continue
             spec, asked = take(SpecRecord, mine.get(job.spec)), take(AskedRecord, mine.get(job.asked))
-            jobs[name] = _job(name, job, mine, take, signed, self._asked(name, spec, asked))
-        for name in list(self._stopped):
-            if name not in jobs:
-                self._stopped.pop(name, None)
+            told = _told(job, mine, take)
+            if name not in self._folded or self._folded[name][0] != told:
+                self._folded[name] = told, _incidents(told)
+            found = self._folded[name][1]
+            jobs[name] = _job(name, job, mine, take, signed, self._asked(name, spec, asked), found)
+        for name in [name for name in (*self._stopped, *self._folded) if name not in jobs]:
+            self._stopped.pop(name, None)
+            self._folded.pop(name, None)
         events = {key: kv.value for key, kv in kvs.items() if key.startswith(keys.events)}
         why = {key: refusal.why for key, refusal in (refused or {}).items()}
         return Cluster(nodes, jobs, cordons, drains, revision, events, foreign, why, known)
@@ -204,7 +216,35 @@ class _Take(Protocol):
     def __call__(self, kind: type[R], kv: KeyValue | None) -> R | None: ...
 
 
-def _job(name: str, job: JobKeys, mine: Mapping[str, KeyValue], take: _Take, signed: bool, asked: AskedRecord) -> Job:
+def _told(job: JobKeys, mine: Mapping[str, KeyValue], take: _Take) -> _Told:
+    keys = [key for key in mine if key.startswith(job.incidents)]
+    own = sorted((mine[key].create_revision, key) for key in keys if job.is_account(key))[-KEPT_INCIDENTS:]
+    broken = sorted(key for key in mine if key.startswith(job.broken_all))[-KEPT_INCIDENTS:] if own else ()
+    progress = take(ProgressRecord, mine.get(job.progress))
+    return (
+        [account for _, key in own if (account := take(IncidentAccount, mine[key])) is not None],
+        [report for key in broken if (report := take(BrokenRecord, mine[key])) is not None],
+        progress.stepped_in if progress is not None else 0,
+        [(k, r) for k in keys if not job.is_account(k) and (r := take(IncidentRecord, mine[k])) is not None],
+    )
+
+
+def _incidents(told: _Told) -> tuple[IncidentRecord, ...]:
+    """Oldest first."""
+    found = [fitted(incident) for incident in incidents(*told[:3])]
+    found += [msgspec.structs.replace(record, id=key.rpartition("/")[2]) for key, record in told[3]]
+    return tuple(sorted(found, key=lambda incident: incident.wall_s)[-KEPT_INCIDENTS:])
+
+
+def _job(
+    name: str,
+    job: JobKeys,
+    mine: Mapping[str, KeyValue],
+    take: _Take,
+    signed: bool,
+    asked: AskedRecord,
+    incidents: tuple[IncidentRecord, ...],
+) -> Job:
     spec, state = mine.get(job.spec), mine.get(job.state)
     written = take(JobState, state)
     if asked.stop is None and ((signed and state is None) or (state is not None and written is None)):
@@ -218,11 +258,6 @@ def _job(name: str, job: JobKeys, mine: Mapping[str, KeyValue], take: _Take, sig
         for k, kv in mine.items()
         if k.startswith(job.members) and (r := take(MemberRecord, kv)) is not None
     }
-    incidents = (
-        msgspec.structs.replace(record, id=key.removeprefix(job.incidents))
-        for key, kv in sorted(mine.items())
-        if key.startswith(job.incidents) and (record := take(IncidentRecord, kv)) is not None
-    )
     return Job(
         name=name,
         spec=take(SpecRecord, spec),
@@ -236,8 +271,7 @@ def _job(name: str, job: JobKeys, mine: Mapping[str, KeyValue], take: _Take, sig
         progress=take(ProgressRecord, mine.get(job.progress)),
         ranks=_ranks(job, mine, take),
         asked=asked,
-        # The keys of failed checkpoints do not sort by step: 9 comes after 10.
-        incidents=tuple(sorted(incidents, key=lambda i: i.wall_s)[-KEPT_INCIDENTS:]),
+        incidents=incidents,
     )
 
 

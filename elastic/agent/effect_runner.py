@@ -15,7 +15,6 @@ from elastic.contract.records.job_records import IncidentRecord, ProgressRecord
 from elastic.contract.worker import messages
 from elastic.recovery.facts.transitions import Stage
 from elastic.recovery.machine.effects import (
-    AddCauses,
     Effect,
     FindNewestSaved,
     ForkPlain,
@@ -90,12 +89,10 @@ class EffectRunner:
 
     def _in_etcd(self, effect: Effect, agent: Agent) -> None:
         self._etcd_writer.do(effect, agent.etcd.view, self._progress)
-        match effect:
-            case PutIncident(key, record):
-                self._on_incident(record)
-                log.info("incident", key=key, **record.in_words())
-            case AddCauses(key, record):
-                log.info("incident.causes", key=key, kind=record.kind, node=record.node, detail=record.detail)
+        if isinstance(effect, PutIncident):
+            record = effect.record
+            self._on_incident(record)
+            log.info("incident", first=effect.account.first, **record.in_words())
 
     def _fork(self, effect: ForkWorker | ForkPlain, agent: Agent) -> None:
         slot, worker_id, spec = effect.slot, effect.worker_id, self._spec

@@ -12,7 +12,8 @@
 /elastic/<cluster>/jobs/<job>/head/restored                 {}: written with a generation that etcd had lost
 /elastic/<cluster>/jobs/<job>/head/broken/<generation>      BrokenRecord (first failure wins)
 /elastic/<cluster>/jobs/<job>/members/<node>       leased   MemberRecord
-/elastic/<cluster>/jobs/<job>/incidents/<generation>        IncidentRecord
+/elastic/<cluster>/jobs/<job>/incidents/<generation>.by.…   IncidentAccount (each agent writes its own)
+/elastic/<cluster>/jobs/<job>/incidents/<generation>.<kind>.…  IncidentRecord (of what breaks no generation)
 /elastic/<cluster>/jobs/<job>/progress                      ProgressRecord (leader, every few seconds)
 /elastic/<cluster>/jobs/<job>/ranks/<node>                  RanksRecord (each agent, every ten seconds or less often)
 /elastic/<cluster>/jobs/<job>/asked                         AskedRecord (daemons pass it on to their agents)
@@ -200,11 +201,17 @@ class JobKeys:
     def broken(self, generation: int) -> str:
         return f"{self.broken_all}{generation:0{NUMBER_DIGITS}d}"
 
-    def incident(self, generation: int, repeat: int = 0) -> str:
-        """Of the generation before. If that stood still, stepped again, and stood still or failed later, each of these
-        incidents has a key of its own: `repeat` counts them."""
-        again = f".again.{repeat}" if repeat else ""
-        return f"{self.incidents}{generation:0{NUMBER_DIGITS}d}{again}"
+    def incident(self, generation: int) -> str:
+        """The keys of what is on record of incidents of this generation begin with it."""
+        return f"{self.incidents}{generation:0{NUMBER_DIGITS}d}"
+
+    def account(self, first: int, node: str, incarnation: str, repeat: int = 0) -> str:
+        """What one agent tells of the incident that began with generation `first`. If that stood still, stepped again,
+        and stood still or failed later, it tells of each under a key of its own: `repeat` counts them."""
+        return f"{self.incident(first)}.by.{node}.{incarnation}.{repeat}"
+
+    def is_account(self, key: str) -> bool:
+        return key.startswith(self.incidents) and key[len(self.incidents) + NUMBER_DIGITS :].startswith(".by.")
 
     def exit_incident(self, generation: int, node: str, worker_id: int) -> str:
         """Of a process that did not exit after its script had ended; beside the incident of its generation."""

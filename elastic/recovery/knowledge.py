@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from elastic.contract.records.incident_account import Outcome
 from elastic.contract.records.reasons import Code, reason
 from elastic.contract.structs import replace
 from elastic.contract.worker.messages import (
@@ -24,11 +25,11 @@ from elastic.recovery.facts.restart_budget import STORE
 from elastic.recovery.facts.state_holders import all_workers_lost
 from elastic.recovery.facts.transitions import IN_GROUP, Stage, Trigger
 from elastic.recovery.facts.view import JobView
-from elastic.recovery.incidents.ended_incidents import dropped_nodes
 from elastic.recovery.machine import events
 from elastic.recovery.machine.effects import Rejoin
 from elastic.recovery.machine.model import Agent, Worker
 from elastic.recovery.machine.turn import Turn
+from elastic.recovery.reporting import dropped_nodes
 from elastic.recovery.workers.announce import (
     failure,
     group_failed,
@@ -244,16 +245,16 @@ def _learn_loss(turn: Turn, before: Agent, view: JobView) -> None:
     turn.etcd = replace(turn.etcd, wiped_until_s=until_s, asked={})
     turn.lead = replace(turn.lead, publishing=0)
     turn.etcd = replace(turn.etcd, lost_at=before.formed.generation.number if before.formed.generation else 0)
-    over = before.incidents.closed
-    if over is not None and not over.is_open(view.incident):  # as it is in a backup
-        # Its record is lost, and its number among those of its key is free again.
-        turn.incidents = replace(turn.incidents, closed=None)
+    # What is told of the last incident is lost; or it has begun by what is in a backup, and its end is to be told anew.
+    last = before.incidents.last
+    begun = last is not None and any(account.first == last.account.first for account in view.accounts)
+    turn.incidents = replace(turn.incidents, last=last if begun else None, unwritten=begun)
 
 
 def _learn_step(turn: Turn, before: Agent, view: JobView) -> None:
     last, shown = before.etcd.view.progress, view.progress
     newer = last and shown and (shown.stepped_in, shown.step) > (last.stepped_in, last.step)
-    if newer and view.incident is None:
+    if newer and shown and not any(a.outcome is Outcome.OPEN and a.first >= shown.stepped_in for a in view.accounts):
         turn.progress = replace(turn.progress, shown_at_s=turn.now_s)
 
 

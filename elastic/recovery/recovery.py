@@ -12,11 +12,11 @@ results as events. A worker is told something once, when its stage changes.
 from __future__ import annotations
 
 from elastic.contract.records.job_records import Phase
-from elastic.recovery.incidents.reporting import report
 from elastic.recovery.machine.effects import Effect, Leave, PutState
 from elastic.recovery.machine.events import Event
 from elastic.recovery.machine.model import Agent
 from elastic.recovery.machine.turn import Turn
+from elastic.recovery.reporting import report
 from elastic.recovery.workers.announce import adopt, check_idle, check_suspicion, settle_member
 from elastic.recovery.workers.bad_numbers import correct_reason
 from elastic.recovery.workers.leaving import check_drain, check_end, leave

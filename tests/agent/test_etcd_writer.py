@@ -20,9 +20,9 @@ from elastic.agent.write_queue import Write, WriteQueue
 from elastic.checkpoint.format.names import tmp_name
 from elastic.contract.job.spec import Checkpoint, JobSpec
 from elastic.contract.keys import ClusterKeys
+from elastic.contract.records.incident_account import IncidentAccount, Outcome
 from elastic.contract.records.job_records import (
     BrokenRecord,
-    Cause,
     GenerationRecord,
     IncidentRecord,
     JobState,
@@ -37,7 +37,6 @@ from elastic.contract.records.job_records import (
 from elastic.contract.records.rank_records import RanksRecord
 from elastic.etcd.client import EtcdUnavailable
 from elastic.recovery.facts.generation_delta import GenerationReader
-from elastic.recovery.facts.incident import KEPT_REPEATS
 from elastic.recovery.facts.membership import Change
 from elastic.recovery.facts.view import JobView
 from elastic.recovery.machine.effects import Publish, PutState
@@ -142,16 +141,17 @@ def test_a_job_that_has_succeeded_shows_no_open_incident() -> None:
     the phase reads the incidents next."""
     office = Office()
     office.client.put(KEYS.member("n"), b"")
-    over = IncidentRecord(generation=2, kind="exit", node="n", ranks=(0,), detail="", wall_s=1.0)
-    for record in (msgspec.structs.replace(over, open=True), over):
-        office.writer.put_incident(record, 2)
+    over = IncidentAccount(first=1, last=2, outcome=Outcome.STEPPING)
+    for account in (msgspec.structs.replace(over, outcome=Outcome.OPEN), over):
+        office.writer.put_account(account)
     office.writer.put_state(PutState(JobState(phase=Phase.SUCCEEDED), 0))
     for name in ("urgent", "lazy"):  # the one thread is ahead of the other
         for order in office.queues[name].orders:
             order()
     written = office.client.server.kvs
-    assert not decode(IncidentRecord, written[KEYS.incident(2, 0)].value).open
-    assert written[KEYS.incident(2, 0)].mod_revision < written[KEYS.state].mod_revision
+    own = written[KEYS.account(1, "n", office.policy.incarnation)]
+    assert decode(IncidentAccount, own.value) == over
+    assert own.mod_revision < written[KEYS.state].mod_revision
 
 
 def test_failure_counted_at_the_same_moment_does_not_displace_the_end_of_the_job() -> None:
@@ -314,77 +314,17 @@ def test_a_new_agents_record_is_younger_than_its_predecessors_and_then_keeps_its
     assert ages[0] < ages[1] == ages[2]
 
 
-def test_a_record_that_was_closed_meanwhile_is_not_opened_again() -> None:
-    """By an agent that was away from etcd, and hears late that it was."""
+def test_an_agent_writes_what_it_tells_of_each_incident_under_a_key_of_its_own() -> None:
     office = Office()
-    over = IncidentRecord(generation=2, kind="exit", node="a", ranks=(1,), detail="", wall_s=1.0, ended_wall_s=2.0)
-    late = msgspec.structs.replace(over, kind="lost", open=True, ended_wall_s=None)
-    for record in (late, over, late):
-        office.writer.put_incident(record, 2)
+    begun = IncidentAccount(first=1, last=1)
+    over = msgspec.structs.replace(begun, outcome=Outcome.STEPPING)
+    accounts = [begun, over, msgspec.structs.replace(over, repeat=1), msgspec.structs.replace(begun, first=2, last=2)]
+    for account in accounts:
+        office.writer.put_account(account)
         office.queues["lazy"].orders[-1]()
-    kv = office.client.get(KEYS.incident(2))
-    assert kv is not None
-    assert decode(IncidentRecord, kv.value) == over
-
-
-def test_the_last_record_of_a_generation_is_that_of_its_newest_incident() -> None:
-    """Those before it have keys of their own, and each is over when it is closed."""
-    office = Office()
-    over = IncidentRecord(generation=1, kind="lost", node="a", ranks=(1,), detail="", wall_s=1.0, ended_wall_s=2.0)
-    late = msgspec.structs.replace(over, kind="exit", open=True, ended_wall_s=None)
-    for repeat in (0, 1, KEPT_REPEATS):
-        for record in (over, late):
-            office.writer.put_incident(msgspec.structs.replace(record, repeat=repeat), 2)
-            office.queues["lazy"].orders[-1]()
-    kinds = {repeat: office.client.get(KEYS.incident(2, repeat)) for repeat in (0, 1, KEPT_REPEATS)}
-    assert {repeat: decode(IncidentRecord, kv.value).kind for repeat, kv in kinds.items() if kv is not None} == {
-        0: "lost", 1: "lost", KEPT_REPEATS: "exit",
-    }  # fmt: skip
-
-
-def test_causes_that_are_reported_late_are_added_to_a_record_that_is_over() -> None:
-    office = Office()
-    comm, death = (Cause(generation=1, node=node, kind=kind) for node, kind in (("a", "comm"), ("b", "exit")))
-    opened = IncidentRecord(
-        generation=2, kind="comm", node="a", ranks=(), detail="", wall_s=1.0, open=True, causes=(comm,)
-    )
-    over = msgspec.structs.replace(opened, open=False, ended_wall_s=2.0)
-    fuller = msgspec.structs.replace(over, kind="exit", node="b", wall_s=0.0, ended_wall_s=None, causes=(death, comm))
-
-    def record() -> IncidentRecord:
-        kv = office.client.get(KEYS.incident(2))
-        assert kv is not None
-        return decode(IncidentRecord, kv.value)
-
-    office.writer.put_incident(opened, 2)
-    office.queues["lazy"].orders[-1]()
-    office.writer.add_causes(fuller, 2)
-    with pytest.raises(EtcdUnavailable, match="not closed yet"):
-        office.queues["lazy"].orders[-1]()
-    office.writer.put_incident(over, 2)
-    office.queues["lazy"].orders[-1]()
-    office.writer.add_causes(fuller, 2)
-    office.queues["lazy"].orders[-1]()
-    assert record() == msgspec.structs.replace(over, kind="exit", node="b", causes=(death, comm))
-    office.writer.add_causes(over, 2)
-    office.queues["lazy"].orders[-1]()
-    assert record().kind == "exit", "what names fewer causes changes nothing"
-
-
-def test_late_causes_are_not_added_to_a_record_of_another_submission_of_the_name() -> None:
-    """They were kept while etcd was away, and another job took the name meanwhile: its incident has the same key."""
-    office = Office()
-    planned = IncidentRecord(generation=2, kind="planned", node="", ranks=(), detail="", wall_s=9.0, ended_wall_s=10.0)
-    other = SpecRecord(spec=office.policy.spec, submitted_wall_s=9.0, submitted_by="me", submission="another")
-    office.client.put(KEYS.incident(2), encode(planned))
-    late = msgspec.structs.replace(planned, causes=(Cause(generation=1, node="b", kind="exit"),))
-    for spec, causes in ((other, ()), (office.writer.spec, late.causes)):
-        office.client.put(KEYS.spec, encode(spec))
-        office.writer.add_causes(late, 2)
-        office.queues["lazy"].orders[-1]()
-        kv = office.client.get(KEYS.incident(2))
-        assert kv is not None
-        assert decode(IncidentRecord, kv.value).causes == causes
+    kvs = office.client.get_prefix(KEYS.incidents).kvs
+    assert [decode(IncidentAccount, kvs[key].value) for key in sorted(kvs)] == accounts[1:]
+    assert all(KEYS.is_account(key) and f".n.{office.policy.incarnation}." in key for key in kvs)
 
 
 def test_late_exits_write_one_incident_each_with_no_steps_lost() -> None:
@@ -618,17 +558,17 @@ def test_records_of_numbers_below_those_that_were_left_out_are_deleted_but_not_w
     office.client.put(KEYS.generation, encode(former := generation(499, [place("n", 0)])))
     for number in (3, 4, 299, 300):
         office.client.put(KEYS.broken(number), b"")
-        office.client.put(KEYS.incident(number), b"")
+        office.client.put(KEYS.account(number, "n", "x"), b"")
         office.client.put(KEYS.save_incident(number, "n", 7), b"")
     at = office.client.server.kvs[KEYS.generation].mod_revision
     change = Change((place("n", 0),), "lost", planned=False)
-    for shown, left in (({4: 0}, {4, 299, 300}), ({}, set())):
-        seen = JobView(generation=former, generation_revision=at, repeats=shown)
+    for shown, left in (((IncidentAccount(first=4, last=4),), {4, 299, 300}), ((), set())):
+        seen = JobView(generation=former, generation_revision=at, accounts=shown)
         office.writer.publish(Publish(500, change, at, None, None), seen)
         office.queues["urgent"].orders[-1]()
         at = office.client.server.kvs[KEYS.generation].mod_revision
         kvs = office.client.server.kvs
-        assert {number for number in range(500) if KEYS.incident(number) in kvs} == left
+        assert {number for number in range(500) if KEYS.account(number, "n", "x") in kvs} == left
         assert {number for number in range(500) if KEYS.broken(number) in kvs} == left
         assert {number for number in range(500) if KEYS.save_incident(number, "n", 7) in kvs} == left
     office.stores.close()
@@ -640,8 +580,11 @@ def test_a_report_that_etcd_finds_too_large_is_written_without_its_long_texts() 
     error = WorkerError(node="n", slot=0, rank=0, message="ValueError: planted", traceback=long)
     record = msgspec.structs.replace(BROKEN, generation=1, slots=(0,), error=error, stacks={"rank 0": long})
     office.writer.put_broken(record, None)
-    incident = IncidentRecord(generation=2, kind="exit", node="n", ranks=(0,), detail=long, wall_s=1.0, error=error)
-    office.writer.put_incident(incident, 2)
+    office.writer.put_account(IncidentAccount(first=1, last=1, why=long))
+    incident = IncidentRecord(
+        generation=2, kind="late exit", node="n", ranks=(0,), detail=long, wall_s=1.0, error=error
+    )
+    office.writer.put_exit_incident(incident, 7)
     for queue in office.queues.values():
         for order in queue.orders:
             order()
@@ -650,5 +593,7 @@ def test_a_report_that_etcd_finds_too_large_is_written_without_its_long_texts() 
     assert (broken.slots, broken.fingerprint, broken.error.message) == ((0,), record.fingerprint, "ValueError: planted")
     assert str(broken.detail).startswith("ValueError (cut: the whole record has 32")
     assert 0 < len(broken.error.traceback) == len(broken.stacks["rank 0"]) <= 4000
-    written = decode(IncidentRecord, office.client.server.kvs[KEYS.incident(2)].value)
-    assert (written.kind, 1000 < len(str(written.detail)) <= 4100) == ("exit", True)
+    written = decode(IncidentRecord, office.client.server.kvs[KEYS.exit_incident(2, "n", 7)].value)
+    assert (written.kind, 1000 < len(str(written.detail)) <= 4100) == ("late exit", True)
+    told = decode(IncidentAccount, office.client.server.kvs[KEYS.account(1, "n", office.policy.incarnation)].value)
+    assert (told.first, 1000 < len(str(told.why)) <= 4000) == (1, True)

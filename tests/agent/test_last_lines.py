@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from support.jobs import generation, place
-
 from elastic.agent.workers.worker_error import LAST_LINES, LINE_CHARS, last_lines
+from elastic.contract.records.incident_account import IncidentAccount
+from elastic.contract.records.incident_fold import incidents
 from elastic.contract.records.job_records import BrokenRecord
-from elastic.recovery.facts.incident import Incident, open_record
+from elastic.recovery.facts.evidence import merged
 
 
 def test_last_lines_end_before_the_traceback_and_are_bounded(tmp_path: Path) -> None:
@@ -38,10 +38,9 @@ def test_what_a_library_says_before_it_aborts_is_kept_beside_a_long_stack(tmp_pa
 
 
 def test_incident_has_the_last_lines_of_the_first_report_that_has_any() -> None:
-    formed = generation(1, [place("a", 0), place("b", 0)])
     comm = BrokenRecord(generation=1, node="a", kind="comm", detail="closed")
     death = BrokenRecord(
         generation=1, node="b", kind="exit", detail="killed by SIGSEGV", slots=(0,), ranks=(1,), last_lines=("bye",)
     )
-    incident = Incident(key=2, generations=(formed,), began_s=0.0).with_report(comm).with_report(death)
-    assert open_record(incident, counted=True).last_lines == ("bye",)
+    told = IncidentAccount(first=1, last=1)
+    assert incidents((told,), (merged(comm, death),))[0].last_lines == ("bye",)

@@ -68,7 +68,7 @@ def test_watch_scope_has_no_accounts_of_ranks() -> None:
     """Every agent writes one in ten seconds: in a job of 64 nodes no agent is to be woken by the others' accounts."""
     watcher = Watcher(2)
     watcher.sight.start(watcher.seen.append, 0.0)
-    job = vars(KEYS) | {"member": KEYS.member("n0"), "broken": KEYS.broken(1), "incident": KEYS.incident(1)}
+    job = vars(KEYS) | {"member": KEYS.member("n0"), "broken": KEYS.broken(1), "incident": KEYS.account(1, "n0", "x")}
     job.pop("ranks"), job.pop("root")
     assert all(key < KEYS.ranks for key in job.values()), "an agent's watch ends where the accounts begin"
     before = watcher.look()

@@ -37,7 +37,7 @@ from support.procs import Procs, Started, alive, describe, end_all, kill, tagged
 from support.wait import eventually
 from support.warm import SOCKET_ENV, ready
 
-from elastic.recovery.facts.evidence import weight
+from elastic.contract.records.incident_account import weight
 
 SCRIPT = pathlib.Path(__file__).parents[1] / "support" / "train_chaos.py"
 WARM_DAEMON = SCRIPT.with_name("warm_daemon.py")

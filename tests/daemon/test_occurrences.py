@@ -357,7 +357,8 @@ def _played(views: Any, *daemons: Daemon) -> None:
     at_s = BEGAN_S
     for incidents, phase, nodes, connected, pause_s in views:
         at_s += pause_s
-        records = [crash(1000.0 + 10 * n + ms / 1000, id=f"{n}", open=is_open) for n, (is_open, ms) in sorted(incidents.items())]
+        found = sorted(incidents.items())
+        records = [crash(1000.0 + 10 * n + ms / 1000, id=f"{n}", open=is_open) for n, (is_open, ms) in found]
         snapshot = seen(in_phase(phase, 1001.0, "x", *records), nodes=nodes, connected=connected)
         for daemon in daemons:
             daemon.sees(snapshot, at_s)

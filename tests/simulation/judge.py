@@ -6,6 +6,8 @@ import itertools
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from support.incidents import on_record
+
 from elastic.contract.records.job_records import GenerationRecord, IncidentRecord, JobState, Phase, decode
 from elastic.contract.records.reasons import Code, codes
 from elastic.contract.worker import messages
@@ -266,16 +268,10 @@ class Judge:
     # ── incidents ───────────────────────────────────────────────────────────────────────────────────────────
 
     def incidents(self) -> dict[tuple[int, int], IncidentRecord]:
-        """Those on record, by the number of their key and their repeat, in that order."""
-        cluster = self._cluster
-        prefix, kvs = cluster.keys.incidents, cluster.etcd.kvs
-        found: dict[tuple[int, int], IncidentRecord] = {}
-        for key in kvs:
-            number, _, beside = key.removeprefix(prefix).partition(".")
-            if key.startswith(prefix) and beside.partition(".")[0] in ("", "again"):
-                record = decode(IncidentRecord, kvs[key].value)
-                found[int(number), record.repeat] = record
-        return dict(sorted(found.items()))
+        """Those on record, by the number after that of the generation that failed first and their repeat, in that
+        order."""
+        found = on_record(self._cluster.keys, self._cluster.etcd.kvs)
+        return {(int(incident.id.partition(".")[0]), incident.repeat): incident for incident in found}
 
     def killed(self, worker: Worker) -> None:
         """`worker` is about to be killed from outside. Called for what its agent is to name in an incident."""

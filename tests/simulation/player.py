@@ -142,9 +142,7 @@ def _effect(effect: does.Effect) -> str:
             return f"Restore {_generation(generation)}" if generation else "Restore the spec"
         case does.PutState(state):
             return f"PutState {state.phase.value}" + (state.reason and f": {state.reason}")
-        case does.PutIncident(_, record):
-            return f"PutIncident {_incident(record)}"
-        case does.AddCauses(_, record):
-            return f"AddCauses {_incident(record)}"
+        case does.PutIncident():
+            return f"PutIncident {_incident(effect.record)}"
         case _:
             return repr(effect)

@@ -14,10 +14,11 @@ from simulation.histories import Fault, History, draw, family, play, tardy
 from simulation.node import Node
 from simulation.run import many, silent
 from support import says
-from support.incidents import check_incident
+from support.incidents import check_incident, on_record
 
 from elastic.contract.origin import Origin
-from elastic.contract.records.job_records import IncidentRecord, Phase, decode, encode
+from elastic.contract.records.incident_account import IncidentAccount
+from elastic.contract.records.job_records import Cause, IncidentRecord, Phase, encode
 from elastic.contract.records.reasons import Code, reason
 from elastic.contract.worker.messages import CollectiveFailed, GroupClosed
 from elastic.etcd.client import Put
@@ -52,8 +53,7 @@ def played(setting: Setting, *acts: Callable[[Cluster], None], until_s: float = 
 
 
 def incidents(cluster: Cluster) -> list[IncidentRecord]:
-    keys = (key for key in sorted(cluster.etcd.kvs) if key.startswith(cluster.keys.incidents))
-    return [decode(IncidentRecord, cluster.etcd.kvs[key].value) for key in keys]
+    return on_record(cluster.keys, cluster.etcd.kvs)
 
 
 def failures(cluster: Cluster) -> list[IncidentRecord]:
@@ -473,15 +473,26 @@ def test_an_incident_during_which_etcd_is_wiped_is_on_record(node: int, after_s:
     assert not incident.open
 
 
-def test_a_record_that_a_lost_leader_has_left_open_is_closed() -> None:
-    """None of the agents that are there now knows of the incident; the job steps."""
+def test_an_incident_that_a_lost_leader_has_left_open_is_over_once_a_later_generation_steps() -> None:
+    """None of the agents that are there now knows of it."""
     cluster = played(TWO, until_s=STRUCK_S)
-    left = IncidentRecord(generation=2, kind="exit", node="n1", ranks=(2,), detail="", wall_s=1.0, open=True)
-    cluster.etcd.put_all([Put(cluster.keys.incident(2), encode(left))])
+    left = IncidentAccount(
+        first=1,
+        last=1,
+        gone=(Cause(generation=1, node="n1", kind="lost", ranks=(2,)),),
+        reached=(1, 3),
+        noticed_wall_s=4.0,
+    )
+    cluster.etcd.put_all([Put(cluster.keys.account(1, "n9", "n9.1"), encode(left))])
     cluster.etcd_changed()
+    cluster.run(10.0)
+    (incident,) = incidents(cluster)
+    assert (incident.open, incident.kind) == (True, "lost")
+    cluster.kill_worker(0, 0)
     cluster.run(20.0)
     (incident,) = incidents(cluster)
-    assert (incident.open, incident.kind, incident.world_size_after) == (False, "exit", 4)
+    assert (incident.open, incident.wall_s, incident.world_size_after) == (False, 4.0, 4)
+    assert [(cause.kind, cause.node) for cause in incident.causes] == [("exit", "n0")], "n1 has kept its place"
 
 
 def test_a_recovery_that_ends_while_the_agents_lease_has_lapsed_is_closed() -> None:

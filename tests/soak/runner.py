@@ -16,6 +16,7 @@ import msgspec
 import torch.distributed as dist
 from support import scratch
 from support.etcd_server import EtcdServer
+from support.incidents import on_record
 from support.procs import Procs, Started, alive, end_all
 from support.wait import eventually
 from support.warm import forge
@@ -23,7 +24,7 @@ from support.warm import forge
 from elastic.contract.agent_files import AgentConfig
 from elastic.contract.job.spec import parse_job
 from elastic.contract.keys import ClusterKeys
-from elastic.contract.records.job_records import GenerationRecord, IncidentRecord, JobState, SpecRecord, decode, encode
+from elastic.contract.records.job_records import GenerationRecord, JobState, SpecRecord, decode, encode
 from elastic.contract.timeouts import Timeouts
 from elastic.etcd.client import Etcd, EtcdError
 
@@ -173,7 +174,7 @@ class Soak:
             agents = [self._agent(name, folder / f"n{index}", case.workers) for index in range(case.nodes)]
             state = self._wait(case, etcd, keys.state, agents)
             generation = etcd.get(keys.generation)
-            incidents = [decode(IncidentRecord, kv.value) for kv in etcd.get_prefix(keys.incidents).kvs.values()]
+            incidents = on_record(keys, etcd.get_prefix(keys.root).kvs)
         finally:
             self._end(agents)
             etcd.close()

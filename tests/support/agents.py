@@ -33,6 +33,7 @@ from elastic.etcd.client import Etcd
 
 from . import etcd_server, procs, scratch
 from .etcd_server import EtcdServer
+from .incidents import on_record
 from .wait import eventually
 
 SCRIPT = Path(__file__).with_name("train_recorded.py")
@@ -180,9 +181,7 @@ class Job:
         return [incident for incident in self.all_incidents() if not incident.open]
 
     def all_incidents(self) -> list[IncidentRecord]:
-        return [
-            decode(IncidentRecord, kv.value) for _, kv in sorted(self.etcd.get_prefix(self.keys.incidents).kvs.items())
-        ]
+        return on_record(self.keys, self.etcd.get_prefix(self.keys.root).kvs)
 
     def lines(self) -> list[dict[str, Any]]:
         """All that the workers wrote down; the last line of a killed one may be cut short."""

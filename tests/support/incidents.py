@@ -9,8 +9,11 @@ from typing import Any
 
 import msgspec
 
-from elastic.contract.records.job_records import IncidentRecord
-from elastic.recovery.facts.evidence import weight
+from elastic.contract.keys import JobKeys
+from elastic.contract.records.decoding import Stored
+from elastic.contract.records.incident_account import IncidentAccount, weight
+from elastic.contract.records.incident_fold import incidents
+from elastic.contract.records.job_records import BrokenRecord, IncidentRecord, ProgressRecord, decode
 
 from .history import Commit, History
 
@@ -21,6 +24,16 @@ BUSY_S = 5.0
 JITTER_S = 0.5
 AT_ONCE = ("checkpoint", "late exit")
 """Kinds of incidents that are over when they are told: no rank stops stepping."""
+
+
+def on_record(keys: JobKeys, kvs: Mapping[str, Stored]) -> list[IncidentRecord]:
+    """The incidents of a job, from its keys in etcd; those that break no generation last."""
+    accounts = sorted((kv.create_revision, key) for key, kv in kvs.items() if keys.is_account(key))
+    reports = [decode(BrokenRecord, kv.value) for key, kv in kvs.items() if key.startswith(keys.broken_all)]
+    beside = sorted(key for key in kvs if key.startswith(keys.incidents) and not keys.is_account(key))
+    stepped_in = decode(ProgressRecord, kvs[keys.progress].value).stepped_in if keys.progress in kvs else 0
+    found = incidents([decode(IncidentAccount, kvs[key].value) for _, key in accounts], reports, stepped_in)
+    return found + [decode(IncidentRecord, kvs[key].value) for key in beside]
 
 
 def check_incident(

@@ -8,9 +8,11 @@ from support import says
 from support.jobs import Machine, broken, generation, member, place, policy, view
 
 from elastic.contract.job.spec import JobSpec
+from elastic.contract.records.incident_account import IncidentAccount, Outcome
+from elastic.contract.records.incident_fold import incidents
 from elastic.contract.records.job_records import BrokenRecord, Phase
 from elastic.contract.records.reasons import Code, Text, reason
-from elastic.recovery.machine.effects import AddCauses, Effect, Leave, PutBroken, PutState
+from elastic.recovery.machine.effects import Effect, Leave, PutBroken, PutState
 from elastic.recovery.machine.events import (
     Joined,
     Progress,
@@ -54,9 +56,11 @@ def reported(effects: list[Effect]) -> list[int | None]:
     return [effect.record.step for effect in effects if isinstance(effect, PutBroken)]
 
 
-def named(effects: list[Effect]) -> list[tuple[str, tuple[int, ...]]]:
-    """(detail, ranks by first cause) of each record that is corrected."""
-    return [(e.record.detail, tuple(c.ranks[0] for c in e.record.causes)) for e in effects if isinstance(e, AddCauses)]
+def named(effects: list[Effect]) -> list[tuple[Text, tuple[int, ...]]]:
+    """(detail, ranks by first cause) of the incident, by what is reported now."""
+    reports = [effect.record for effect in effects if isinstance(effect, PutBroken)]
+    found = incidents([IncidentAccount(first=1, last=1, outcome=Outcome.GIVEN_UP)], reports)
+    return [(incident.detail, tuple(cause.ranks[0] for cause in incident.causes)) for incident in found]
 
 
 def test_the_reason_of_a_job_is_the_cause_though_a_consequence_of_it_has_failed_the_job(machine: Machine) -> None:
@@ -78,7 +82,7 @@ def test_the_cause_is_reported_though_the_job_has_failed_by_a_consequence_of_it(
 @pytest.mark.parametrize("step", [12, 13])
 def test_a_consequence_changes_nothing(machine: Machine, step: int) -> None:
     machine.take(failed(theirs(step)))
-    assert not [e for e in machine.take(OURS) if isinstance(e, PutState | PutBroken | AddCauses)]
+    assert not [e for e in machine.take(OURS) if isinstance(e, PutState | PutBroken)]
 
 
 def test_a_job_that_is_stopped_or_has_failed_otherwise_keeps_its_reason(machine: Machine) -> None:

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic.contract.records.incident_account import weight
 from elastic.contract.records.job_records import BrokenRecord, WorkerError
-from elastic.recovery.facts.evidence import KEPT_LOSSES, merged, weight
+from elastic.recovery.facts.evidence import KEPT_LOSSES, merged
 
 
 def report(node: str, *slots: int, kind: str = "exit", rollback: bool = False) -> BrokenRecord:

@@ -1,12 +1,13 @@
-"""An incident of a large job with many failures is still a record that etcd takes."""
+"""What is told of an incident of a large job with many failures is still a record that etcd takes."""
 
 from __future__ import annotations
 
+from elastic.contract.records.incident_account import Outcome
+from elastic.contract.records.incident_fold import KEPT_CAUSES, incidents
 from elastic.contract.records.job_records import BrokenRecord, Cause, GenerationRecord, Loss, encode
-from elastic.recovery.facts.incident import KEPT_CAUSES, Incident, open_record
+from elastic.contract.records.report_size import REPORT_BYTES, fitted
+from elastic.recovery.facts.incident import Incident, account
 
-ETCD_BYTES = 1.5 * 2**20
-"""etcd's --max-request-bytes, unless it is told otherwise."""
 LONG = "é" * 500
 """As long as an error's message may be."""
 NODES = 1000
@@ -21,13 +22,25 @@ def broken(generation: int) -> BrokenRecord:
 
 
 def test_incident_of_a_thousand_nodes_and_fifty_generations_fits_in_one_record() -> None:
-    world_size = GenerationRecord(number=1, store_host="h", store_port=1, leader="l", why="", nodes=())
-    gone = [Cause(generation=1, node=f"n{i}", kind="lost", ranks=(i,), detail=LONG) for i in range(NODES)]
-    reports = tuple(map(broken, range(1, 51)))
-    record = open_record(
-        Incident(key=2, generations=(world_size,), began_s=0.0, reports=reports, gone=tuple(gone)), counted=True
+    formed = GenerationRecord(number=1, store_host="h", store_port=1, leader="l", why="", nodes=())
+    gone = tuple(
+        Cause(generation=1, node=f"n{i}", kind="lost", ranks=(i,), detail="node is gone: its agent's lease has run out")
+        for i in range(NODES)
     )
-    assert len(encode(record)) < ETCD_BYTES
+    incident = Incident(first=1, generations=(formed,), began_s=0.0, gone=gone)
+    told = account(incident, formed, Outcome.OPEN, node="a", by="a.1", stepped_on_at=(0, 0), counted=True)
+    assert fitted(told) == told
+    (record,) = incidents((told,), map(broken, range(1, 51)))
+    assert len(encode(fitted(record))) < REPORT_BYTES
     assert len(record.causes) == KEPT_CAUSES
     assert record.causes[0].node == "first"
     assert f"and {NODES + 50 * 65 - 1} more" in record.text
+
+
+def test_an_account_that_is_cut_is_not_certain_of_what_no_agent_has_reported() -> None:
+    formed = GenerationRecord(number=1, store_host="h", store_port=1, leader="l", why="", nodes=())
+    gone = tuple(Cause(generation=1, node=f"n{i}", kind="lost", ranks=(i,), detail=LONG) for i in range(NODES))
+    incident = Incident(first=1, generations=(formed,), began_s=0.0, gone=gone)
+    told = fitted(account(incident, formed, Outcome.OPEN, node="a", by="a.1", stepped_on_at=(0, 0), counted=True))
+    assert told.absent is None
+    assert len(encode(told)) <= REPORT_BYTES

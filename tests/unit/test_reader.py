@@ -11,6 +11,7 @@ import pytest
 
 from elastic.contract.job.spec import JobSpec
 from elastic.contract.keys import ClusterKeys
+from elastic.contract.records.incident_account import IncidentAccount, Outcome
 from elastic.contract.records.job_records import (
     BrokenRecord,
     GenerationNode,
@@ -97,9 +98,8 @@ def _change(etcd: Fake, rng: random.Random) -> None:
         case 6:
             etcd.put(KEYS.spec, SpecRecord(spec=spec, submitted_wall_s=rng.random(), submitted_by="me"))
         case 7:
-            incident = IncidentRecord(generation=number, kind="exit", node=node, ranks=(), detail="", wall_s=1.0,
-                                      open=rng.random() < 0.5)  # fmt: skip
-            etcd.put(KEYS.incident(number, rng.randrange(2)), incident)
+            told = IncidentAccount(first=number, last=number, outcome=rng.choice(list(Outcome)))
+            etcd.put(KEYS.account(number, node, "x", rng.randrange(2)), told)
         case 8 if etcd.kvs:
             etcd.delete(rng.choice(sorted(etcd.kvs)))
         case _:  # as after an outage: all is read anew, and nothing has changed
@@ -115,11 +115,11 @@ def test_view_reader_gives_the_same_view_incrementally_as_afresh(seed: int) -> N
         found, afresh = etcd.read(reader), etcd.read(JobReader(KEYS))
         assert found == afresh
         assert found.broken_before == afresh.broken_before
-        assert (found.incident, found.repeats, found.ended) == (afresh.incident, afresh.repeats, afresh.ended)
+        assert found.accounts == afresh.accounts
         head = {key: kv for key, kv in etcd.kvs.items() if key.startswith(KEYS.head)}
         narrow, afresh = (each.read(head, etcd.revision, False) for each in (reader, JobReader(KEYS)))
         assert narrow == afresh
-        assert (narrow.broken_before, narrow.incident) == (afresh.broken_before, None)
+        assert (narrow.broken_before, narrow.accounts) == (afresh.broken_before, ())
 
 
 def test_view_reader_looks_for_failures_only_when_a_key_of_one_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,19 +129,19 @@ def test_view_reader_looks_for_failures_only_when_a_key_of_one_has_changed(monke
 
     def counting(keys: Iterable[str], prefix: str) -> Any:
         nonlocal looks
-        looks += prefix == KEYS.incidents
+        looks += prefix == KEYS.broken_all
         return listed(keys, prefix)
 
     monkeypatch.setattr(view, "_numbers", counting)
     etcd.put(KEYS.generation, _generation(2, "n1"))
-    etcd.put(KEYS.incident(3), IncidentRecord(generation=3, kind="exit", node="n1", ranks=(), detail="", wall_s=1.0))
+    etcd.put(KEYS.account(2, "n1", "x"), told := IncidentAccount(first=2, last=2))
     etcd.read(reader)
     for node in ("n1", "n2"):
         etcd.put(KEYS.member(node), _member(node, 0))
-        assert etcd.read(reader).repeats == {3: 0}
+        assert etcd.read(reader).accounts == (told,)
     assert looks == 1
-    etcd.delete(KEYS.incident(3))
-    assert etcd.read(reader).repeats == {}
+    etcd.delete(KEYS.account(2, "n1", "x"))
+    assert etcd.read(reader).accounts == ()
     assert looks == 2
 
 
@@ -183,13 +183,13 @@ def test_view_reader_keeps_changes_that_came_with_an_unreadable_record() -> None
 def test_an_open_incident_and_its_failure_are_found_across_numbers_that_are_left_out() -> None:
     """After a loss of etcd a generation is numbered above the checkpoints, however far that is."""
     etcd, reader = Fake(), JobReader(KEYS)
-    incident = IncidentRecord(generation=6, kind="exit", node="n1", ranks=(0,), detail="", wall_s=1.0, open=True)
+    told, later = (IncidentAccount(first=number, last=number) for number in (5, 40))
+    beside = IncidentRecord(generation=6, kind="checkpoint", node="n1", ranks=(0,), detail="", wall_s=1.0)
     etcd.put(KEYS.generation, _generation(40, "n1"))
     etcd.put(KEYS.broken(5), BrokenRecord(generation=5, node="n1", kind="exit", detail="n1"))
-    etcd.put(KEYS.incident(6), incident)
-    etcd.put(KEYS.incident(41, 1), incident)  # of another one, whose first record is gone
-    etcd.put(KEYS.save_incident(39, "n1", 7), incident)
-    etcd.put(KEYS.incidents + "\u0663" * 10, incident)  # digits, but not ours
+    for account in (told, later):
+        etcd.put(KEYS.account(account.first, "n1", "x"), account)
+    etcd.put(KEYS.save_incident(39, "n1", 7), beside)
     view = etcd.read(reader)
-    assert view.incident == (6, incident)
+    assert view.accounts == (later, told)
     assert [report.generation for report in view.broken_before] == [5]

@@ -15,13 +15,14 @@ from support.jobs import Machine, broken, generation, member, place, policy, vie
 
 from elastic.contract.job.spec import Checkpoint, JobSpec
 from elastic.contract.records.decoding import Member
+from elastic.contract.records.incident_account import IncidentAccount
+from elastic.contract.records.incident_fold import incidents
 from elastic.contract.records.job_records import Failure, GenerationRecord, JobState, Phase, SpecRecord, WorkerError
 from elastic.contract.records.reasons import Code, codes, listed, reason
 from elastic.contract.texts import one_line
 from elastic.contract.timeouts import Timeouts
 from elastic.contract.worker import messages
 from elastic.recovery.facts.evidence import merged
-from elastic.recovery.facts.incident import Incident, causes
 from elastic.recovery.facts.transitions import Stage
 from elastic.recovery.facts.view import JobView
 from elastic.recovery.leading import PUBLISH_AGAIN_S
@@ -376,8 +377,8 @@ def test_a_worker_that_could_not_abort_because_a_signal_had_stopped_it_is_named_
     assert reported.record.detail == reason(Code.LATE_ABORT, reason(Code.STOPPED))
     assert (reported.record.kind, reported.record.charged) == ("hang", False), "a cause of its own, as the one on b"
     two = merged(msgspec.structs.replace(broken(1, "b", 0, kind="hang"), ranks=(0,)), reported.record)
-    found = causes(Incident(key=2, generations=(SECOND,), began_s=0.0, reports=(two,)))
-    assert [(cause.node, cause.kind) for cause in found] == [("b", "hang"), ("a", "hang")]
+    (incident,) = incidents((IncidentAccount(first=1, last=2),), (two,))
+    assert [(cause.node, cause.kind) for cause in incident.causes] == [("b", "hang"), ("a", "hang")]
 
 
 def test_worker_forms_the_next_generation_only_after_its_group_is_closed() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from elastic.contract.keys import ClusterKeys
 from elastic.contract.records.job_records import BrokenRecord, Cause, IncidentRecord, Loss, WorkerError, encode
-from elastic.contract.records.report_size import REPORT_BYTES, fitted, read_incident
+from elastic.contract.records.report_size import REPORT_BYTES, fitted, reader
 from elasticd.cluster.cluster import KEPT_INCIDENTS, ClusterReader
 
 LONG = "\0" * 40_000
@@ -44,7 +44,7 @@ def test_a_report_of_any_content_fits_and_says_what_it_had(record: IncidentRecor
 def test_a_report_that_fits_is_left_as_it_is() -> None:
     record = incident(stacks={f"rank {i}": "s" * 6000 for i in range(8)})
     assert fitted(record) is record
-    assert read_incident(encode(record)) == record
+    assert reader(IncidentRecord)(encode(record)) == record
 
 
 def test_stacks_of_a_large_node_are_cut_and_not_dropped() -> None:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import msgspec
 import structlog
 
+from elastic.contract.records.incident_account import IncidentAccount
 from elastic.contract.records.job_records import BrokenRecord, IncidentRecord, Record, SpecRecord, decode
 from elastic.contract.records.job_records import encode as _strictly
 from elastic.contract.records.report_size import fitted
@@ -49,12 +50,12 @@ def put_report(
     etcd: Etcd,
     compares: Sequence[Compare],
     key: str,
-    record: BrokenRecord | IncidentRecord,
+    record: BrokenRecord | IncidentRecord | IncidentAccount,
     also: Sequence[Op] = (),
     otherwise: Sequence[Op] = (),
 ) -> TxnResult:
-    """Write a failure report or an incident, if `compares` hold, in a size that etcd takes: a failure that is not
-    reported breaks no generation, and an incident that is not written is never closed."""
+    """Write a failure report, or what is told of an incident, if `compares` hold, in a size that etcd takes: a failure
+    that is not reported breaks no generation, and an incident that is not told is never over."""
     return etcd.txn(compares, [Put(key, _strictly(fitted(readable(record)))), *also], otherwise)
 
 

@@ -14,6 +14,7 @@ import structlog
 from elastic.agent.snapshots import saved_generations
 from elastic.agent.write_queue import Write, WriteQueue
 from elastic.contract.keys import JobKeys
+from elastic.contract.records.incident_account import IncidentAccount
 from elastic.contract.records.job_records import (
     BrokenRecord,
     Changes,
@@ -33,10 +34,8 @@ from elastic.contract.records.rank_records import RanksRecord
 from elastic.etcd.client import Absent, Compare, Delete, Etcd, EtcdError, EtcdUnavailable, ModIs, Op, Put
 from elastic.recovery.facts.evidence import merged
 from elastic.recovery.facts.generation_delta import changes
-from elastic.recovery.facts.incident import KEPT_REPEATS, merged_record
 from elastic.recovery.facts.view import JobView
 from elastic.recovery.machine.effects import (
-    AddCauses,
     Effect,
     Publish,
     PutBroken,
@@ -110,10 +109,8 @@ class EtcdWriter:
         """Carry out an effect that concerns etcd. `view`: the one that it was decided on; `progress`: what the job has
         reached by now."""
         match effect:
-            case PutIncident(key, record):
-                self.put_incident(record, key)
-            case AddCauses(key, record):
-                self.add_causes(record, key)
+            case PutIncident(account):
+                self.put_account(account)
             case PutBroken(record, member):
                 self.put_broken(record, member)
             case Publish():
@@ -249,7 +246,7 @@ class EtcdWriter:
     def _outdated(self, number: int, view: JobView) -> list[Op]:
         """All below a number, not those of one generation: numbers may have been left out. What the view shows of the
         newest failures stays, however far back that is."""
-        shown = [*view.repeats, *(report.generation for report in view.broken_before)]
+        shown = [*(account.first for account in view.accounts), *(report.generation for report in view.broken_before)]
         first = min([number - KEPT_RECORDS + 1, *shown])
         below = ((self.keys.broken_all, self.keys.broken(first)), (self.keys.incidents, self.keys.incident(first)))
         return [Delete(prefix, prefix=True, before=before) for prefix, before in below]
@@ -319,26 +316,11 @@ class EtcdWriter:
             done = self.etcd.txn([ModIs(key, kv.mod_revision), guard], puts).ok
         return done
 
-    def put_incident(self, record: IncidentRecord, number: int) -> None:
-        """`number`: see PutIncident.key."""
-        self._put_incident(self.keys.incident(number, record.repeat), record)
+    # ── incidents ───────────────────────────────────────────────────────────────────────────────────────────
 
-    def add_causes(self, record: IncidentRecord, number: int) -> None:
-        """Add causes to the record of an incident that is over: see AddCauses."""
-        key = self.keys.incident(number, record.repeat)
-
-        def order() -> None:
-            if (ours := self._no_other_submission(key)) is None or (kv := self.etcd.get(key)) is None:
-                return
-            known = decode(IncidentRecord, kv.value)
-            if known.open:
-                raise EtcdUnavailable(f"{key} is not closed yet", maybe_done=False)
-            if (fuller := merged_record(known, record)) is known:
-                return
-            if not put_report(self.etcd, [ModIs(key, kv.mod_revision), ours], key, fuller).ok:
-                raise EtcdUnavailable(f"{key} changed meanwhile", maybe_done=False)
-
-        self._lazy.ask(f"{key} causes", order, persist=True)
+    def put_account(self, account: IncidentAccount) -> None:
+        key = self.keys.account(account.first, self.policy.node, self.policy.incarnation, account.repeat)
+        self._put_own(key, account)
 
     def put_save_incident(self, record: IncidentRecord) -> None:
         """Incident of a failed checkpoint."""
@@ -357,18 +339,16 @@ class EtcdWriter:
         if key not in self._beside:
             self._beside.append(key)
         old = [self._beside.popleft()] if len(self._beside) > KEPT_BESIDE else []
-        self._put_incident(key, record, [Delete(k) for k in old])
+        self._put_own(key, record, [Delete(k) for k in old])
 
-    def _put_incident(self, key: str, record: IncidentRecord, also: Sequence[Op] = ()) -> None:
+    def _put_own(self, key: str, record: IncidentRecord | IncidentAccount, also: Sequence[Op] = ()) -> None:
+        """A key that this agent alone writes."""
+
         def order() -> None:
             if (ours := self._spec_is_ours(key)) is None:
                 return
-            kv = self.etcd.get(key)
-            if kv is not None and _is_over(kv.value) and record.repeat < KEPT_REPEATS and record.kind != "checkpoint":
-                return  # closed by an earlier try, or by another agent that led while this one was away
-            unchanged = ModIs(key, kv.mod_revision) if kv is not None else Absent(key)
-            if not put_report(self.etcd, [unchanged, ours], key, record, also).ok:
-                raise EtcdUnavailable(f"{key} changed meanwhile", maybe_done=False)
+            if not put_report(self.etcd, [ours], key, record, also).ok:
+                raise EtcdUnavailable(f"{self.keys.spec} has changed meanwhile", maybe_done=False)
 
         self._lazy.ask(key, order, persist=True)
 
@@ -410,10 +390,3 @@ class EtcdWriter:
                 self.etcd.txn([ModIs(self.keys.state, kv.mod_revision)], [Put(self.keys.state, encode(stopped))])
         except (EtcdError, ProtocolVersionMismatch, msgspec.MsgspecError, UnicodeDecodeError) as error:
             log.warning("member.not_deregistered", error=str(error))
-
-
-def _is_over(raw: bytes) -> bool:
-    try:
-        return not decode(IncidentRecord, raw).open
-    except (ProtocolVersionMismatch, msgspec.MsgspecError):
-        return False

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
 
 from elastic.contract.texts import cut_middle
 
+from .incident_account import IncidentAccount
 from .job_records import BrokenRecord, IncidentRecord, decode, encode
 from .reasons import Code, reason
 
@@ -16,27 +18,34 @@ REPORT_BYTES = 128 * 1024
 _STEPS = ((4000, 400), (1000, 100), (200, 50), (50, 30))
 """(characters of a text, entries of a list) to cut to, in turn, until the record fits: it does with the last."""
 
-R = TypeVar("R", bound=BrokenRecord | IncidentRecord)
+R = TypeVar("R", bound=BrokenRecord | IncidentRecord | IncidentAccount)
 
 
 def fitted(record: R) -> R:
-    """`record`, with its texts and lists cut as far as REPORT_BYTES needs; its `detail` then says so."""
+    """`record`, with its texts and lists cut as far as REPORT_BYTES needs; its `detail` then says so, if it has one."""
     whole_bytes = len(encode(record))
     if whole_bytes <= REPORT_BYTES:
         return record
     plain, found = msgspec.to_builtins(record), record
     for chars, entries in _STEPS:
         found = msgspec.convert(_cut(plain, chars, entries), type(record))
-        found = msgspec.structs.replace(found, detail=reason(Code.CUT, found.detail, nbytes=whole_bytes))
+        if isinstance(found, IncidentAccount):
+            found = msgspec.structs.replace(found, absent=None)
+        else:
+            found = msgspec.structs.replace(found, detail=reason(Code.CUT, found.detail, nbytes=whole_bytes))
         if len(encode(found)) <= REPORT_BYTES:
             break
     return found
 
 
-def read_incident(raw: bytes) -> IncidentRecord:
-    """Raises as `decode`."""
-    record = decode(IncidentRecord, raw)
-    return fitted(record) if len(raw) > REPORT_BYTES else record
+def reader(kind: type[R]) -> Callable[[bytes], R]:
+    """Reads such records in a bounded size. It raises as `decode`."""
+
+    def read(raw: bytes) -> R:
+        record = decode(kind, raw)
+        return fitted(record) if len(raw) > REPORT_BYTES else record
+
+    return read
 
 
 def _cut(value: Any, chars: int, entries: int) -> Any:

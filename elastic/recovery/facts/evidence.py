@@ -6,31 +6,15 @@ arrives first, the death is the cause and the failed collective its consequence.
 
 from __future__ import annotations
 
+from elastic.contract.records.incident_account import kind_of, spread, weight
 from elastic.contract.records.job_records import BrokenRecord, Loss
 from elastic.contract.structs import replace
-
-from .restart_budget import COMM
 
 KEPT_LOSSES = 64
 """How many further failures of one generation are listed."""
 
-CONSEQUENCES = frozenset({COMM, "idle", "undrain", "boundary", "respawn", "no-state"})
-"""Kinds of failures that follow from another one, or from none."""
-
 BAD_NUMBERS = frozenset({"bad loss", "drift"})
 """Kinds of failures in which the ranks work and their numbers do not."""
-
-
-def weight(kind: str) -> int:
-    """Of two reports of one failure the heavier one names the cause."""
-    if kind in CONSEQUENCES:
-        return 0
-    return 1 if kind == "drain" else 2
-
-
-def kind_of(record: BrokenRecord) -> str:
-    """The kind of a failure as an incident names it."""
-    return "no-state" if record.no_state else record.kind
 
 
 def bad_numbers(record: BrokenRecord, node: str = "") -> BrokenRecord | Loss | None:
@@ -60,16 +44,6 @@ def merged(first: BrokenRecord, more: BrokenRecord) -> BrokenRecord:
 def _weight(record: BrokenRecord) -> tuple[int, int]:
     """A rank that found no state ranks below every cause, and above a failed collective, which is less specific."""
     return weight(kind_of(record)), weight(record.kind)
-
-
-def spread(cause: BrokenRecord, found: BrokenRecord | Loss) -> bool:
-    """Whether `found` is the loss that another rank's bad gradients of an earlier step, `cause`, have made."""
-    return (
-        cause.kind == found.kind == "bad loss"
-        and cause.step is not None
-        and found.step is not None
-        and cause.step < found.step
-    )
 
 
 def _adds(primary: BrokenRecord, also: list[Loss], loss: Loss) -> bool:

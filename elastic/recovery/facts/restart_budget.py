@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from elastic.contract.job.spec import Restarts
+from elastic.contract.records.incident_account import COMM
 from elastic.contract.records.job_records import BrokenRecord, Failure, JobState, MemberRecord
 from elastic.contract.records.phases import PhaseTrigger, after, allows
 from elastic.contract.records.reasons import Code, Reason, Text, reason
@@ -24,9 +25,6 @@ BAD_NODE_FAILURES = 3
 KEPT_FAILURES = 200
 """How many failures are kept, for users to see; more if the budget is larger."""
 
-
-COMM = "comm"
-"""Failure kind: a collective failed, and no agent reported a cause."""
 
 STORE = "store"
 """Failure kind: the generation's store held a value that none of its ranks wrote, or was closed for its size."""

@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 from elastic.contract.keys import NUMBER_DIGITS, JobKeys
 from elastic.contract.records.decoding import Decoder, Member, R, Stored
+from elastic.contract.records.incident_account import IncidentAccount
 from elastic.contract.records.job_records import (
     BrokenRecord,
     GenerationRecord,
-    IncidentRecord,
     JobState,
     MemberRecord,
     ProgressRecord,
@@ -27,8 +27,11 @@ Dead = frozenset[tuple[str, str]]
 """(node, incarnation) of agents that are proven dead, even if their leases are still valid."""
 
 RECOVERY_GENERATIONS = 8
-"""For about how many failures back the record of an open incident, and the failure reports that belong to it, are read:
-not for how many numbers, of which many may be left out after a loss of etcd."""
+"""For about how many failures back the failure reports that belong to an incident are read: not for how many numbers,
+of which many may be left out after a loss of etcd."""
+
+RECOVERY_ACCOUNTS = 16
+"""How many accounts of incidents are read, the newest: an agent looks for the end of its own last incident alone."""
 
 
 # Cached: after an outage all member records are read again, and most are unchanged.
@@ -74,22 +77,17 @@ class MembersFromGeneration(Mapping[str, Member]):
 
 
 def _numbers(keys: Iterable[str], prefix: str) -> tuple[int, ...]:
-    """The generations that have a record below `prefix`, newest first; not what is beside an incident's record."""
+    """The generations that have a record below `prefix`, newest first."""
     digits = (key[len(prefix) :] for key in keys if key.startswith(prefix))
     found = (int(text) for text in digits if len(text) == NUMBER_DIGITS and text.isascii() and text.isdecimal())
     return tuple(sorted(found, reverse=True))
 
 
 class _Listed(NamedTuple):
-    """The generations that have a failure report, and those that have an incident; newest first."""
+    """The generations that have a failure report, and the keys of accounts of incidents; newest first."""
 
     broken: tuple[int, ...] = ()
-    incidents: tuple[int, ...] = ()
-
-
-def _stepped_on(number: int, record: IncidentRecord) -> bool:
-    """Whether the generation of this incident, the one before `number`, has stepped on after it: a false alarm."""
-    return not record.open and record.generation < number
+    accounts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,13 +113,8 @@ class JobView:
     broken_before: tuple[BrokenRecord, ...] = field(default=(), compare=False)
     """Those of the generations before it, newest first: more may be reported of a failure during the recovery from it,
     and further generations may break during that recovery."""
-    incident: tuple[int, IncidentRecord] | None = field(default=None, compare=False)
-    """(key, record) of the newest incident that is not over; None where only the head of the job is watched."""
-    repeats: Mapping[int, int] = field(default_factory=dict, compare=False)
-    """Key of an incident on record -> `repeat` of the newest one: that is open, or the job has recovered from it, or is
-    over. If the newest one was a false alarm, that of the next one."""
-    ended: Mapping[int, IncidentRecord] = field(default_factory=dict, compare=False)
-    """Key of an incident on record -> its newest record, if that is over."""
+    accounts: tuple[IncidentAccount, ...] = field(default=(), compare=False)
+    """Of the newest incidents; none where only the head of the job is watched."""
     revision: int = 0
     has_all_members: bool = True
     """Whether member records are included. Otherwise `members` are the nodes of `generation`, dead or alive."""
@@ -174,7 +167,6 @@ class JobReader:
         formed = self._record(GenerationRecord, generation, self._generations.read) if generation else None
         restored, broken = kvs.get(keys.restored), kvs.get(keys.broken(formed.number)) if formed else None
         progress = kvs.get(keys.progress)
-        incidents = self._incidents(kvs, formed, listed.incidents) if formed else {}
         view = JobView(
             spec=self._record(SpecRecord, spec) if spec else None,
             state=self._record(JobState, state) if state else JobState(),
@@ -185,9 +177,7 @@ class JobReader:
             written_back=bool(generation and restored and restored.mod_revision == generation.mod_revision),
             broken=self._record(BrokenRecord, broken) if broken else None,
             broken_before=self._failed_before(kvs, formed, listed.broken) if formed else (),
-            incident=next((known for known in incidents.items() if known[1].open), None),
-            repeats={number: record.repeat + _stepped_on(number, record) for number, record in incidents.items()},
-            ended={number: record for number, record in incidents.items() if not record.open},
+            accounts=self._accounts(kvs, listed.accounts),
             revision=revision,
             saved_step=(self._record(ProgressRecord, progress).checkpoint_step or 0) if progress else 0,
             saved_generation=self._record(ProgressRecord, progress).checkpoint_generation if progress else 0,
@@ -199,9 +189,9 @@ class JobReader:
         return view
 
     def _list(self, kvs: Mapping[str, Stored]) -> _Listed:
-        broken, incidents = self._keys.broken_all, self._keys.incidents
-        found = [key for key in kvs if key.startswith((broken, incidents))]
-        return _Listed(_numbers(found, broken), _numbers(found, incidents))
+        keys = self._keys
+        accounts = sorted((key for key in kvs if keys.is_account(key)), reverse=True)
+        return _Listed(_numbers(kvs, keys.broken_all), tuple(accounts[:RECOVERY_ACCOUNTS]))
 
     def _failed_before(
         self, kvs: Mapping[str, Stored], formed: GenerationRecord, listed: tuple[int, ...]
@@ -212,19 +202,8 @@ class JobReader:
             found.append(self._record(BrokenRecord, kvs[self._keys.broken(number)], name=f"broken {place}"))
         return tuple(found)
 
-    def _incidents(
-        self, kvs: Mapping[str, Stored], formed: GenerationRecord, listed: tuple[int, ...]
-    ) -> dict[int, IncidentRecord]:
-        """The newest record of each key, newest key first. A key has the number after that of the generation that
-        failed first."""
-        numbers = [number for number in listed if number <= formed.number + 1]
-        found = {}
-        for place, number in enumerate(numbers[: RECOVERY_GENERATIONS + 1]):
-            kv, repeat = kvs[self._keys.incident(number)], 0
-            while later := kvs.get(self._keys.incident(number, repeat + 1)):
-                kv, repeat = later, repeat + 1
-            found[number] = self._record(IncidentRecord, kv, name=f"incident {place}")
-        return found
+    def _accounts(self, kvs: Mapping[str, Stored], listed: tuple[str, ...]) -> tuple[IncidentAccount, ...]:
+        return tuple(self._record(IncidentAccount, kvs[key], name=key) for key in listed)
 
     def _seated(self, formed: GenerationRecord | None) -> MembersFromGeneration:
         if self._seats[0] is not formed:

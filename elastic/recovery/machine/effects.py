@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from elastic.contract.records.incident_account import IncidentAccount
+from elastic.contract.records.incident_fold import incidents
 from elastic.contract.records.job_records import (
     BrokenRecord,
     GenerationRecord,
@@ -97,21 +99,16 @@ class PutState:
 
 @dataclass(frozen=True, slots=True)
 class PutIncident:
-    """Write the record of an incident, replacing the one that was written when it began."""
+    """Write this agent's account of an incident, in place of the one that it wrote when that began."""
 
-    key: int
-    """Its number in etcd: that of the generation after the one that failed first."""
-    record: IncidentRecord
+    account: IncidentAccount
+    reports: tuple[BrokenRecord, ...] = ()
+    """The failure reports of it that are known here."""
 
-
-@dataclass(frozen=True, slots=True)
-class AddCauses:
-    """Add later failure reports to the record of an incident that is over."""
-
-    key: int
-    """As in PutIncident."""
-    record: IncidentRecord
-    """As it would have been closed with these reports; its times are meaningless."""
+    @property
+    def record(self) -> IncidentRecord:
+        """The incident as it is known here."""
+        return incidents([self.account], self.reports)[-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +154,6 @@ Effect = (
     | FindNewestSaved
     | PutState
     | PutIncident
-    | AddCauses
     | Restore
     | Rejoin
     | SaveNow

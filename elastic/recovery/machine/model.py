@@ -20,7 +20,7 @@ from elastic.contract.records.job_records import (
 from elastic.contract.records.reasons import Text
 from elastic.contract.records.standings import Standing
 from elastic.contract.timeouts import Timeouts
-from elastic.recovery.facts.incident import Closed, Incident
+from elastic.recovery.facts.incident import Incident
 from elastic.recovery.facts.membership import LEADER_CANDIDATES, NodeLimits, leader
 from elastic.recovery.facts.transitions import Stage
 from elastic.recovery.facts.view import Dead, JobView
@@ -241,14 +241,10 @@ class IncidentState(msgspec.Struct, frozen=True):
 
     incident: Incident | None = None
     """The incident in progress, as far as it is known here."""
-    reported: int = 0
-    """Key of the last incident that ended."""
-    closed: Closed | None = None
-    """That incident, if this agent has followed it."""
-    unwritten: PutIncident | None = None
-    """Its record, if no agent led when it ended: etcd had lost all members. The next leader writes it."""
-    followed: Incident | None = None
-    """One that ended unseen here, and that another one has followed, while its record is not closed yet."""
+    last: PutIncident | None = None
+    """What this agent has to tell of the last one that ended."""
+    unwritten: bool = False
+    """It has not written that, as it did not lead."""
     left_wall_s: float = 0.0
     """When the previous agent of this node was last known to be alive, by its own clock."""
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from elastic.contract.records.incident_account import COMM
 from elastic.contract.records.job_records import BrokenRecord, GenerationRecord, MemberRecord
 from elastic.contract.records.reasons import Code, Text, reason
 from elastic.contract.structs import replace
 from elastic.contract.texts import one_line
 from elastic.recovery.facts.evidence import bad_numbers, merged
-from elastic.recovery.facts.restart_budget import COMM
 from elastic.recovery.facts.transitions import HOLDS, Stage
 from elastic.recovery.machine.effects import PutBroken, PutMember, Restore
 from elastic.recovery.machine.model import Worker

@@ -1,105 +1,103 @@
 """When an incident begins, what each turn adds to it, and when it is over.
 
-Every agent tracks the incident, and only the leader writes it to etcd: when it begins, when more is known about its
-cause, and when it is over. So a leader that is lost meanwhile is replaced by an agent with the same information.
+Every agent tracks the incident, and whoever leads writes its account of it to etcd: when it begins, when more nodes are
+known to be gone, and when it is over. The reader makes the incident from these and from the failure reports: see
+`elastic.contract.records.incident_fold`.
 """
 
 from __future__ import annotations
 
 from elastic.contract.origin import Origin
-from elastic.contract.records.job_records import Phase
+from elastic.contract.records.incident_account import Outcome, Sync, kind_of, weight
+from elastic.contract.records.job_records import Cause, GenerationNode, GenerationRecord, Phase
+from elastic.contract.records.reasons import Code, Reason, reason
 from elastic.contract.structs import replace
 from elastic.contract.worker.messages import Synced
-from elastic.recovery.facts.evidence import weight
-from elastic.recovery.facts.incident import KEPT_REPEATS, Closed, Incident, Sync, causes, open_record
+from elastic.recovery.facts.incident import KEPT_REPEATS, Incident, account
+from elastic.recovery.facts.membership import cut_off, unreached
 from elastic.recovery.facts.transitions import Stage
 from elastic.recovery.leading import publishes
-from elastic.recovery.machine.effects import AddCauses
+from elastic.recovery.machine.effects import PutBroken, PutIncident
 from elastic.recovery.machine.events import Event, WorkerSaid
-from elastic.recovery.machine.model import Agent, is_leader, led_by
+from elastic.recovery.machine.model import Agent, is_leader
 from elastic.recovery.machine.turn import Turn
-
-from .ended_incidents import (
-    close_abandoned,
-    close_superseded,
-    dropped_nodes,
-    put,
-    supplement,
-    supplement_ended,
-    with_lost_nodes,
-)
 
 FREE = (Stage.READY, Stage.FORMING, Stage.RUNNING, Stage.GONE, Stage.STARTING, Stage.KILLED)
 """Stages of a worker that no longer holds the group of the failed generation."""
 
 
 def report(turn: Turn, before: Agent, event: Event) -> None:
-    supplement(turn)
-    close_superseded(turn)
-    if (late := turn.incidents.unwritten) is not None and is_leader(turn.agent):
-        turn.incidents = replace(turn.incidents, unwritten=None)
-        turn.do(late)
+    _tell_last(turn)
     known = turn.incidents.incident
-    incident = _numbered(turn, _renewed(turn, before, known)) if known else _opened(turn, before)
-    if known and incident and incident.key > known.key:
-        turn.incidents = replace(turn.incidents, followed=known)
-    supplement_ended(turn)
+    incident = _renewed(turn, before, known) if known else _opened(turn, before)
     if incident is None:
-        close_abandoned(turn)
         return
     incident = _observed(turn, before, event, incident)
-    outcome = _outcome(turn, incident)
-    leads = is_leader(turn.agent)
-    if leads and (seen := turn.etcd.view.incident) is not None:
-        incident = incident.with_recorded(*seen)
-    if outcome:
-        _close(turn, incident, outcome, leads)
-        return
-    if _without_cause(turn, incident):
-        turn.incidents = replace(turn.incidents, incident=incident)
+    if outcome := _outcome(turn, incident):
+        _close(turn, incident, outcome)
         return
     assert turn.formed.generation is not None
-    if not leads and turn.formed.generation.number > incident.generations[0].number and not turn.my_ranks():
-        turn.incidents = replace(
-            turn.incidents, incident=None
-        )  # the job goes on without this node, which does not observe the outcome
-        return
-    # Right after an etcd outage, the agents that go on without this node may only not have registered again yet.
-    sees_all = bool(turn.my_ranks()) or turn.now_s >= turn.etcd.absence_ignored_until_s
-    if leads and sees_all:
-        record = open_record(incident, counted=_counted(turn, incident))
-        if incident.told != record.causes:
-            turn.do(put(turn, incident, record))
-            incident = replace(incident, told=record.causes)
+    leads = is_leader(turn.agent)
+    if _without_cause(turn, incident):
+        pass
+    elif not leads and turn.formed.generation.number > incident.first and not turn.my_ranks():
+        incident = None  # the job goes on without this node, which does not observe the outcome
+    elif leads and incident.told != incident.gone and _sees_all(turn):
+        turn.do(_account(turn, incident, Outcome.OPEN))
+        incident = replace(incident, told=incident.gone)
     if incident is not known:
         turn.incidents = replace(turn.incidents, incident=incident)
 
 
-def _close(turn: Turn, incident: Incident, outcome: str, leads: bool) -> None:
-    generation, counted = turn.formed.generation, _counted(turn, incident)
-    assert generation is not None
+def _sees_all(turn: Turn) -> bool:
+    """Right after an etcd outage, the agents that go on without this node may only not have registered again yet."""
+    return bool(turn.my_ranks()) or turn.now_s >= turn.etcd.absence_ignored_until_s
+
+
+def _close(turn: Turn, incident: Incident, outcome: Outcome) -> None:
     incident = incident.with_mark(outcome, turn.now_s)
-    if outcome == "given_up":
+    turn.incidents = replace(turn.incidents, incident=None)
+    if outcome is Outcome.GIVEN_UP:
         incident = _without_leavers(turn, incident)
         if _without_cause(turn, incident):
-            turn.incidents = replace(turn.incidents, incident=None)
             return
-    # An agent without a rank in the generation that failed may know only of steps that were lost before it.
-    witnessed = incident.generations[0].at(turn.policy.node) is not None
+    last = _account(turn, incident, outcome)
     # If the job is stopped just after a failure, the leader may have left already: the reporting node writes, too.
-    mine = outcome == "given_up" and any(report.node == turn.policy.node for report in incident.reports)
-    over = Closed(
-        incident, generation, recovered=outcome == "stepping", counted=counted, witnessed=witnessed,
-        written=leads or mine,
+    own = outcome is Outcome.GIVEN_UP and any(report.node == turn.policy.node for report in incident.reports)
+    writes = is_leader(turn.agent) or incident.told is not None or own
+    turn.incidents = replace(turn.incidents, last=last, unwritten=not writes)
+    if writes:
+        _write(turn, last)
+
+
+def _tell_last(turn: Turn) -> None:
+    """As leader, once, unless it is on record how the last incident has ended: who led then may have been lost before
+    it wrote that, or none led."""
+    last, view = turn.incidents.last, turn.etcd.view
+    if last is None or not turn.incidents.unwritten or not is_leader(turn.agent) or not view.has_all_members:
+        return
+    turn.incidents = replace(turn.incidents, unwritten=False)
+    if not any(a.outcome is not Outcome.OPEN and a.last == last.account.last for a in view.accounts):
+        _write(turn, last)
+
+
+def _write(turn: Turn, last: PutIncident) -> None:
+    turn.do(last)
+    shown = {
+        report.generation for report in (*turn.etcd.view.broken_before, turn.etcd.view.broken) if report is not None
+    }
+    for report in last.reports:
+        if report.generation not in shown:  # etcd has lost it
+            turn.do(PutBroken(report))
+
+
+def _account(turn: Turn, incident: Incident, outcome: Outcome) -> PutIncident:
+    assert turn.formed.generation is not None
+    told = account(
+        incident, turn.formed.generation, outcome, node=turn.policy.node, by=turn.policy.incarnation,
+        stepped_on_at=_reached(turn), counted=_counted(turn, incident),
     )  # fmt: skip
-    record = over.record()
-    turn.incidents = replace(turn.incidents, incident=None, reported=incident.key, closed=over)
-    if leads or mine:
-        turn.do(put(turn, incident, record))
-    elif led_by(turn.agent) is None:
-        turn.incidents = replace(turn.incidents, unwritten=put(turn, incident, record))
-    if mine:  # an earlier leader may have closed the record without the report
-        turn.do(AddCauses(incident.key, record))
+    return PutIncident(told, incident.reports)
 
 
 def _without_leavers(turn: Turn, incident: Incident) -> Incident:
@@ -113,10 +111,15 @@ def _without_leavers(turn: Turn, incident: Incident) -> Incident:
 def _without_cause(turn: Turn, incident: Incident) -> bool:
     """Whether the job is being stopped and all that is known are failed collectives: the worker at their other end may
     have been stopped a moment earlier. What is on record already, or about to be, stays there."""
-    seen = turn.etcd.view.incident
-    told = incident.told is not None or (seen is not None and seen[0] == incident.key)
-    known = told or incident.planned or turn.lead.halted or any(weight(c.kind) for c in causes(incident))
+    told = incident.told is not None or any(shown.first == incident.first for shown in turn.etcd.view.accounts)
+    known = told or incident.planned or turn.lead.halted or _has_cause(incident)
     return turn.is_over() and not known and len(incident.generations) == 1
+
+
+def _has_cause(incident: Incident) -> bool:
+    """Whether more is known of it than failed collectives."""
+    reported = (kind for report in incident.reports for kind in (kind_of(report), *(loss.kind for loss in report.also)))
+    return bool(incident.gone) or any(map(weight, reported))
 
 
 def _counted(turn: Turn, incident: Incident) -> bool:
@@ -141,123 +144,83 @@ def _opened(turn: Turn, before: Agent) -> Incident | None:
         return None
     last_committed = held if replaced and held is not None else generation
     incident = Incident(
-        key=last_committed.number + 1,
+        first=last_committed.number,
         generations=(last_committed,),
         began_s=turn.now_s,
         noticed_wall_s=turn.wall_s,
         planned=(replaced and generation.at_step is not None) or (halted and not broke and _drains(turn)),
         why=generation.why if replaced else turn.local.suspicion if cut_short else turn.lead.reason,
+        repeat=_repeat(turn, last_committed.number),
+        stepped_in=_stepped_in(turn),
         reached=_reached(turn),
         stepped_s=min(turn.now_s, max(before.progress.stepped_at_s, before.progress.shown_at_s)),
     )
     return _continued(turn, incident)
 
 
+def _repeat(turn: Turn, first: int) -> int:
+    """How many false alarms of this generation this agent has seen end."""
+    last = turn.incidents.last.account if turn.incidents.last is not None else None
+    return min(last.repeat + 1, KEPT_REPEATS) if last is not None and last.first == last.last == first else 0
+
+
 def _renewed(turn: Turn, before: Agent, incident: Incident) -> Incident:
     """The incident that this agent tracks, or a newer one: the job has recovered and failed again while this agent
-    could not observe it. What belongs to that is kept: its record may come after its hand-over, which is told once."""
-    seen = turn.etcd.view.incident
-    if seen is not None and seen[0] > incident.key:
-        key, record = seen
-        generations = tuple(g for g in incident.generations if g.number >= key - 1) or incident.generations[-1:]
-        return replace(
-            incident.since(generations, key),
-            repeat=record.repeat,
-            began_wall_s=record.wall_s,
-            inherited=record.causes,
-            reached=max(record.step or 0, turn.progress.reached[1]),
-        )
-    incident = _split_from_previous(turn, incident)
-    progress = turn.etcd.view.progress
-    if progress is None or progress.stepped_in < incident.key:
+    could not observe it. What belongs to either is kept: the hand-over of the newer one may have been told already."""
+    stepped_in, progress = _stepped_in(turn), turn.etcd.view.progress
+    if stepped_in <= incident.first:
         return incident
     known = (*incident.generations, before.formed.generation, turn.formed.generation)
-    stepped = next((g for g in known if g is not None and g.number == progress.stepped_in), None)
-    if stepped is None or stepped.at(turn.policy.node) is not None:
+    stepped = next((g for g in known if g is not None and g.number == stepped_in), None)
+    if stepped is not None and stepped.at(turn.policy.node) is not None:
         return incident  # an agent with a rank there observes the recovery itself
-    generations = (stepped, *(g for g in incident.generations if g.number > stepped.number))
+    later = tuple(g for g in incident.generations if g.number > stepped_in)
+    shown = progress is not None and progress.stepped_in == stepped_in
     return replace(
-        incident.since(generations, stepped.number + 1),
+        incident,
+        first=stepped_in,
+        stepped_in=stepped_in,
+        repeat=0,
+        generations=(stepped, *later) if stepped is not None else later or incident.generations[-1:],
         began_s=turn.now_s,
         noticed_wall_s=turn.wall_s,
-        began_wall_s=progress.step_wall_s,
-        reached=max((progress.stepped_in, progress.step), turn.progress.reached)[1],
-    )
-
-
-def _split_from_previous(turn: Turn, incident: Incident) -> Incident:
-    """A new leader continues the open record of the leader before it. That one may have closed the record since, as its
-    last act: then the job had recovered, and the failure that ended that leader is another incident."""
-    first = incident.generations[0]
-    over = turn.etcd.view.ended.get(incident.key)
-    if over is None or over.repeat != incident.repeat or first.number < max(incident.key, over.generation):
-        return incident
-    return replace(
-        incident.since(incident.generations, first.number + 1),
-        planned=incident.planned,
-        why=incident.why,
+        began_wall_s=progress.step_wall_s if progress is not None and shown else 0.0,
+        planned=False,
+        why="",
         reached=_reached(turn),
-        timeline_s=incident.timeline_s,
+        timeline_s=(),
+        told=None,
     )
 
 
-def _numbered(turn: Turn, incident: Incident) -> Incident:
-    """With the number that it has among the incidents of its key. An open record there is of this incident. One of a
-    false alarm is of an incident before, if the generation has failed since, or if this agent has closed it itself."""
-    number, over = turn.etcd.view.repeats.get(incident.key), turn.incidents.closed
-    generation, seen = turn.formed.generation, turn.etcd.view.incident
-    if number is None or generation is None:
-        return incident  # none is on record
-    repeat = incident.repeat
-    if (seen is not None and seen[0] == incident.key) or turn.is_broken() or generation.number >= incident.key:
-        repeat = max(repeat, number)
-    if over is not None and over.incident.key == incident.key and over.false_alarm and over.written:
-        repeat = max(repeat, over.incident.repeat + 1)
-    repeat = min(repeat, KEPT_REPEATS)
-    return replace(incident, repeat=repeat, told=None) if repeat != incident.repeat else incident
+def _stepped_in(turn: Turn) -> int:
+    """The newest generation that is known to have stepped."""
+    progress, accounts = turn.etcd.view.progress, turn.etcd.view.accounts
+    shown = [a.last for a in accounts if a.outcome is Outcome.STEPPING]
+    return max([turn.progress.settled, progress.stepped_in if progress is not None else 0, *shown])
 
 
 def _drains(turn: Turn) -> bool:
     return any(member.record.draining is not None for member in turn.etcd.view.members.values())
 
 
-def _reached(turn: Turn) -> int:
-    """The newest step that is known, of the newest generation that has one: a job that was set back while this agent
-    was absent or had no rank has not reached what it had before."""
+def _reached(turn: Turn) -> tuple[int, int]:
+    """(generation, step) of the newest commit that is known: a job that was set back while this agent was absent or had
+    no rank has not reached what it had before."""
     progress, own = turn.etcd.view.progress, turn.progress.reached
-    return max((progress.stepped_in, progress.step), own)[1] if progress is not None else own[1]
+    return max((progress.stepped_in, progress.step), own) if progress is not None else own
 
 
 def _continued(turn: Turn, incident: Incident) -> Incident:
-    """With what precedes this agent: the record that an earlier leader has begun, and how far the job had got."""
-    seen, progress = turn.etcd.view.incident, turn.etcd.view.progress
-    incident = _numbered(turn, replace(incident, repeat=turn.etcd.view.repeats.get(incident.key, 0)))
-    this_one = seen is not None and (seen[0], seen[1].repeat) == (incident.key, incident.repeat)
-    if seen is not None and (turn.incidents.reported < seen[0] <= incident.key or this_one):
-        key, record = seen
-        incident = replace(
-            incident,
-            key=key,
-            repeat=record.repeat,
-            began_wall_s=record.wall_s,
-            inherited=record.causes,
-            reached=max(incident.reached, record.step or 0),
-        )
+    """With what precedes this agent, if it started after the outage had begun."""
     here = incident.generations[0].node_of(turn.policy.node, turn.policy.incarnation)
-    if here is not None or turn.progress.settled:
+    if here is not None or turn.progress.settled or incident.planned:
         return incident
-    # This agent started after the outage had begun, or joins in this change.
+    progress, left_wall_s = turn.etcd.view.progress, turn.incidents.left_wall_s
     told = (progress.stepped_in, progress.step) if progress is not None else (0, 0)
-    incident = replace(incident, reached=max(incident.reached, _reached(turn)))
-    stepped_in = progress.stepped_in if progress is not None else 0
-    incident = replace(incident, reached_before=0 < stepped_in < incident.generations[0].number)
-    if incident.planned:
-        return incident
-    left_wall_s = turn.incidents.left_wall_s
     if left_wall_s and turn.progress.reached >= told:  # the clock of the node that wrote the progress may be wrong
-        return replace(incident, began_wall_s=incident.began_wall_s or left_wall_s, left_wall_s=left_wall_s)
-    last_seen_s = max(progress.step_wall_s if progress else 0.0, turn.incidents.left_wall_s)
-    return replace(incident, began_wall_s=incident.began_wall_s or last_seen_s)
+        return replace(incident, began_wall_s=left_wall_s, left_wall_s=left_wall_s)
+    return replace(incident, began_wall_s=max(progress.step_wall_s if progress else 0.0, left_wall_s))
 
 
 # ── what a turn adds ────────────────────────────────────────────────────────────────────────────────────────
@@ -294,6 +257,52 @@ def _with_generation(turn: Turn, before: Agent, incident: Incident) -> Incident:
     return incident
 
 
+def dropped_nodes(before: GenerationRecord, after: GenerationRecord) -> tuple[GenerationNode, ...]:
+    """Nodes of `before` that are not in `after`."""
+    return tuple(p for p in before.nodes if after.node_of(p.node, p.incarnation) is None)
+
+
+def with_lost_nodes(
+    turn: Turn, incident: Incident, formed: GenerationRecord, places: tuple[GenerationNode, ...]
+) -> Incident:
+    """With those nodes of the generation `formed` that are lost or unreachable, of `places`, as causes."""
+    known = {(c.generation, c.node) for c in incident.gone}
+    known |= {(r.generation, r.node) for r in incident.reports if r.kind == "drain"}  # it left as ordered
+    cut = cut_off(turn.etcd.view, turn.peers.dead, formed)
+    newest = turn.formed.generation
+    decided = newest is None or formed.number != newest.number
+    found = []
+    for p in places:
+        if (formed.number, p.node) in known or not (why := _why_gone(turn, p, cut, decided)):
+            continue
+        kind, detail = why
+        ranks = tuple(sorted(formed.ranks(p.node).values()))
+        found.append(Cause(generation=formed.number, node=p.node, kind=kind, ranks=ranks, detail=detail))
+    gone_s = tuple((gone.node, turn.now_s) for gone in found if gone.node in turn.etcd.view.members)
+    return replace(incident, gone=(*incident.gone, *found), gone_s=(*incident.gone_s, *gone_s)) if found else incident
+
+
+def _why_gone(turn: Turn, place: GenerationNode, cut: frozenset[str], decided: bool) -> tuple[str, Reason] | None:
+    """(kind, evidence) of a lost or unreachable node; None: it is there as far as is known, or leaves as ordered.
+    `decided`: the job goes on without it."""
+    member = turn.etcd.view.members.get(place.node)
+    if (place.node, place.incarnation) in turn.peers.dead:
+        return "lost", reason(Code.PORT_REFUSES, node=place.node)
+    if place.node in cut:
+        return "unreachable", unreached(turn.etcd.view, place.node)
+    if not turn.etcd.connected or not turn.etcd.view.has_all_members:
+        return None
+    if member is not None and member.record.incarnation != place.incarnation:
+        return "lost", reason(Code.AGENT_RESTARTED, node=place.node)
+    # Absent when the next generation was formed, and registered again since.
+    returned = decided and member is not None and member.create_revision > turn.etcd.view.generation_revision
+    # Within the time after an outage of etcd, absence alone proves nothing.
+    absent = member is None and (decided or turn.now_s >= turn.etcd.absence_ignored_until_s)
+    if returned or absent:
+        return "lost", reason(Code.LEASE_EXPIRED, node=place.node)
+    return None
+
+
 def _with_sync(turn: Turn, incident: Incident, message: Synced) -> Incident:
     number = turn.formed.generation.number if turn.formed.generation else 0
     fresh = number > incident.generations[0].number
@@ -304,21 +313,23 @@ def _with_sync(turn: Turn, incident: Incident, message: Synced) -> Incident:
         or any(sync.generation == number for sync in incident.syncs)
     ):
         return incident
-    reached = message.reached
-    if not incident.syncs:
-        reached = max(reached, incident.reached if causes(incident) or not incident.planned else 0)
     older = message.origin is Origin.LIVE and message.step > message.reached
-    sync = Sync(message.generation, message.step, max(reached, 0), message.origin, message.source, older)
+    sync = Sync(message.generation, message.step, max(message.reached, 0), message.origin, message.source, older)
     return replace(incident, syncs=(*incident.syncs, sync))
 
 
 def _with_marks(turn: Turn, incident: Incident) -> Incident:
     """With each phase marked at the instant when it was first complete for all workers of this node."""
     stages = [w.stage for w in turn.local.workers.values()]
-    if incident.planned and not incident.marked("boundary") and Stage.READY in stages and not causes(incident):
+    if (
+        incident.planned
+        and not incident.marked("boundary")
+        and Stage.READY in stages
+        and not (incident.reports or incident.gone)
+    ):
         # Until the boundary the old generation steps on: the cost of the change is counted from there.
         incident = replace(
-            incident, began_s=turn.now_s, noticed_wall_s=turn.wall_s, timeline_s=(), reached=turn.progress.reached[1]
+            incident, began_s=turn.now_s, noticed_wall_s=turn.wall_s, timeline_s=(), reached=turn.progress.reached
         )
         incident = incident.with_mark("boundary", turn.now_s)
     if not incident.marked("aborted") and all(s in FREE for s in stages):
@@ -333,8 +344,7 @@ def _with_marks(turn: Turn, incident: Incident) -> Incident:
 # ── its end ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _outcome(turn: Turn, incident: Incident) -> str:
-    """'stepping', 'given_up', or '' while it lasts."""
+def _outcome(turn: Turn, incident: Incident) -> Outcome:
     phase = turn.etcd.view.state.phase
     generation = turn.formed.generation
     assert generation is not None
@@ -351,12 +361,12 @@ def _outcome(turn: Turn, incident: Incident) -> str:
         or turn.done_here()
         or (not _counted(turn, incident) and _plain_runs(turn))
     ):
-        return "stepping"
+        return Outcome.STEPPING
     if phase is Phase.SUCCEEDED:
-        return "stepping"
+        return Outcome.STEPPING
     if phase is Phase.STOPPING and _without_cause(turn, incident):
-        return ""
-    return "given_up" if phase.over or phase is Phase.STOPPING else ""
+        return Outcome.OPEN
+    return Outcome.GIVEN_UP if phase.over or phase is Phase.STOPPING else Outcome.OPEN
 
 
 def _plain_runs(turn: Turn) -> bool:

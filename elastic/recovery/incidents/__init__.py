@@ -1,1 +1,0 @@
-"""When an incident opens and closes, and what its record says."""
