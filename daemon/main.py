@@ -28,7 +28,7 @@ from elasticd.machine.first_process import become_init
 from elasticd.processes.shutdown import stop_all, unsaved
 from elasticd.views.instant import Identity
 
-from .agents import node_name
+from .agents import job_folders
 from .base import config, ownership
 from .etcd import cluster_key, trust
 from .machine import addresses, host
@@ -178,7 +178,7 @@ def _under_its_name(settings: Settings, state_dir: Path) -> Settings:
     from .base import log as logs
 
     try:
-        name = node_name.kept(state_dir, settings.node)
+        name = job_folders.kept_name(state_dir, settings.node)
     except OSError as error:
         raise CannotStart(f"state_dir = {str(state_dir)!r}: {error.strerror}") from error
     if name != settings.node:

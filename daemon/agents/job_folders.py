@@ -12,12 +12,15 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import time
 from pathlib import Path
 
+from elastic.contract.keys import NAME
 from elastic.util import files
+from elastic.util.files import read_file, replace_file
 from elasticd.base import ownership
 from elasticd.base.errors import CannotStart
 from elasticd.base.folders import Folder, open_file
@@ -90,3 +93,32 @@ def last_line(folder: Path) -> str:
             line = files.last_line(path, LAST_BYTES)
             found += [(path.lstat().st_mtime_ns, line)] if line else []
     return max(found, default=(0, ""))[1]
+
+
+NODE = "node"
+"""The file with the name of this node."""
+MOST_BYTES = 256
+
+
+def kept_name(state_dir: Path, node: str) -> str:
+    """`node`, the name that is set; or the one before it, while agents run that an elasticd of that name started here.
+
+    An agent is a member of its job under its node's name. A daemon with another name would take that for a second node
+    of the job, and would order the agent to drain and not to drain in turn. A full disk keeps elasticd from remembering
+    the name, not from its work. Raises other OSErrors."""
+    file = state_dir / NODE
+    try:  # elasticd's own file: what an agent's folder says of its node, its job's user may have written
+        before = read_file(file, MOST_BYTES).decode(errors="replace").strip()
+    except FileNotFoundError:
+        before = ""
+    if before != node and NAME.fullmatch(before):
+        folders = [folder for folder in (state_dir / "jobs").glob("*") if NAME.fullmatch(folder.name)]
+        if any(has_agent(folder) for folder in folders):
+            return before
+    if before != node:
+        try:
+            replace_file(file, node.encode())
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+    return node

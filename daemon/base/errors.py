@@ -11,6 +11,13 @@ DaemonError
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .log import Log  # imports structlog, which `lean` must import first
+
 
 class DaemonError(Exception):
     code = 70
@@ -42,3 +49,15 @@ class Refused(DaemonError):
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
         self.status = status
+
+
+@contextmanager
+def our_faults(log: Log, event: str, **fields: object) -> Iterator[None]:
+    """Raises Fault in place of any exception but Refused and OSError, and logs that with its traceback as `event`."""
+    try:
+        yield
+    except (Refused, OSError):
+        raise
+    except Exception as error:
+        log.error(event, exc_info=True, **fields)
+        raise Fault(f"elasticd failed at this request: {type(error).__name__}; its log has the traceback") from error

@@ -26,8 +26,7 @@ import msgspec
 
 from elastic.contract.records.job_records import PROTOCOL
 from elastic.etcd.client import Etcd, EtcdError, EtcdUnavailable, View
-from elasticd.base.errors import Fault, Refused
-from elasticd.base.faults import our_faults
+from elasticd.base.errors import Fault, Refused, our_faults
 from elasticd.base.log import Log
 
 PIECE_BYTES = 512 * 1024

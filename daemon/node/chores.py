@@ -6,7 +6,7 @@ from __future__ import annotations
 from elastic.contract.records.node_records import NodeRecord
 from elasticd.base.answers import Certificate
 from elasticd.base.settings import Settings
-from elasticd.cluster import inventory, reconcile
+from elasticd.cluster import reconcile
 from elasticd.cluster.cluster import Cluster
 from elasticd.machine import expiring
 
@@ -45,7 +45,7 @@ class Chores:
             name: self._missing.lasts_s(name, name not in cluster.nodes, now_s)
             for name in {*cluster.known, *cluster.nodes}
         }
-        for name, row in inventory.due(cluster, self._settings.node, registered, missing.__getitem__, wall_s):
+        for name, row in reconcile.inventory(cluster, self._settings.node, registered, missing.__getitem__, wall_s):
             self._writer.put_known(name, row, own=name == self._settings.node)
 
     def _check_etcd(self, now_s: float) -> None:

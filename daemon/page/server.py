@@ -18,7 +18,7 @@ from elasticd.api.http.httpd import (
     host_of,
     listen_on,
 )
-from elasticd.api.routes import course, event_routes, routes
+from elasticd.api.routes import event_routes, job_routes, routes
 from elasticd.base import masking
 from elasticd.base.errors import Refused
 from elasticd.base.folders import Folder
@@ -80,7 +80,7 @@ class PageSource:
         return live.job(
             masking.job(views.job_detail(snapshot, known, instant)),
             [masking.incident(row) for row in views.incidents(snapshot, job, instant)],
-            course.read(self.logs(job), known.spec),
+            job_routes.history(self.logs(job), known.spec),
             event_routes.listed(snapshot.cluster, job, "", 0.0, live.LAST_EVENTS),
             instant.wall_s,
         )

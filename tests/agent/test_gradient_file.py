@@ -10,7 +10,7 @@ import pytest
 from elastic.agent.reports.gradient_file import MOST_ROWS, GradientFile, collapsed
 from elastic.contract.agent_files import GRADIENTS_BYTES
 from elastic.contract.worker.messages import GradientRow, GradientSample
-from elasticd.api.routes import debug_routes
+from elasticd.api.routes import job_routes
 from elasticd.base.folders import Folder
 
 
@@ -24,7 +24,7 @@ def written(folder: Path, held: tuple[GradientRow, ...]) -> list[dict[str, objec
     file.take(0, GradientSample(rank=0, generation=1, step=5, part=0, parts=1, gradients="g", weights="w", rows=held))
     file.write()
     assert (folder / "agent" / "gradients.json").stat().st_size <= GRADIENTS_BYTES
-    return debug_routes.read(Folder(folder, ("logs",)), 1.0)
+    return job_routes.samples(Folder(folder, ("logs",)), 1.0)
 
 
 def test_a_few_parameters_are_written_as_they_are(tmp_path: Path) -> None:
@@ -50,4 +50,4 @@ def test_a_larger_file_in_its_place_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "agent").mkdir()
     with (tmp_path / "agent" / "gradients.json").open("wb") as file:
         file.truncate(64 << 20)
-    assert debug_routes.read(Folder(tmp_path, ("logs",)), 1.0) == []
+    assert job_routes.samples(Folder(tmp_path, ("logs",)), 1.0) == []

@@ -17,7 +17,7 @@ from support.pictures import job, progress, snapshot
 from elastic.contract.agent_files import History, Point
 from elastic.contract.records.job_records import IncidentRecord, JobState, Phase, WorkerError
 from elastic.contract.records.ledger import Bucket, Ledger
-from elasticd.api.routes import course as answers
+from elasticd.api.routes import job_routes as answers
 from elasticd.api.routes import routes
 from elasticd.base import answers as shared
 from elasticd.base.errors import Refused
@@ -204,7 +204,7 @@ def test_a_report_to_a_device_leaves_it_a_device(monkeypatch: pytest.MonkeyPatch
 def written(folder: pathlib.Path, content: bytes) -> shared.History | None:
     (folder / "train" / "agent").mkdir(parents=True)
     (folder / "train" / "agent" / "history.json").write_bytes(content)
-    return answers.read(Folder(folder, ("train", "logs")))
+    return answers.history(Folder(folder, ("train", "logs")))
 
 
 def test_the_answer_has_the_points_of_the_file_as_json(tmp_path: pathlib.Path) -> None:
@@ -231,7 +231,7 @@ def test_a_link_in_place_of_the_file_is_not_followed(tmp_path: pathlib.Path) -> 
     (tmp_path / "secret").write_bytes(msgspec.json.encode(History(submitted_wall_s=1.0, every_s=2.0)))
     (tmp_path / "train" / "agent").mkdir(parents=True)
     (tmp_path / "train" / "agent" / "history.json").symlink_to(tmp_path / "secret")
-    assert answers.read(Folder(tmp_path, ("train", "logs"))) is None
+    assert answers.history(Folder(tmp_path, ("train", "logs"))) is None
 
 
 class Asked:
@@ -265,7 +265,7 @@ def test_the_course_of_an_earlier_job_of_the_name_is_not_shown_for_this_one(tmp_
     answer, names = routes.find("GET", "/v1/jobs/train/history")
     with pytest.raises(Refused, match="has made no step on node 'a': ask on b"):
         answer(asked, {}, **names)
-    assert answers.read(Folder(tmp_path, ("train", "logs"))) is not None, "it is, if there is no other one"
+    assert answers.history(Folder(tmp_path, ("train", "logs"))) is not None, "it is, if there is no other one"
 
 
 def test_a_node_without_the_job_names_nodes_that_have_it() -> None:

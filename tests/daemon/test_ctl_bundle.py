@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from elasticd.ctl import main as ctl
 from elasticd.ctl.client import Client, Failed
 from elasticd.ctl.nodes.bundle import without_secrets
-from elasticd.ctl.nodes.config_commands import differences
+from elasticd.ctl.nodes.node_commands import differences
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ import pytest
 from support.pictures import progress
 
 from elastic.contract.agent_files import GradientSamples, RankSample
-from elasticd.api.routes.debug_routes import _passed, _shown, read
+from elasticd.api.routes.job_routes import _passed, _shown
+from elasticd.api.routes.job_routes import samples as read
 from elasticd.base.folders import Folder
 from elasticd.ctl.client import Client, Failed
 from elasticd.ctl.jobs import debug

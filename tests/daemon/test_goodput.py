@@ -12,7 +12,7 @@ from elastic.contract.records.job_records import JobState, Phase
 from elastic.contract.records.ledger import Bucket, Ledger
 from elastic.contract.records.rank_records import RanksRecord, RankTimes
 from elastic.contract.records.standings import Stillness
-from elasticd.api.metrics import job_metrics
+from elasticd.api.metrics import metrics as job_metrics
 from elasticd.diagnosis import goodput
 from elasticd.page import report
 from elasticd.views import views

@@ -24,8 +24,9 @@ from elasticd.api.metrics import metrics
 from elasticd.base.answers import Json, Status, read
 from elasticd.cluster.assignment import plan
 from elasticd.cluster.cluster import Cluster, Node
-from elasticd.cluster.inventory import LEFT_KEPT_S, LOST_AFTER_S, due
 from elasticd.cluster.published_state import Snapshot
+from elasticd.cluster.reconcile import LEFT_KEPT_S, LOST_AFTER_S
+from elasticd.cluster.reconcile import inventory as due
 from elasticd.ctl import main as ctl
 from elasticd.diagnosis.timeline import happened
 from elasticd.machine.doctor import ERROR, WARNING

@@ -12,8 +12,8 @@ from support import procs
 from support.daemons import Nodes
 from support.wait import eventually
 
-from elasticd.agents import node_name
-from elasticd.agents.node_name import kept
+from elasticd.agents import job_folders
+from elasticd.agents.job_folders import kept_name as kept
 
 
 def test_the_name_is_kept_while_agents_of_it_run(tmp_path: pathlib.Path) -> None:
@@ -36,7 +36,7 @@ def test_a_full_disk_does_not_keep_elasticd_from_its_start(
     def no_space(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(node_name, "replace_file", no_space)
+    monkeypatch.setattr(job_folders, "replace_file", no_space)
     assert kept(tmp_path, "new") == "new"
 
 

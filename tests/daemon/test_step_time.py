@@ -7,7 +7,7 @@ from support.pictures import job, progress, row, snapshot
 
 from elastic.contract.records.job_records import ProgressRecord, RankRow
 from elastic.contract.step_parts import StepParts
-from elasticd.api.metrics import job_metrics
+from elasticd.api.metrics import metrics as job_metrics
 from elasticd.base.answers import StepTime
 from elasticd.diagnosis import step_time
 from elasticd.views import views

@@ -17,7 +17,7 @@ from elastic.etcd.client import MemberHealth, Put
 from elasticd.api.routes import event_routes
 from elasticd.base import answers
 from elasticd.cluster.cluster import Cluster, Job, Node
-from elasticd.ctl.jobs import events as ctl_events
+from elasticd.ctl.show import course as ctl_events
 from elasticd.diagnosis import timeline
 from elasticd.diagnosis.timeline import Timeline, happened
 

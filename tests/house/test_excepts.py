@@ -19,7 +19,7 @@ BROAD = {
 MAX_BROAD = 4
 
 PASSED_ON = {
-    "elasticd.base.faults:our_faults": "a request's error that is a bug of the daemon's: logged, and answered as one",
+    "elasticd.base.errors:our_faults": "a request's error that is a bug of the daemon's: logged, and answered as one",
     "elastic.checkpoint.stored.remote:_said": "each file system of fsspec raises the exceptions of its own library",
     "elastic.worker.comm.group:Group.form": "torch reports a group that was cut while forming as errors of many kinds",
 }

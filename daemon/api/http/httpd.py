@@ -26,8 +26,7 @@ import h11
 import msgspec
 
 from elasticd.base.config import host_port
-from elasticd.base.errors import CannotStart, Fault, Refused
-from elasticd.base.faults import our_faults
+from elasticd.base.errors import CannotStart, Fault, Refused, our_faults
 from elasticd.base.log import Log
 
 MAX_HEAD_BYTES = 32 * 1024

@@ -11,22 +11,24 @@ import importlib.metadata
 import math
 import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector
-from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
+from elastic.contract.records.job_records import Phase
+from elastic.contract.records.ledger import STALL_S, STEP_S, Bucket, Ledger, Spread
 from elasticd.base import answers
 from elasticd.base.answers import Certificate
+from elasticd.cluster.cluster import Job
 from elasticd.cluster.published_state import Snapshot
 from elasticd.views import views
 from elasticd.views.instant import Identity, Now
 
-from .job_metrics import job_families
-from .observations import Histograms, Histories, Requests
+from .observations import Histogram, Histories, JobHistory, Requests
 
 NODE_STATES = ("ready", "cordoned", "draining", "unhealthy", "no daemon", "lost", "off")
 
@@ -48,9 +50,9 @@ class FromSnapshot(Collector):
         yield from _etcd(status.etcd)
         yield _certificates(snapshot.contact.certificates, now)
         yield _histogram("elasticd_etcd_request_duration_seconds", "Requests of this daemon to etcd, retries included.",
-                         self._requests.etcd, ("method", "result"))  # fmt: skip
+                         self._requests.etcd.items(), ("method", "result"))  # fmt: skip
         yield _histogram("elasticd_api_request_duration_seconds", "Requests on the socket, without followed logs.",
-                         self._requests.api, ("method", "route", "code"))  # fmt: skip
+                         self._requests.api.items(), ("method", "route", "code"))  # fmt: skip
         yield from _nodes(status.nodes if self._identity.node == first_node(snapshot) else [])
         mine = {name for name, job in snapshot.cluster.jobs.items()
                 if exporter(snapshot, name) == self._identity.node}  # fmt: skip
@@ -71,12 +73,10 @@ def exporter(snapshot: Snapshot, job: str) -> str:
     return next((p.node for p in places if p.node in snapshot.cluster.nodes), "") or first_node(snapshot)
 
 
-def _build(status: answers.Status) -> GaugeMetricFamily:
+def _build(status: answers.Status) -> Any:
     labels = {"version": status.version, "cluster": status.cluster, "node": status.node,
               "python": platform.python_version(), "torch": _torch()}  # fmt: skip
-    family = GaugeMetricFamily("elasticd_build_info", "Constant 1, with versions as labels.", labels=list(labels))
-    family.add_metric(list(labels.values()), 1)
-    return family
+    return _gauges("elasticd_build_info", "Constant 1, with versions as labels.", labels, [(labels.values(), 1)])
 
 
 def _torch() -> str:
@@ -102,46 +102,58 @@ def _etcd(etcd: answers.EtcdContact) -> Iterator[Any]:
     yield _gauge("elasticd_etcd_contact_age_seconds", "Since etcd last answered.", etcd.age_s)
     yield _gauge("elasticd_etcd_members", "Members of etcd that are configured.", total)
     yield _gauge("elasticd_etcd_members_up", "Members of etcd that answer.", up)
-    alarms = GaugeMetricFamily("elasticd_etcd_alarm", "1 for an alarm that etcd has raised.", labels=["alarm"])
-    for alarm in ("NOSPACE", "CORRUPT"):
-        alarms.add_metric([alarm], int(alarm in etcd.alarms))
-    yield alarms
-    sizes = GaugeMetricFamily("elasticd_etcd_database_bytes", "Size of a member's database.", labels=["endpoint"])
-    for member in members:
-        sizes.add_metric([member.endpoint], member.database_mb * 1e6)
-    yield sizes
+    alarms = (([alarm], int(alarm in etcd.alarms)) for alarm in ("NOSPACE", "CORRUPT"))
+    yield _gauges("elasticd_etcd_alarm", "1 for an alarm that etcd has raised.", ["alarm"], alarms)
+    sizes = (([member.endpoint], member.database_mb * MB) for member in members)
+    yield _gauges("elasticd_etcd_database_bytes", "Size of a member's database.", ["endpoint"], sizes)
 
 
-def _certificates(found: Sequence[Certificate], now: Now) -> GaugeMetricFamily:
-    family = GaugeMetricFamily(
-        "elasticd_certificate_left_seconds", "Until a certificate that this node uses expires.", labels=["file"]
+def _certificates(certificates: Sequence[Certificate], now: Now) -> Any:
+    left = (([each.file], each.expires_wall_s - now.wall_s) for each in certificates)
+    return _gauges(
+        "elasticd_certificate_left_seconds", "Until a certificate that this node uses expires.", ["file"], left
     )
-    for each in found:
-        family.add_metric([each.file], each.expires_wall_s - now.wall_s)
+
+
+def _nodes(rows: Sequence[answers.Node]) -> Iterator[Any]:
+    states = (([row.node, state], int(row.state == state)) for row in rows for state in NODE_STATES)
+    yield _gauges("elasticd_node_state", "1 for the node's present state.", ["node", "state"], states)
+    slots = (([row.node], row.slots) for row in rows)
+    yield _gauges("elasticd_node_slots", "Workers that the node can hold.", ["node"], slots)
+    used = (([row.node], row.slots_used) for row in rows)
+    yield _gauges("elasticd_node_slots_used", "Of those, in use by jobs.", ["node"], used)
+
+
+Samples = Iterable[tuple[Iterable[str], float | None]]
+"""(values of the labels, value); None: no sample."""
+
+
+def _gauges(name: str, text: str, labels: Iterable[str], samples: Samples) -> Any:
+    return _filled(GaugeMetricFamily(name, text, labels=list(labels)), samples)
+
+
+def _counters(name: str, text: str, labels: Iterable[str], samples: Samples) -> Any:
+    """The name is exported with `_total`."""
+    return _filled(CounterMetricFamily(name, text, labels=list(labels)), samples)
+
+
+def _filled(family: Any, samples: Samples) -> Any:
+    for labels, value in samples:
+        if value is not None:
+            family.add_metric(list(labels), value)
     return family
-
-
-def _nodes(rows: list[answers.Node]) -> Iterator[Any]:
-    states = GaugeMetricFamily("elasticd_node_state", "1 for the node's present state.", labels=["node", "state"])
-    slots = GaugeMetricFamily("elasticd_node_slots", "Workers that the node can hold.", labels=["node"])
-    used = GaugeMetricFamily("elasticd_node_slots_used", "Of those, in use by jobs.", labels=["node"])
-    for row in rows:
-        for state in NODE_STATES:
-            states.add_metric([row.node, state], int(row.state == state))
-        if row.slots is not None:
-            slots.add_metric([row.node], row.slots)
-        used.add_metric([row.node], row.slots_used)
-    yield from (states, slots, used)
 
 
 def _gauge(name: str, text: str, value: float | None) -> GaugeMetricFamily:
     return GaugeMetricFamily(name, text, value=value if value is not None else math.nan)
 
 
-def _histogram(name: str, text: str, found: Histograms, labels: tuple[str, ...]) -> HistogramMetricFamily:
+def _histogram(
+    name: str, text: str, histograms: Iterable[tuple[tuple[str, ...], Histogram]], labels: tuple[str, ...]
+) -> HistogramMetricFamily:
     family = HistogramMetricFamily(name, text, labels=labels)
-    for values, one in found.items():
-        buckets, total = one.buckets()
+    for values, histogram in histograms:
+        buckets, total = histogram.buckets()
         family.add_metric(values, buckets=buckets, sum_value=total)
     return family
 
@@ -154,3 +166,125 @@ def exposition(
     registry.register(FromSnapshot(snapshot, identity, requests or Requests()))
     ProcessCollector(registry=registry)
     return lambda: generate_latest(registry)
+
+
+MB = 1e6
+
+GAUGES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("elasticd_job_step", "Newest committed step.", ("step",)),
+    ("elasticd_job_steps_per_second", "Steps per second lately.", ("steps_per_s",)),
+    ("elasticd_job_loss", "Loss of the newest step that reported one.", ("loss",)),
+    ("elasticd_job_world_size", "Ranks of the present generation.", ("world_size",)),
+    ("elasticd_job_generation", "Number of the present generation.", ("generation",)),
+    ("elasticd_job_nodes", "Nodes with a living agent.", ("members",)),
+    ("elasticd_job_queue_position", "Place in the queue of a job that waits for its nodes.", ("queue_position",)),
+    ("elasticd_job_progress_age_seconds", "Since progress was last reported.", ("progress_age_s",)),
+    ("elasticd_job_last_recovery_seconds", "Duration of the newest recovery.", ("last_incident", "took_s")),
+    ("elasticd_job_no_progress_seconds", "While no step is made: for how long; else absent.", ("no_progress", "for_s")),
+    ("elasticd_job_checkpoint_age_seconds", "Age of the newest checkpoint.", ("checkpoint", "age_s")),
+    ("elasticd_job_checkpoint_step", "Step of the newest checkpoint.", ("checkpoint", "step")),
+    ("elasticd_job_checkpoint_failed", "1 while the newest checkpoint failed.", ("checkpoint", "failed")),
+    ("elasticd_job_snapshot_step", "Step of the newest snapshot in memory.", ("snapshot", "step")),
+    ("elasticd_job_goodput_ratio", "Share of its time in which the job made steps that count.", ("goodput", "goodput")),
+)
+"""Name, help and path of the value in the row of a job that is not over; null: no sample."""
+
+COUNTERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("elasticd_job_restarts", "Failures charged to the restart budget.", ("restarts",)),
+    ("elasticd_job_checkpoints_skipped", "Due while another was still being written.", ("checkpoint", "skipped")),
+)
+
+
+def job_families(
+    rows: Sequence[answers.Job], jobs: Mapping[str, Job], histories: Mapping[str, JobHistory], snapshot: Snapshot
+) -> Iterator[Any]:
+    """`rows`: of the jobs that this node exports. One that is over has its phase and its counters only."""
+    phases = (([row.job, str(phase)], int(row.phase == phase)) for row in rows for phase in Phase)
+    yield _gauges("elasticd_job_phase", "1 for the job's present phase.", ["job", "phase"], phases)
+    live = [row for row in rows if not jobs[row.job].over]
+    for name, text, path in GAUGES:
+        yield _gauges(name, text, ["job"], (([row.job], _at(row, path)) for row in live))
+    memory = (([row.job], row.snapshot.memory_mb * MB if row.snapshot else None) for row in live)
+    yield _gauges("elasticd_job_snapshot_bytes", "Memory for snapshots, a node.", ["job"], memory)
+    for name, text, path in COUNTERS:
+        yield _counters(name, text, ["job"], (([row.job], _at(row, path)) for row in rows))
+    yield from _step_times(live)
+    names = [row.job for row in rows]
+    yield from _ledgers({name: progress.ledger for name in names
+                         if (progress := views.newest_progress(snapshot, jobs[name])) and progress.ledger})  # fmt: skip
+    yield from _rank_times({name: summed for name in names
+                            if (summed := views.rank_time(snapshot, jobs[name], each=False))})  # fmt: skip
+    yield from _histories({name: histories[name] for name in names if name in histories})
+
+
+def _step_times(rows: Sequence[answers.Job]) -> Iterator[Any]:
+    times = [(row.job, row.step_time) for row in rows if row.step_time]
+    parts = (([job, part], value) for job, time in times for part, value in time.parts_s.items())
+    text = "Mean time of a step lately by part, over the ranks of the leader's node."
+    yield _gauges("elasticd_job_step_part_seconds", text, ["job", "part"], parts)
+    slow = (([job], len(time.slow_ranks)) for job, time in times)
+    yield _gauges("elasticd_job_slow_ranks", "Ranks that are slower than the median of the job.", ["job"], slow)
+    ratios = (([job, str(each.rank), each.node], each.ratio) for job, time in times for each in time.slow_ranks)
+    text = "A slow rank's own time of a step over the median of the others'."
+    yield _gauges("elasticd_job_slow_rank_ratio", text, ["job", "rank", "node"], ratios)
+    logged = [([row.job, name], value) for row in rows for name, value in row.logged.items()]
+    logged += [([row.job, name], float(value)) for row in rows for name, value in row.logged_not_finite.items()]
+    yield _gauges("elasticd_job_logged", "Newest value of each name of job.log.", ["job", "name"], logged)
+
+
+def _ledgers(ledgers: Mapping[str, Ledger]) -> Iterator[Any]:
+    seconds = (
+        ([job, bucket.value], ledger.ranks_ms.get(bucket.value, 0) / 1000)
+        for job, ledger in ledgers.items()
+        for bucket in Bucket
+    )
+    text = "Time since the job was submitted, summed over its ranks, by what it went into."
+    yield _counters("elasticd_job_seconds", text, ["job", "bucket"], seconds)
+    steps = (([job], ledger.step) for job, ledger in ledgers.items())
+    yield _counters("elasticd_job_steps", "Steps committed, repeated ones once.", ["job"], steps)
+    took = HistogramMetricFamily("elasticd_job_step_seconds", "Duration of committed steps.", labels=["job"])
+    stalls = HistogramMetricFamily(
+        "elasticd_job_checkpoint_stall_seconds", "For how long a snapshot held up training.", labels=["job"]
+    )
+    for name, ledger in ledgers.items():
+        _spread(took, name, ledger.steps, STEP_S)
+        _spread(stalls, name, ledger.stalls, STALL_S)
+    yield from (took, stalls)
+
+
+def _rank_times(summed: Mapping[str, answers.RankTime]) -> Iterator[Any]:
+    seconds = (([job, bucket], s) for job, time in summed.items() for bucket, s in time.rank_seconds.items())
+    text = "Time of all ranks by their own agents' accounts, by what it went into."
+    yield _counters("elasticd_job_rank_seconds", text, ["job", "bucket"], seconds)
+
+
+def _spread(family: HistogramMetricFamily, job: str, spread: Spread, bounds: Sequence[float]) -> None:
+    most = len(bounds) + 1
+    counts = [*spread.counts, *[0] * most][:most]  # the job's agents wrote them, and may have written too many
+    total, buckets = 0, []
+    for bound, count in zip([*(f"{b:g}" for b in bounds), "+Inf"], counts, strict=True):
+        total += count
+        buckets.append((bound, float(total)))
+    family.add_metric([job], buckets=buckets, sum_value=spread.sum_ms / 1000)
+
+
+def _histories(histories: Mapping[str, JobHistory]) -> Iterator[Any]:
+    kinds = (([job, kind], n) for job, history in histories.items() for kind, n in sorted(history.incidents.items()))
+    text = "Incidents that are over, as seen by this daemon."
+    yield _counters("elasticd_job_incidents", text, ["job", "kind"], kinds)
+    lost = (([job], history.steps_lost) for job, history in histories.items())
+    yield _counters("elasticd_job_steps_lost", "Committed steps lost, at least.", ["job"], lost)
+    recovery = {(job, *labels): each for job, known in histories.items() for labels, each in known.recovery_s.items()}
+    yield _histogram("elasticd_job_recovery_seconds", "From the detection until a phase of the recovery was complete.",
+                     recovery.items(), ("job", "phase"))  # fmt: skip
+    writes = {(job, *labels): each for job, known in histories.items() for labels, each in known.write_s.items()}
+    yield _histogram(
+        "elasticd_job_checkpoint_write_seconds", "Duration of writing a checkpoint.", writes.items(), ("job",)
+    )
+
+
+def _at(row: answers.Job, path: tuple[str, ...]) -> float | None:
+    value: Any = row
+    for name in path:
+        value = getattr(value, name) if value is not None else None
+    return value  # type: ignore[no-any-return]

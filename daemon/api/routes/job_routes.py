@@ -1,16 +1,27 @@
-"""The API's answers about one job's ranks, wherever they run. See docs/api.md."""
+"""The API's answers about one job from what its agents have kept: stacks, course, gradients. See docs/api.md."""
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
+import msgspec
+
+from elastic.contract.agent_files import GRADIENTS_BYTES, GradientSamples, History
+from elastic.contract.records.job_records import GenerationRecord, ProgressRecord, SpecRecord
 from elasticd.api import request
 from elasticd.api.actions import job_of
 from elasticd.api.request import Query, Request
+from elasticd.base import answers
 from elasticd.base.answers import Json
 from elasticd.base.errors import Refused
+from elasticd.base.folders import Folder, read_file
 from elasticd.cluster.published_state import Snapshot
+from elasticd.diagnosis import gradients
 from elasticd.node.asks import User, ask_each
+from elasticd.views.views import newest_progress
 
 from . import stacks
 
@@ -60,3 +71,95 @@ def other_nodes(snapshot: Snapshot, job: str, me: str, rank: int | None = None) 
     placed = {p.node for p in generation.nodes} if generation else set()
     workers = {n for n, node in snapshot.cluster.nodes.items() if any(w.job == job for w in node.record.workers)}
     return sorted(({*known.members} | placed | workers) - {me})
+
+
+HISTORY_BYTES = 1024 * 1024
+"""An agent's file has 60 kB at most; it may be another user's."""
+NODES_NAMED = 8
+
+_HISTORY = msgspec.json.Decoder(History)
+T = TypeVar("T")
+
+
+def history(logs: Folder, spec: SpecRecord | None = None) -> answers.History | None:
+    """`logs`: the job's folder of logs, beside the agent's; `spec`: the job, if etcd has it: the file may be that of an
+    earlier one of its name. None: no agent of the job has written a point here."""
+    written = agent_file(logs, "history.json", HISTORY_BYTES, _HISTORY)
+    if written is None or (spec is not None and written.submitted_wall_s != spec.submitted_wall_s):
+        return None
+    points = [msgspec.convert(msgspec.structs.asdict(point), answers.Point) for point in written.points]
+    return answers.History(every_s=written.every_s, points=points)
+
+
+def agent_file(logs: Folder, name: str, most_bytes: int, decoder: msgspec.json.Decoder[T]) -> T | None:
+    """What the job's agent has written to a file of its own, beside `logs`; None: nothing that is valid."""
+    try:
+        return decoder.decode(read_file(Folder(logs.root, (*logs.names[:-1], "agent")), name, most_bytes))
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def nowhere(job: str, generation: GenerationRecord | None, node: str) -> str:
+    """Why there is no course of `job` here."""
+    others = [p.node for p in generation.nodes if p.node != node] if generation else []
+    ask = f": ask on {', '.join(others[:NODES_NAMED])}" if others else ""
+    return f"job {job!r} has made no step on node {node!r}{ask}"
+
+
+AHEAD_S = 6.0
+"""A sample is requested for a step this long ahead: orders reach all nodes before it."""
+LATE_S = 1.0
+"""So long after a step each rank's sample of it is in its file."""
+_SAMPLES = msgspec.json.Decoder(GradientSamples)
+
+
+def post_debug(h: Request, query: Query, job: str) -> Json:
+    snapshot = h.service.published.now
+    known = job_of(snapshot, job)
+    progress = newest_progress(snapshot, known)
+    if known.over or progress is None or not progress.step:
+        raise Refused(409, f"job {job!r} makes no steps now: there is nothing to sample")
+    if not progress.managed:
+        raise Refused(409, f"job {job!r} does not call elastic.run: its gradients cannot be sampled")
+    step = progress.step + 2 + math.ceil(progress.steps_per_s * AHEAD_S)
+    step = h.service.actions.sample(job, step, h.peer(), next_step=progress.step + 1)
+    return {"job": job, "step": step, "steps_per_s": progress.steps_per_s}
+
+
+def get_gradients(h: Request, query: Query, job: str) -> Json:
+    snapshot = h.service.published.now
+    known = job_of(snapshot, job)
+    h.service.authority.check_job(h.peer(), job, known.spec, "read the gradients of")
+    further, unanswered = rows_elsewhere(h, query, job, "gradients", {})
+    rows = [*samples(h.service.logs(job), known.spec.submitted_wall_s if known.spec else 0.0), *further]
+    rows.sort(key=lambda row: (row["step"], row["rank"]))
+    world_size = known.generation.world_size if known.generation else 0
+    step = _shown(rows, request.count(query, "step", 0), world_size)
+    chosen = [row for row in rows if row["step"] == step]
+    return {
+        "job": job, "step": step, "world_size": world_size,
+        "passed": len(chosen) < world_size and _passed(step, newest_progress(snapshot, known)),
+        "ranks": [row["rank"] for row in chosen], "layers": gradients.layers(chosen),
+        "findings": gradients.findings(gradients.in_short(chosen)), "samples": rows, "unanswered": unanswered,
+    }  # fmt: skip
+
+
+def _shown(rows: Sequence[Json], wanted: int, world_size: int) -> int:
+    """`wanted`, or where an order came too late the first step after it that all ranks have sampled. 0: the newest."""
+    steps = Counter(row["step"] for row in rows)
+    if not wanted:
+        return max(steps, default=0)
+    return min((step for step, ranks in steps.items() if step >= wanted and ranks >= world_size > 0), default=wanted)
+
+
+def _passed(step: int, progress: ProgressRecord | None) -> bool:
+    """Whether the job is beyond `step`: a rank that has no sample of it has had the order too late."""
+    return progress is not None and progress.step > step + progress.steps_per_s * LATE_S
+
+
+def samples(logs: Folder, submitted_wall_s: float) -> list[Json]:
+    """The samples of this node's ranks. `logs`: the job's folder of logs, beside the agent's."""
+    written = agent_file(logs, "gradients.json", GRADIENTS_BYTES, _SAMPLES)
+    if written is None or written.submitted_wall_s != submitted_wall_s:
+        return []
+    return [msgspec.to_builtins(sample) for sample in written.ranks]

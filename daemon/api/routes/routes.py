@@ -20,7 +20,7 @@ from elasticd.node.asks import ask_each
 from elasticd.views import views
 from elasticd.views.instant import now
 
-from . import course, debug_routes, event_routes, job_routes, log_routes, node_routes
+from . import event_routes, job_routes, log_routes, node_routes
 
 
 def get_status(h: Request, query: Query) -> answers.Status:
@@ -56,9 +56,9 @@ def get_job(h: Request, query: Query, job: str) -> answers.JobDetail:
 def get_history(h: Request, query: Query, job: str) -> answers.History:
     snapshot = h.service.published.now
     known = snapshot.cluster.jobs.get(job)
-    history = course.read(h.service.logs(job), known.spec if known else None)
+    history = job_routes.history(h.service.logs(job), known.spec if known else None)
     if history is None:
-        raise Refused(404, course.nowhere(job, job_of(snapshot, job).generation, h.service.identity.node))
+        raise Refused(404, job_routes.nowhere(job, job_of(snapshot, job).generation, h.service.identity.node))
     history.job, history.node = job, h.service.identity.node
     return history
 
@@ -190,8 +190,8 @@ _ROUTES: tuple[tuple[str, str, Answer, str], ...] = (
     ("GET", f"/v1/jobs/{_JOB}/history", get_history, ""),
     ("GET", f"/v1/jobs/{_JOB}/logs", log_routes.get_logs, ""),
     ("GET", f"/v1/jobs/{_JOB}/stacks", job_routes.get_stacks, ""),
-    ("GET", f"/v1/jobs/{_JOB}/gradients", debug_routes.get_gradients, ""),
-    ("POST", f"/v1/jobs/{_JOB}/debug", debug_routes.post_debug, "job.sample_requested"),
+    ("GET", f"/v1/jobs/{_JOB}/gradients", job_routes.get_gradients, ""),
+    ("POST", f"/v1/jobs/{_JOB}/debug", job_routes.post_debug, "job.sample_requested"),
     ("GET", "/v1/doctor", node_routes.get_doctor, ""),
     ("GET", "/v1/doctor/local", node_routes.get_doctor_local, ""),
     ("GET", "/v1/nodes", get_nodes, ""),
