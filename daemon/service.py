@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -55,113 +56,107 @@ REMOVAL_S = 3600.0
 """How long after its start the daemon looks for the drain of an earlier shutdown, if etcd is away."""
 
 
+@dataclass(eq=False)
 class Daemon:
-    """Constructed by `main`; `run` blocks until `stop`."""
+    """Constructed by `main`; `run` blocks until `stop`. `secret`: the cluster key; None: records are not signed."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        access: EtcdAccess,
-        identity: Identity,
-        gpus: Gpus,
-        describe: Callable[[], Json],
-        launcher: Launcher,
-        threads: Threads,
-        notify: Notify,
-        log: Log,
-        secret: bytes | None = None,
-    ) -> None:
-        """`secret`: the cluster key; None: records are not signed."""
-        self._settings = settings
-        self._notify = notify
+    settings: Settings
+    access: EtcdAccess
+    identity: Identity
+    gpus: Gpus
+    describe: Callable[[], Json]
+    launcher: Launcher
+    threads: Threads
+    notify: Notify
+    log: Log
+    secret: bytes | None = None
+
+    def __post_init__(self) -> None:
         self._actions: Actions | None = None
         self._leaving = False
         self.served = False
         """Whether it has got its sockets and ports."""
         self._stopped_in_order = False
-        self._secret = secret
-        self._gpus = bool(gpus.indices)
-        self._threads = threads
-        self._log = log
+        self._gpus = bool(self.gpus.indices)
         self._event_queue = EventQueue()
         self._published = PublishedState()
         self._requests = Requests()
-        self._keys = ClusterKeys(settings.cluster)
-        signer = ClusterSigner(self._keys.root, secret) if secret else None
-        self._etcd = Etcd(access, call_s=settings.timeouts.etcd_call_s, signer=signer)
+        self._keys = ClusterKeys(self.settings.cluster)
+        signer = ClusterSigner(self._keys.root, self.secret) if self.secret else None
+        self._etcd = Etcd(self.access, call_s=self.settings.timeouts.etcd_call_s, signer=signer)
         self._etcd.on_call = self._requests.etcd_called
-        self._writer = ClusterWriter(self._etcd, self._keys, self._event_queue, log)
-        self._members = Members(self._etcd, self._writer.show_members, log)
-        grants = EtcdGrants(Path(settings.state_dir), access, log)
-        self._agents = Agents(Path(settings.state_dir), launcher, threads, self._event_queue.post, log, grants)
-        self._cleaner = Cleaner(settings, self._keys, self._agents.retire, lambda: self._published.now, log)
-        problem = gpus.problem or doctor.blocking(settings.interface, settings.state_dir)
-        self._health = Health(gpus.indices, log, self_test=settings.gpu_self_test, problem=problem)
-        accounts = Accounts(groups(settings.run_as))
-        for name in groups(settings.run_as):
+        self._writer = ClusterWriter(self._etcd, self._keys, self._event_queue, self.log)
+        self._members = Members(self._etcd, self._writer.show_members, self.log)
+        grants = EtcdGrants(Path(self.settings.state_dir), self.access, self.log)
+        self._agents = Agents(
+            Path(self.settings.state_dir), self.launcher, self.threads, self._event_queue.post, self.log, grants
+        )
+        self._cleaner = Cleaner(self.settings, self._keys, self._agents.retire, lambda: self._published.now, self.log)
+        problem = self.gpus.problem or doctor.blocking(self.settings.interface, self.settings.state_dir)
+        self._health = Health(self.gpus.indices, self.log, self_test=self.settings.gpu_self_test, problem=problem)
+        accounts = Accounts(groups(self.settings.run_as))
+        for name in groups(self.settings.run_as):
             if group_id(name) is None:
-                log.warning("run_as.unknown_group", group=name, why="run_as.allow names it: none is allowed by it")
-        threads.start("accounts", accounts.run)
-        self._run_as = RunAs(settings.run_as, account(os.geteuid()), launcher.switches_user, accounts)
+                self.log.warning("run_as.unknown_group", group=name, why="run_as.allow names it: none is allowed by it")
+        self.threads.start("accounts", accounts.run)
+        self._run_as = RunAs(self.settings.run_as, account(os.geteuid()), self.launcher.switches_user, accounts)
         self._loop = DaemonLoop(
-            settings, access, gpus.indices, self._event_queue, self._writer, self._agents, self._published, notify, log,
-            self._health, self._run_as, signer,
+            self.settings, self.access, self.gpus.indices, self._event_queue, self._writer, self._agents,
+            self._published, self.notify, self.log, self._health, self._run_as, signer,
         )  # fmt: skip
         self._notifier = self._make_notifier()
-        self._identity = identity
-        self._describe = describe
 
     def run(self) -> int:
         """Serve and run the loop until stopped. Returns the exit code."""
         self._serve()
         self.served = True
-        self._threads.start("writer", self._writer.run)
-        self._threads.start("gpus", self._health.run)
-        if not self._identity.embedded:
-            self._threads.start("etcd-members", self._members.run)
+        self.threads.start("writer", self._writer.run)
+        self.threads.start("gpus", self._health.run)
+        if not self.identity.embedded:
+            self.threads.start("etcd-members", self._members.run)
         self._etcd.watch(self._keys.root, self._event_queue.show)
-        self._threads.start("cleaner", self._cleaner.run)
-        self._threads.start("take-work-again", self._take_work_again)
+        self.threads.start("cleaner", self._cleaner.run)
+        self.threads.start("take-work-again", self._take_work_again)
         if self._notifier:
-            self._threads.start("notifications", self._notifier.run)
-        stop = self._threads.run("loop", self._loop.run)
+            self.threads.start("notifications", self._notifier.run)
+        stop = self.threads.run("loop", self._loop.run)
         self._stopped_in_order = not stop.code
-        (self._log.error if stop.code else self._log.info)("daemon.stopping", why=stop.why, code=stop.code)
+        (self.log.error if stop.code else self.log.info)("daemon.stopping", why=stop.why, code=stop.code)
         return stop.code
 
     def stop(self, why: str) -> None:
         """Called from a signal handler."""
-        drains = self._settings.shutdown_drain_s and self._actions and host.as_system_service()
+        drains = self.settings.shutdown_drain_s and self._actions and host.as_system_service()
         if not drains or self._leaving:
             self._event_queue.post(Stop(why))
             return
         self._leaving = True
-        if not self._threads.try_start("shutdown", lambda: self._leave_and_stop(why)):
+        if not self.threads.try_start("shutdown", lambda: self._leave_and_stop(why)):
             self._event_queue.post(Stop(why))
 
     def _leave_and_stop(self, why: str) -> None:
         if self._actions and machine_shutdown.is_stopping():
             machine_shutdown.leave(
-                self._settings.node, self._settings.shutdown_drain_s, self._actions, self._published.wait,
-                self._notify.not_yet, self._log,
+                self.settings.node, self.settings.shutdown_drain_s, self._actions, self._published.wait,
+                self.notify.not_yet, self.log,
             )  # fmt: skip
         self._event_queue.post(Stop(why))
 
     def _take_work_again(self) -> None:
         """Remove the drain of an earlier shutdown of the machine."""
-        node = self._settings.node
+        node = self.settings.node
         snapshot = self._published.wait(lambda s: s.contact.connected, REMOVAL_S)
         if machine_shutdown.ours(snapshot, node) and not self._leaving:
             try:
                 self._etcd.txn([], ending(self._keys, self._keys.drain(node)))
-                self._log.info("shutdown.drain_removed")
+                self.log.info("shutdown.drain_removed")
             except EtcdError as error:
-                self._log.warning("shutdown.drain_stays", why=str(error), fix=f"elasticctl uncordon {node}")
+                self.log.warning("shutdown.drain_stays", why=str(error), fix=f"elasticctl uncordon {node}")
 
     def close(self) -> None:
         """Leave the cluster; agents and the embedded etcd continue to run."""
         # The servers end with the process: stopping them first would only cost the time of their polls.
-        Path(self._settings.socket).unlink(missing_ok=True)
+        Path(self.settings.socket).unlink(missing_ok=True)
         self._health.stop()
         self._members.close()
         self._cleaner.close()
@@ -171,7 +166,7 @@ class Daemon:
         self._etcd.close()
 
     def _serve(self) -> None:
-        settings, identity = self._settings, self._identity
+        settings, identity = self.settings, self.identity
         if settings.http.listen:
             holder: list[Callable[[], bytes]] = []
 
@@ -179,19 +174,19 @@ class Daemon:
                 if not holder:  # prometheus-client is imported at the first scrape: readiness does not need it
                     from elasticd.api.metrics import metrics
 
-                    holder.append(metrics.exposition(lambda: self._published.now, self._identity, self._requests))
+                    holder.append(metrics.exposition(lambda: self._published.now, self.identity, self._requests))
                 return holder[0]()
 
             try:
-                server = api.metrics_server(settings.http.listen, self._published, exposition, self._log)
+                server = api.metrics_server(settings.http.listen, self._published, exposition, self.log)
             except CannotStart as error:
                 # Another user's elasticd on this machine has the default port. A port that was asked for must be had.
                 if settings.http.listen != HttpSettings().listen:
                     raise
-                server = api.metrics_server("127.0.0.1:0", self._published, exposition, self._log)
-                self._log.warning("http.other_port", why=str(error), url=server.url, fix="set http.listen")
+                server = api.metrics_server("127.0.0.1:0", self._published, exposition, self.log)
+                self.log.warning("http.other_port", why=str(error), url=server.url, fix="set http.listen")
             identity = dataclasses.replace(identity, metrics=server.url)
-            self._identity = identity
+            self.identity = identity
             self._add("metrics", server)
         if settings.page.listen:
             self._serve_page(identity)
@@ -200,32 +195,32 @@ class Daemon:
             self._etcd, self._keys, self._published, authority, self._run_as.why_not_now, settings.per_user
         )
         self._actions = actions
-        audit = Audit(self._etcd, self._keys, settings.node, self._log)
+        audit = Audit(self._etcd, self._keys, settings.node, self.log)
         self._watch_preemption(actions, audit)
-        self._cleaner.forget = partial(_forget_old, actions, audit, self._log)
-        asker = Asker(self._etcd, settings.cluster, settings.node, self._secret)
+        self._cleaner.forget = partial(_forget_old, actions, audit, self.log)
+        asker = Asker(self._etcd, settings.cluster, settings.node, self.secret)
         examiner = Doctor(settings, self._etcd, asker, self._gpus)
-        self._threads.start("doctor-start", lambda: examiner.log_findings(self._log))
+        self.threads.start("doctor-start", lambda: examiner.log_findings(self.log))
         service = Service(
-            self._published, actions, identity, self._agents.logs, self._describe, self._log, authority, audit, asker,
+            self._published, actions, identity, self._agents.logs, self.describe, self.log, authority, audit, asker,
             examiner, self._cleaner, self._requests,
         )  # fmt: skip
         self._answer_other_nodes(service)
         self._add("api", api.unix_server(settings.socket, settings.socket_group, service))
-        self._log.info("api.listening", socket=settings.socket, metrics=identity.metrics)
+        self.log.info("api.listening", socket=settings.socket, metrics=identity.metrics)
 
     def _serve_page(self, identity: Identity) -> None:
         from .page import access, server  # not imported by the many daemons without a page
 
-        settings = self._settings
-        token = access.TokenFile(settings.page, os.geteuid(), settings.etcd.allow_readable_secrets, self._log)
+        settings = self.settings
+        token = access.TokenFile(settings.page, os.geteuid(), settings.etcd.allow_readable_secrets, self.log)
         source = server.PageSource(self._published, identity, self._agents.logs)
-        found = server.page_server(settings.page, token, source, self._log)
+        found = server.page_server(settings.page, token, source, self.log)
         self._add("page", found)
-        self._log.info("page.listening", url=found.url, token=bool(token()))
+        self.log.info("page.listening", url=found.url, token=bool(token()))
 
     def _make_notifier(self) -> Notifier | None:
-        settings = self._settings
+        settings = self.settings
         if not (settings.notify.webhook or settings.notify.command):
             return None
         from elasticd.notify.notifier import (  # not imported by the many daemons without notifications
@@ -234,11 +229,11 @@ class Daemon:
         )
 
         sent = channels(settings.notify)
-        return Notifier(settings.notify, settings.cluster, settings.node, sent, self._published, self._log)
+        return Notifier(settings.notify, settings.cluster, settings.node, sent, self._published, self.log)
 
     def _watch_preemption(self, actions: Actions, audit: Audit) -> None:
         """The node is drained when its cloud announces that the machine will be taken away."""
-        settings = self._settings
+        settings = self.settings
         if settings.preemption == "none":
             return
         from .machine import preemption
@@ -252,23 +247,23 @@ class Daemon:
             try:
                 actions.drain(settings.node, reason(Code.TAKEN_AWAY, notice.reason), notice.deadline_s)
             except Refused as error:  # etcd is unavailable, or this node not registered yet: the next look repeats it
-                self._log.warning("preemption.not_drained", error=str(error))
+                self.log.warning("preemption.not_drained", error=str(error))
                 return False
             audit.done(own, "node.drain", node=settings.node, text=notice.reason)
             return True
 
-        self._threads.start("preemption", preemption.PreemptionWatch(announced, drain, self._log).run)
+        self.threads.start("preemption", preemption.PreemptionWatch(announced, drain, self.log).run)
 
     def _answer_other_nodes(self, service: Service) -> None:
-        settings, answer = self._settings, partial(remote_answers.answer, service)
+        settings, answer = self.settings, partial(remote_answers.answer, service)
         first_time = self._loop.stamps.first_time
-        answers = AnswerQueue(self._etcd, settings.cluster, settings.node, answer, self._log, first_time, self._secret)
+        answers = AnswerQueue(self._etcd, settings.cluster, settings.node, answer, self.log, first_time, self.secret)
         answers.start()
         for number in range(asks.WORKERS):
-            self._threads.start(f"asks-{number}", answers.run)
+            self.threads.start(f"asks-{number}", answers.run)
 
     def _add(self, name: str, server: Server) -> None:
-        self._threads.start(name, server.serve)
+        self.threads.start(name, server.serve)
 
 
 def _own_peer() -> Peer:

@@ -104,25 +104,21 @@ class Gone:
     """Exit code, negative for a signal; None if it was not our child: then it may have left the code in its status."""
 
 
+@dataclass(eq=False)
 class Agents:
-    def __init__(
-        self,
-        state_dir: Path,
-        launcher: launch.Launcher,
-        threads: Threads,
-        post: Callable[[Gone], None],
-        log: Log,
-        grants: EtcdGrants | None = None,
-    ) -> None:
-        """`grants`: for agents that run as another user; without it there are none."""
-        self.jobs_dir = state_dir / "jobs"
+    """`grants`: for agents that run as another user; without it there are none."""
+
+    state_dir: Path
+    launcher: launch.Launcher
+    threads: Threads
+    post: Callable[[Gone], None]
+    log: Log
+    grants: EtcdGrants | None = None
+
+    def __post_init__(self) -> None:
+        self.jobs_dir = self.state_dir / "jobs"
         self.running: dict[str, Running] = {}
         self.trouble: dict[str, Trouble] = {}
-        self._launcher = launcher
-        self._threads = threads
-        self._post = post
-        self._log = log
-        self._grants = grants
         self._unwatched: dict[str, tuple[int, Callable[[], None]]] = {}
         """Job -> pid of its agent and the wait for its end, for which no thread could be started yet."""
         self._starting = threading.Lock()
@@ -151,7 +147,7 @@ class Agents:
                     if not self.adopt(folder.name):
                         self._end_leftovers(folder.name)
                 except OSError as error:  # e.g. out of descriptors: `start` will look again
-                    self._log.error("agent.cannot_look", job=folder.name, why=str(error))
+                    self.log.error("agent.cannot_look", job=folder.name, why=str(error))
 
     def adopt(self, job: str, fallback: AgentConfig | None = None) -> bool:
         """Adopt the agent of `job` if it is running. `fallback` replaces a damaged config.json."""
@@ -163,11 +159,11 @@ class Agents:
         owner = _owner(folder)
         if owner is not None and (uid := host.uid_of(pid)) != owner[0]:
             # A user can hand the own lock file's descriptor to any service: that one must not be signalled for it.
-            self._log.error("agent.lock_held_by_another_user", job=job, pid=pid, uid=uid)
+            self.log.error("agent.lock_held_by_another_user", job=job, pid=pid, uid=uid)
             return False
         config = _read(folder / "config.json", AgentConfig)
         if config is None or config.job != job or not 1 <= config.slots <= MOST_SLOTS:  # its user may have changed it
-            self._log.error("agent.unreadable", job=job, pid=pid, file=str(folder / "config.json"))
+            self.log.error("agent.unreadable", job=job, pid=pid, file=str(folder / "config.json"))
             if fallback is None:
                 return False
             write(folder / "config.json", fallback, owner)
@@ -176,15 +172,15 @@ class Agents:
         running.status = status if status and status.pid == pid else None
         running.orders = _read(folder / "orders.json", AgentOrders) or AgentOrders()
         self.running[job] = running
-        self._log.info("agent.found", job=job, pid=pid)
+        self.log.info("agent.found", job=job, pid=pid)
         self._watch(job, pid, None)
         return True
 
     def refresh(self) -> None:
         """Read the agents' status files; renew their access to etcd."""
         self._watch_all()
-        if self._grants is not None:
-            self._grants.renew(dict(running.owner for running in self.running.values() if running.owner is not None))
+        if self.grants is not None:
+            self.grants.renew(dict(running.owner for running in self.running.values() if running.owner is not None))
         for job, running in self.running.items():
             status = _read(self.dir(job) / "status.json", AgentStatus)
             if status is not None and status.pid == running.pid:
@@ -218,8 +214,8 @@ class Agents:
                 return
             if user is not None and (why := ownership.closed_to(python or sys.executable, user.uid, user.groups)):
                 raise CannotStart(f"{user.user} cannot run {python or sys.executable}: {why}; {ownership.OPEN_PYTHON}")
-            if user is not None and self._grants is not None:
-                config = msgspec.structs.replace(config, etcd=self._grants.of(user))
+            if user is not None and self.grants is not None:
+                config = msgspec.structs.replace(config, etcd=self.grants.of(user))
             job_folders.prepare(folder.parent, owner)
             self._end_leftovers(job)
             _set_aside_status(folder)
@@ -234,7 +230,7 @@ class Agents:
                 properties,
                 f"elasticd: agent of job {job}",
             )
-            started = self._launcher.start(service)
+            started = self.launcher.start(service)
         except (CannotStart, OSError) as error:
             cause = error if isinstance(error, OSError) else error.__cause__
             short = isinstance(cause, OSError) and cause.errno in SHORT_OF
@@ -247,7 +243,7 @@ class Agents:
             return
         self.running[job] = Running(config, started.pid, time.monotonic(), started.unit, owner)
         self.trouble.get(job, Trouble()).short_since_s = math.inf
-        self._log.info(
+        self.log.info(
             "agent.started",
             job=job,
             pid=started.pid,
@@ -262,7 +258,7 @@ class Agents:
         if launch.holder(self.dir(job) / "lock") is not None:
             return
         if pids := leftovers.end_leftovers(self.dir(job)):
-            self._log.warning("agent.leftovers_ended", job=job, pids=pids)
+            self.log.warning("agent.leftovers_ended", job=job, pids=pids)
 
     def gone(self, event: Gone) -> None:
         """Record the end of an agent."""
@@ -273,14 +269,14 @@ class Agents:
         try:
             self._end_leftovers(event.job)
         except OSError as error:  # e.g. out of descriptors: the next start looks again
-            self._log.error("agent.cannot_look", job=event.job, why=str(error))
+            self.log.error("agent.cannot_look", job=event.job, why=str(error))
         lived_s = time.monotonic() - running.since_s
         code = self._left_code(event) if event.code is None else event.code
         if code == 0:  # a clean exit: the job is over, or leaves this node
-            self._log.info("agent.left", job=event.job, pid=event.pid, lived_s=round(lived_s, 3))
+            self.log.info("agent.left", job=event.job, pid=event.pid, lived_s=round(lived_s, 3))
             self.trouble[event.job] = Trouble(not_before_s=time.monotonic() + AFTER_LEAVING_S)
             return
-        self._log.warning("agent.gone", job=event.job, pid=event.pid, code=code, lived_s=round(lived_s, 3))
+        self.log.warning("agent.gone", job=event.job, pid=event.pid, code=code, lived_s=round(lived_s, 3))
         if lived_s > STABLE_S:
             self.trouble.pop(event.job, None)
         said = running.status is not None or (self.dir(event.job) / "status.json").exists()
@@ -299,7 +295,7 @@ class Agents:
         trouble.not_before_s = time.monotonic() + trouble.pause_s
         trouble.pause_s = min(LONGEST_PAUSE_S, trouble.pause_s * 2)
         trouble.why = why
-        self._log.warning("agent.trouble", job=job, why=why, failures=trouble.failures)
+        self.log.warning("agent.trouble", job=job, why=why, failures=trouble.failures)
 
     def retire(self, job: str) -> Path | None:
         """Rename the folder of a job that has no agent here, so that it can be removed while a new job takes the name.
@@ -312,7 +308,7 @@ class Agents:
 
     def signal(self, job: str, number: signal.Signals) -> None:
         if running := self.running.get(job):
-            self._log.warning("agent.signalled", job=job, pid=running.pid, signal=number.name)
+            self.log.warning("agent.signalled", job=job, pid=running.pid, signal=number.name)
             _kill(running.pid, number)
 
     def why_none(self, jobs: Collection[str]) -> dict[str, str]:
@@ -332,10 +328,10 @@ class Agents:
         try:
             write(self.dir(job) / "orders.json", orders, running.owner)
         except OSError as error:  # a full disk: the next turn tries again
-            self._log.error("agent.cannot_order", job=job, why=str(error))
+            self.log.error("agent.cannot_order", job=job, why=str(error))
             return
         running.orders = orders
-        self._log.info("agent.ordered", job=job, draining=orders.draining, checkpoint=orders.checkpoint)
+        self.log.info("agent.ordered", job=job, draining=orders.draining, checkpoint=orders.checkpoint)
         if running.status is not None:  # it has reported, so its handler is installed: before, SIGHUP would end it
             _kill(running.pid, signal.SIGHUP)
 
@@ -348,7 +344,7 @@ class Agents:
                 code = child.wait()
             else:
                 wait_until_gone(pid)
-            self._post(Gone(job, pid, code))
+            self.post(Gone(job, pid, code))
             if isinstance(child, launch.GuardedChild):
                 child.reap()
 
@@ -358,7 +354,7 @@ class Agents:
     def _watch_all(self) -> None:
         for job, (pid, wait) in tuple(self._unwatched.items()):
             running = self.running.get(job)
-            if running is None or running.pid != pid or self._threads.try_start(f"agent-{job}", wait):
+            if running is None or running.pid != pid or self.threads.try_start(f"agent-{job}", wait):
                 del self._unwatched[job]
 
     def _last_words(self, job: str) -> str:

@@ -8,6 +8,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,20 +29,19 @@ EVERY_S = 3600.0
 Json = dict[str, Any]
 
 
+@dataclass(eq=False)
 class Cleaner:
-    """Used by its own thread and by those of requests."""
+    """Used by its own thread and by those of requests. `retire`: see `Agents.retire`. `now`: the daemon's newest
+    state."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        keys: ClusterKeys,
-        retire: Callable[[str], Path | None],
-        now: Callable[[], Snapshot],
-        log: Log,
-    ) -> None:
-        """`retire`: see `Agents.retire`. `now`: the daemon's newest state."""
-        self._settings, self._keys, self._retire, self._now, self._log = settings, keys, retire, now, log
-        self._jobs_dir = Path(settings.state_dir) / "jobs"
+    settings: Settings
+    keys: ClusterKeys
+    retire: Callable[[str], Path | None]
+    now: Callable[[], Snapshot]
+    log: Log
+
+    def __post_init__(self) -> None:
+        self._jobs_dir = Path(self.settings.state_dir) / "jobs"
         self._one = threading.Lock()
         self.forget: Callable[[Sequence[str]], object] = lambda jobs: None
         """Forgets jobs in etcd, those of them that are still over. Set before the thread is started."""
@@ -53,8 +53,8 @@ class Cleaner:
         while not self._closed.wait(pause_s):
             pause_s = EVERY_S
             self.clean()
-            snapshot = self._now()
-            jobs = forgettable(snapshot.cluster.jobs.values(), self._settings.retention, time.time())
+            snapshot = self.now()
+            jobs = forgettable(snapshot.cluster.jobs.values(), self.settings.retention, time.time())
             if jobs and snapshot.contact.connected:
                 self.forget(jobs)
 
@@ -64,22 +64,22 @@ class Cleaner:
     def clean(self, *, dry_run: bool = False) -> Json:
         """Remove what the settings do not keep; with `dry_run` only say what that is. Returns the answer of /v1/gc."""
         with self._one:
-            snapshot, settings = self._now(), self._settings.retention
+            snapshot, settings = self.now(), self.settings.retention
             agents = {job: a.status.incarnation if a.status else "" for job, a in snapshot.agents.items()}
             folders, problems = listed(self._jobs_dir, agents)
             rows: list[Json] = []
-            known = known_jobs(snapshot, self._keys)
+            known = known_jobs(snapshot, self.keys)
             for removal in removals(folders, known, settings, time.time()):
                 if dry_run or self._remove(removal, problems):
                     rows.append(_row(removal))
             if settings.etcd_log_mb:
                 rows += self._trim(folders, int(settings.etcd_log_mb * 1e6), dry_run, problems)
         for row in rows if not dry_run else ():
-            self._log.info("retention.removed", **{key: value for key, value in row.items() if key != "names"})
+            self.log.info("retention.removed", **{key: value for key, value in row.items() if key != "names"})
         for problem in problems:
-            self._log.warning("retention.not_removed", why=problem)
+            self.log.warning("retention.not_removed", why=problem)
         freed_mb = round(sum(row["mb"] for row in rows), 3)
-        node = self._settings.node
+        node = self.settings.node
         return {"node": node, "dry_run": dry_run, "removed": rows, "freed_mb": freed_mb, "problems": problems,
                 "jobs_known": known is not None}  # fmt: skip
 
@@ -91,7 +91,7 @@ class Cleaner:
                 _unlink(Folder(self._jobs_dir, (removal.folder, "logs")), removal.files)
                 return True
             if not ASIDE.fullmatch(removal.folder):
-                retired = self._retire(removal.folder)
+                retired = self.retire(removal.folder)
                 if retired is None:  # an agent was started since the listing
                     return False
                 folder = retired
@@ -105,7 +105,7 @@ class Cleaner:
         """Drop the middle of logs to which running processes write: the embedded etcd, agents of other users."""
         output = job_folders.OUTPUT
         names = [f.name for f in folders if any(found.name == output for found in f.rest)]
-        paths = {"etcd": Path(self._settings.state_dir) / "etcd" / "etcd.log"}
+        paths = {"etcd": Path(self.settings.state_dir) / "etcd" / "etcd.log"}
         paths |= {name: self._jobs_dir / name / output for name in names}
         for where, path in paths.items():
             try:

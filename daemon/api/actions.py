@@ -9,6 +9,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -49,25 +50,20 @@ R = TypeVar("R", bound=Record)
 RefusalOf = Callable[[SpecRecord], str]
 
 
+@dataclass(eq=False)
 class Actions:
-    """Every method raises Refused (400, 403, 404, 409, 429, or 503 when etcd cannot be reached)."""
+    """Every method raises Refused (400, 403, 404, 409, 429, or 503 when etcd cannot be reached). `refusal`: why this
+    node runs no jobs of a user."""
 
-    def __init__(
-        self,
-        etcd: Etcd,
-        keys: ClusterKeys,
-        published: PublishedState,
-        authority: Authority,
-        refusal: RefusalOf,
-        per_user: PerUserSettings,
-    ) -> None:
-        """`refusal`: why this node runs no jobs of a user."""
-        self._etcd = etcd
-        self._keys = keys
-        self._published = published
-        self._authority = authority
-        self._refusal = refusal
-        self._quotas = Quotas(per_user)
+    etcd: Etcd
+    keys: ClusterKeys
+    published: PublishedState
+    authority: Authority
+    refusal: RefusalOf
+    per_user: PerUserSettings
+
+    def __post_init__(self) -> None:
+        self._quotas = Quotas(self.per_user)
 
     def submit(self, raw: Mapping[str, Any], peer: Peer, owner: Account, replace: bool = False) -> str:
         """Validate a job's description and create the job of user `owner`. Returns its name."""
@@ -79,7 +75,7 @@ class Actions:
             path = getattr(spec, field)
             if path and not os.path.isabs(path) and not (field == "script" and spec.workdir):
                 raise Refused(400, f"{field} = {path!r}: an absolute path is needed here (elasticctl makes it one)")
-        keys, now_s = self._keys.job(spec.name), time.time()
+        keys, now_s = self.keys.job(spec.name), time.time()
         record = SpecRecord(
             spec=spec,
             submitted_wall_s=now_s,
@@ -89,10 +85,10 @@ class Actions:
             user=owner.user,
             submission=uuid.uuid4().hex,
         )
-        if why := self._refusal(record):
+        if why := self.refusal(record):
             raise Refused(403, f"job {spec.name!r} cannot be submitted here: {why}")
         check_spec(spec)
-        self._take(peer, record, self._published.now.cluster.jobs)
+        self._take(peer, record, self.published.now.cluster.jobs)
         state = JobState(phase=Phase.PENDING, since_wall_s=now_s)
         self._heed_ending(keys.spec)
         # What agents of an earlier job have written since that was forgotten, or have restored in part, goes as well.
@@ -121,7 +117,7 @@ class Actions:
 
     def _take(self, peer: Peer, record: SpecRecord, jobs: Mapping[str, Job] = MappingProxyType({})) -> None:
         """Count a description that is about to be written. Raises Refused (429)."""
-        if not self._authority.is_admin(peer):
+        if not self.authority.is_admin(peer):
             self._quotas.take(peer, record.spec, jobs)
 
     def _make_room(self, keys: JobKeys, name: str, replace: bool, peer: Peer) -> None:
@@ -133,18 +129,18 @@ class Actions:
             fix = f"choose another name, remove its records (elasticctl forget {name}), or give --replace"
             raise Refused(409, f"job {name!r} has {_ended(state.phase)}: {fix}")
         there, _ = self._read(SpecRecord, keys.spec)
-        self._authority.check_job(peer, name, there, "replace")
+        self.authority.check_job(peer, name, there, "replace")
         self._remove(keys, name, [ModIs(keys.state, revision)])
 
     def stop(self, job: str, reason: str, peer: Peer) -> None:
         """Stop a job. Complete when its phase is 'stopped'. The order is the cluster's own record: the job's user may
         write anything over its state, at any time."""
         spec, same = self._owned(job, peer, "stop")
-        known = self._published.now.cluster.jobs.get(job)
+        known = self.published.now.cluster.jobs.get(job)
         asked = msgspec.structs.replace(known.asked if known else AskedRecord(), stop=reason)
         if not self._txn([same], [Put(self._job(job).asked, encode(asked))]):
             raise _overtaken(job)
-        self._published.told_to_stop[job] = spec.submission, asked  # also if it is deleted before the loop reads it
+        self.published.told_to_stop[job] = spec.submission, asked  # also if it is deleted before the loop reads it
 
         def stopping(state: JobState) -> JobState | None:
             allowed = allows(state.phase, PhaseTrigger.STOP)
@@ -161,7 +157,7 @@ class Actions:
         self._owned(job, peer, "scale")  # says what is wrong if there is no such job
 
         def scaled(record: SpecRecord) -> SpecRecord:
-            self._authority.check_job(peer, job, record, "scale")
+            self.authority.check_job(peer, job, record, "scale")
             raw = msgspec.to_builtins(record.spec) | {"nodes": nodes}
             self._take(peer, record)
             try:
@@ -205,7 +201,7 @@ class Actions:
         """Remove the records of a finished job, or of one that an elasticd of another protocol has left. Its logs and
         checkpoints stay. `seen`: return when this daemon's view has it."""
         if self._of_another_protocol(job):
-            self._authority.check_job(peer, job, None, "forget")
+            self.authority.check_job(peer, job, None, "forget")
             if self._count(self._job(job).members):
                 raise Refused(
                     409, f"job {job!r} has agents of another elasticd version: stop it with that version first"
@@ -222,18 +218,18 @@ class Actions:
         """Forget those of `jobs` that are over and that `peer` may forget; returns them. Those that are so in this
         daemon's view go in few transactions, each of which costs a write to the disk; if any of these has changed
         since, its transaction does nothing, and each job is looked at by itself."""
-        names, view = list(dict.fromkeys(jobs)), self._published.now.cluster.jobs
+        names, view = list(dict.fromkeys(jobs)), self.published.now.cluster.jobs
         forgotten: list[str] = []
         for at in range(0, len(names), AT_ONCE):
             batch = names[at : at + AT_ONCE]
             seen = [(self._job(name), view[name]) for name in batch if name in view]
-            seen = [(k, job) for k, job in seen if job.spec and job.over and self._authority.may_change(peer, job.spec)]
+            seen = [(k, job) for k, job in seen if job.spec and job.over and self.authority.may_change(peer, job.spec)]
             same = [ModIs(k.spec, job.spec_revision) for k, job in seen]
             same += [ModIs(k.state, job.state_revision) for k, job in seen]
             done = seen and self._txn(same, [op for k, _ in seen for op in self._removal(k)], seen=False)
             gone = {job.name for _, job in seen} if done else set()
             forgotten += [name for name in batch if name in gone or self._forgets(name, peer)]
-        self._published.wait(lambda s: s.cluster.jobs.keys().isdisjoint(forgotten), SEEN_S)
+        self.published.wait(lambda s: s.cluster.jobs.keys().isdisjoint(forgotten), SEEN_S)
         return forgotten
 
     def _forgets(self, job: str, peer: Peer) -> bool:
@@ -249,18 +245,18 @@ class Actions:
         """Assign no new work to this node; running work stays."""
         self._node(node)
         record = CordonRecord(reason=reason, since_wall_s=time.time())
-        self._txn([], [Put(self._keys.cordon(node), encode(record))])
+        self._txn([], [Put(self.keys.cordon(node), encode(record))])
 
     def drain(self, node: str, why: Text, deadline_s: float) -> None:
         """Move all work off this node at a step boundary, and assign it no new work."""
         self._node(node)
         record = DrainRecord(reason=why, deadline_s=deadline_s, since_wall_s=time.time())
-        self._txn([], [Put(self._keys.drain(node), encode(record))])
+        self._txn([], [Put(self.keys.drain(node), encode(record))])
 
     def uncordon(self, node: str) -> None:
         """Undo a cordon or drain, and the exclusion of this node by jobs."""
         self._node(node)
-        keys = self._keys
+        keys = self.keys
         self._txn([], [*ending(keys, keys.cordon(node)), *ending(keys, keys.drain(node))])
 
         def pardoned(state: JobState) -> JobState | None:
@@ -271,33 +267,33 @@ class Actions:
             no_agent = {n: why for n, why in state.no_agent.items() if n != node}
             return msgspec.structs.replace(state, excluded_nodes=excluded_nodes, failures=failures, no_agent=no_agent)
 
-        for job in self._published.now.cluster.jobs.values():
+        for job in self.published.now.cluster.jobs.values():
             if node in job.state.excluded_nodes and not job.over:
                 self._change(JobState, self._job(job.name).state, pardoned, JobState())
 
     def forget_node(self, node: str) -> None:
         """Remove a node that does not come back from the inventory, with its cordon or drain."""
         self._node(node)
-        cluster = self._published.now.cluster
+        cluster = self.published.now.cluster
         jobs = cluster.jobs_on(node)
         if node in cluster.nodes or jobs:
             there = "its elasticd runs" if node in cluster.nodes else f"agents of {', '.join(jobs)} run there"
             raise Refused(409, f"node {node!r} is not gone: {there}; drain it and stop its elasticd first")
         self.uncordon(node)
-        if not self._txn([Absent(self._keys.node(node))], list(ending(self._keys, self._keys.known_node(node)))):
+        if not self._txn([Absent(self.keys.node(node))], list(ending(self.keys, self.keys.known_node(node)))):
             raise Refused(409, f"node {node!r} is not gone: it has just come back")
 
     # ── etcd ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _job(self, name: str) -> JobKeys:
         try:
-            return self._keys.job(name)
+            return self.keys.job(name)
         except ValueError as error:
             raise Refused(400, str(error)) from None
 
     def _of_another_protocol(self, job: str) -> bool:
         try:
-            kv = self._etcd.get(self._job(job).spec)
+            kv = self.etcd.get(self._job(job).spec)
             if kv is not None:
                 decode(SpecRecord, kv.value)
         except ProtocolVersionMismatch:
@@ -308,7 +304,7 @@ class Actions:
 
     def _count(self, prefix: str) -> int:
         try:
-            return self._etcd.newest(prefix).count
+            return self.etcd.newest(prefix).count
         except EtcdError as error:
             raise _unavailable(error) from error
 
@@ -318,8 +314,8 @@ class Actions:
         key = self._job(job).spec
         spec, revision = self._read(SpecRecord, key)
         if spec is None:
-            raise _absent(job, self._published.now.cluster)  # etcd was asked
-        self._authority.check_job(peer, job, spec, verb)
+            raise _absent(job, self.published.now.cluster)  # etcd was asked
+        self.authority.check_job(peer, job, spec, verb)
         return spec, ModIs(key, revision)
 
     def _node(self, node: str) -> None:
@@ -327,7 +323,7 @@ class Actions:
             check_name("node", node)
         except ValueError as error:
             raise Refused(400, str(error)) from None
-        if node not in (known := known_nodes(cluster := self._published.now.cluster)):
+        if node not in (known := known_nodes(cluster := self.published.now.cluster)):
             raise no_node(node, known, cluster)
 
     def _change(
@@ -353,7 +349,7 @@ class Actions:
 
     def _read(self, kind: type[R], key: str) -> tuple[R | None, int]:
         try:
-            kv = self._etcd.get(key)
+            kv = self.etcd.get(key)
             return (decode(kind, kv.value), kv.mod_revision) if kv else (None, 0)
         except EtcdForged as error:
             if kind is JobState:  # the job's user can write anything there, and must not keep others from stopping it
@@ -368,7 +364,7 @@ class Actions:
         """So that the stamp of a new record is higher than that of the deletion, perhaps by a daemon whose clock is
         ahead."""
         try:
-            self._etcd.get(self._keys.ended(key))
+            self.etcd.get(self.keys.ended(key))
         except EtcdForged:
             pass  # it ends nothing
         except EtcdError as error:
@@ -376,17 +372,17 @@ class Actions:
 
     def _txn(self, compares: Sequence[Compare], then: Sequence[Op], seen: bool = True) -> bool:
         """Whether the transaction was applied; if so, this daemon's view contains it, unless the watch is slow."""
-        if self._etcd.signatures_ignored:
+        if self.etcd.signatures_ignored:
             raise Refused(409, KEY_MISSING)
         try:
-            result = self._etcd.txn(compares, then)
+            result = self.etcd.txn(compares, then)
         except EtcdUnavailable as error:
             unknown = "; whether it was done all the same is not known: look before you repeat it"
             raise Refused(503, f"{_unavailable(error)}{unknown if error.maybe_done else ''}") from error
         except EtcdError as error:
             raise _unavailable(error) from error
         if result.ok and seen:
-            self._published.wait(lambda s: s.cluster.revision >= result.revision, SEEN_S)
+            self.published.wait(lambda s: s.cluster.revision >= result.revision, SEEN_S)
         return result.ok
 
     def _remove(self, keys: JobKeys, name: str, compares: Sequence[Compare], seen: bool = True) -> None:
@@ -395,7 +391,7 @@ class Actions:
             raise _overtaken(name)
 
     def _removal(self, keys: JobKeys) -> tuple[Op, Op]:
-        return Delete(keys.root, prefix=True), ending(self._keys, keys.spec)[1]
+        return Delete(keys.root, prefix=True), ending(self.keys, keys.spec)[1]
 
 
 def _all_but_spec_and_state(keys: JobKeys) -> list[Op]:

@@ -36,6 +36,11 @@ def printable(answer: A) -> A:
     return read(msgspec.to_builtins(answer), type(answer))
 
 
+def error(status: int | None, message: str, **more: object) -> Json:
+    """The answer to a request that is refused or has failed."""
+    return {"schema": SCHEMA, "error": {"status": status, "message": message, **more}}
+
+
 class Certificate(Answer):
     what: str = ""
     file: str = ""

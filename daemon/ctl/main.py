@@ -324,7 +324,9 @@ def checkpoint_export(path: str, target: str, form: str, as_json: bool) -> None:
 def _die(message: str, code: int, as_json: bool = False, status: int | None = None, hint: str = "") -> NoReturn:
     """End with `code`. As JSON on stdout, in the form of the API's errors; else as text on stderr."""
     if as_json:
-        _print({"schema": 1, "error": {"status": status, "message": message, "exit_code": code}})
+        from elasticd.base.answers import error
+
+        _print(error(status, message, exit_code=code))
     else:
         if hint:
             click.echo(safe_text.block(hint), err=True)

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import datetime
 import http.client
-import json
 import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol, TypeVar
+
+import msgspec
 
 from elasticd.base.log import Log
 
@@ -28,6 +29,7 @@ ANSWER_S = 2.0
 MAX_BYTES = 65536
 TOKEN_S = 300
 """Life of an AWS session token."""
+S = TypeVar("S")
 RELUCTANT = 12
 """Consecutive failures of the metadata service after which the log says so: one minute."""
 
@@ -52,92 +54,102 @@ class MetadataService(Protocol):
 
 def source(provider: str, url: str) -> MetadataService | None:
     """The source for the setting `preemption`; None for "none". `url`: "" for the provider's own address."""
-    if provider == "aws":
-        return Aws(url or "http://169.254.169.254")
     if provider == "gcp":
         return Gcp(url or "http://metadata.google.internal")
-    if provider == "azure":
-        return Azure(url or "http://169.254.169.254")
-    return None
+    kinds: dict[str, type[Aws | Azure]] = {"aws": Aws, "azure": Azure}
+    return kinds[provider](url or "http://169.254.169.254") if provider in kinds else None
 
 
+class Spot(msgspec.Struct):
+    """AWS's announcement."""
+
+    action: str
+    time: str
+
+
+@dataclass
 class Aws:
-    def __init__(self, url: str) -> None:
-        self._url = url
+    url: str
 
     def look(self, now_wall_s: float) -> Notice | None:
-        token = _ask(
-            f"{self._url}/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_S)}, method="PUT"
-        )
-        if token is None:
+        wanted = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_S)}
+        if (token := _ask(f"{self.url}/latest/api/token", wanted, method="PUT")) is None:
             raise MetadataError("the service gives no session token")
-        text = _ask(f"{self._url}/latest/meta-data/spot/instance-action", {"X-aws-ec2-metadata-token": token})
+        text = _ask(f"{self.url}/latest/meta-data/spot/instance-action", {"X-aws-ec2-metadata-token": token})
         if text is None:
             return None
-        action, when = _field(text, "action"), _field(text, "time")
-        return Notice(f"spot interruption: {action} at {when}", _until(when, "%Y-%m-%dT%H:%M:%SZ", now_wall_s))
+        spot = _read(text, Spot)
+        return Notice(
+            f"spot interruption: {spot.action} at {spot.time}", _until(spot.time, "%Y-%m-%dT%H:%M:%SZ", now_wall_s)
+        )
 
 
+@dataclass
 class Gcp:
-    NOTICE_S = 30.0
-
-    def __init__(self, url: str) -> None:
-        self._url = url
+    url: str
+    NOTICE_S: ClassVar = 30.0
 
     def look(self, now_wall_s: float) -> Notice | None:
-        text = _ask(f"{self._url}/computeMetadata/v1/instance/preempted", {"Metadata-Flavor": "Google"})
+        text = _ask(f"{self.url}/computeMetadata/v1/instance/preempted", {"Metadata-Flavor": "Google"})
         return Notice("preemption", self.NOTICE_S) if text is not None and text.strip().upper() == "TRUE" else None
 
 
-class Azure:
-    NOTICE_S = 30.0
+class ScheduledEvent(msgspec.Struct, rename="pascal"):
+    """One of Azure's. It is delivered to all machines of an availability set or scale set, and names those that it is
+    for."""
 
-    def __init__(self, url: str) -> None:
-        self._url = url
-        self._name = ""
-        """Of this machine, as events name it; empty: not asked yet."""
+    event_type: str = ""
+    resources: list[str] = []
+    not_before: str | None = None
+
+
+class ScheduledEvents(msgspec.Struct, rename="pascal"):
+    events: list[ScheduledEvent] = []
+
+
+@dataclass
+class Azure:
+    url: str
+    NOTICE_S: ClassVar = 30.0
+    _name: str = ""
+    """Of this machine, as events name it; empty: not asked yet."""
 
     def look(self, now_wall_s: float) -> Notice | None:
-        text = _ask(f"{self._url}/metadata/scheduledevents?api-version=2020-07-01", {"Metadata": "true"})
-        events = _field(text or "{}", "Events", [])
-        for event in events if isinstance(events, list) else []:
-            leaves = isinstance(event, dict) and event.get("EventType") in ("Preempt", "Terminate")
-            if leaves and self._concerns_this_machine(event.get("Resources")):
-                before = str(event.get("NotBefore") or "")
-                left_s = _until(before, "%a, %d %b %Y %H:%M:%S GMT", now_wall_s) if before else self.NOTICE_S
-                return Notice(f"scheduled event {event['EventType']}", left_s)
+        text = _ask(f"{self.url}/metadata/scheduledevents?api-version=2020-07-01", {"Metadata": "true"})
+        for event in _read(text or "{}", ScheduledEvents).events:
+            if event.event_type in ("Preempt", "Terminate") and self._is_for_this_machine(event):
+                form = "%a, %d %b %Y %H:%M:%S GMT"
+                left_s = _until(event.not_before, form, now_wall_s) if event.not_before else self.NOTICE_S
+                return Notice(f"scheduled event {event.event_type}", left_s)
         return None
 
-    def _concerns_this_machine(self, resources: object) -> bool:
-        """An event is delivered to all machines of an availability set or scale set, and names those that it is for."""
-        if not isinstance(resources, list):
-            raise MetadataError(f"a scheduled event without its list of Resources: {resources!r}")
+    def _is_for_this_machine(self, event: ScheduledEvent) -> bool:
         if not self._name:
-            url = f"{self._url}/metadata/instance/compute/name?api-version=2021-02-01&format=text"
+            url = f"{self.url}/metadata/instance/compute/name?api-version=2021-02-01&format=text"
             self._name = (_ask(url, {"Metadata": "true"}) or "").strip().lower()
         if not self._name:
             raise MetadataError("the service does not say what this machine is called")
-        return self._name in (str(resource).lower() for resource in resources)
+        return self._name in (resource.lower() for resource in event.resources)
 
 
+@dataclass(eq=False)
 class PreemptionWatch:
-    """The thread that asks the metadata service, and calls `drain` once per notice."""
+    """The thread that asks the metadata service, and calls `drain` once per notice. `drain` returns whether the node is
+    being drained. False, as without etcd, has it called again."""
 
-    def __init__(
-        self, source: MetadataService, drain: Callable[[Notice], bool], log: Log, every_s: float = ASK_EVERY_S
-    ) -> None:
-        """`drain` returns whether the node is being drained. False, as without etcd, has it called again."""
-        self._source = source
-        self._drain = drain
-        self._log = log
-        self._every_s = every_s
+    source: MetadataService
+    drain: Callable[[Notice], bool]
+    log: Log
+    every_s: float = ASK_EVERY_S
+
+    def __post_init__(self) -> None:
         self._closed = threading.Event()
         self._drained = False
         self._failures = 0
 
     def run(self) -> None:
         """Body of the thread."""
-        while not self._closed.wait(self._every_s):
+        while not self._closed.wait(self.every_s):
             self.look()
 
     def close(self) -> None:
@@ -145,18 +157,18 @@ class PreemptionWatch:
 
     def look(self) -> None:
         try:
-            notice = self._source.look(time.time())
+            notice = self.source.look(time.time())
         except MetadataError as error:
             self._failures += 1
             if self._failures == RELUCTANT:
-                self._log.warning("preemption.unknown", error=str(error), failures=self._failures)
+                self.log.warning("preemption.unknown", error=str(error), failures=self._failures)
             return
         self._failures = 0
         if notice is None:
             self._drained = False  # the provider has withdrawn it; the drain stays until `elasticctl uncordon`
         elif not self._drained:
-            self._log.warning("preemption.notice", reason=notice.reason, deadline_s=round(notice.deadline_s, 1))
-            self._drained = self._drain(notice)
+            self.log.warning("preemption.notice", reason=notice.reason, deadline_s=round(notice.deadline_s, 1))
+            self._drained = self.drain(notice)
 
 
 def _ask(url: str, headers: dict[str, str], method: str = "GET") -> str | None:
@@ -174,21 +186,18 @@ def _ask(url: str, headers: dict[str, str], method: str = "GET") -> str | None:
         raise MetadataError(f"{url}: {error!r}") from None
 
 
-def _field(text: str, name: str, default: object = "") -> object:
-    """A field of a JSON object; `default` if it is absent. Raises MetadataError."""
+def _read(text: str, kind: type[S]) -> S:
+    """Raises MetadataError."""
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        raise MetadataError(f"no JSON: {text[:80]!r}") from None
-    if not isinstance(value, dict):
-        raise MetadataError(f"no JSON object: {text[:80]!r}")
-    return value.get(name, default)
+        return msgspec.json.decode(text, type=kind)
+    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
+        raise MetadataError(f"{error}: {text[:80]!r}") from None
 
 
-def _until(when: object, form: str, now_wall_s: float) -> float:
+def _until(when: str, form: str, now_wall_s: float) -> float:
     """Seconds until `when`, at least 1. Raises MetadataError."""
     try:
-        at = datetime.datetime.strptime(str(when), form).replace(tzinfo=datetime.UTC)
+        at = datetime.datetime.strptime(when, form).replace(tzinfo=datetime.UTC)
     except ValueError:
         raise MetadataError(f"no time of the form {form}: {when!r}") from None
     return max(1.0, at.timestamp() - now_wall_s)

@@ -20,12 +20,14 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from dataclasses import dataclass
 
 import msgspec
 
 from elastic.contract.records.job_records import PROTOCOL
 from elastic.etcd.client import Etcd, EtcdError, EtcdUnavailable, View
+from elasticd.base import answers
+from elasticd.base.answers import Json
 from elasticd.base.errors import Fault, Refused, our_faults
 from elasticd.base.log import Log
 
@@ -48,8 +50,6 @@ _NUMBERS = frozenset(str(number) for number in range(2 + MAX_BYTES // PIECE_BYTE
 
 AT_ONCE = 16
 """Nodes that one request asks at a time."""
-
-Json = dict[str, Any]
 
 
 class User(msgspec.Struct, frozen=True, kw_only=True):
@@ -133,7 +133,8 @@ def _equal(theirs: str, ours: str) -> bool:
 def pieces(ask: str, status: int, body: bytes, secret: bytes | None) -> list[bytes]:
     """The answer to `ask` cut into values of etcd: the first is a head with status, number of pieces and a MAC."""
     if len(body) > MAX_BYTES:
-        status, body = 413, _error(413, f"the answer has {len(body)} bytes: at most {MAX_BYTES}; ask for less")
+        status, error = 413, f"the answer has {len(body)} bytes: at most {MAX_BYTES}; ask for less"
+        body = json.dumps(answers.error(status, error)).encode()
     cut = [body[i : i + PIECE_BYTES] for i in range(0, len(body), PIECE_BYTES)]
     mac = _mac(secret, b"answer", f"{ask} {status} ".encode() + body)
     return [json.dumps({"status": status, "pieces": len(cut), "mac": mac}).encode(), *cut]
@@ -154,10 +155,6 @@ def joined(ask: str, found: Mapping[int, bytes], secret: bytes | None) -> tuple[
     if not _equal(head.mac, _mac(secret, b"answer", f"{ask} {status} ".encode() + body)):
         raise Refused(502, "the answer in etcd is not signed with this cluster's key")
     return status, body
-
-
-def _error(status: int, message: str) -> bytes:
-    return json.dumps({"schema": 1, "error": {"status": status, "message": message}}).encode()
 
 
 class Asker:
@@ -236,30 +233,26 @@ def ask_each(asker: Asker, nodes: Sequence[str], path: str, query: Mapping[str, 
         return dict(zip(nodes, pool.map(one, nodes), strict=True))
 
 
+@dataclass(eq=False)
 class AnswerQueue:
-    """Questions of other nodes' daemons, queued and answered."""
+    """Questions of other nodes' daemons, queued and answered. `secret`: the cluster key; None: questions are not
+    signed."""
 
-    def __init__(
-        self,
-        etcd: Etcd,
-        cluster: str,
-        node: str,
-        answer: Answerer,
-        log: Log,
-        first_time: FirstTime,
-        secret: bytes | None = None,
-    ) -> None:
-        """`secret`: the cluster key; None: questions are not signed."""
-        self._etcd, self._cluster, self._node, self._secret = etcd, cluster, node, secret
-        self._answer = answer
-        self._first_time = first_time
-        self._log = log
+    etcd: Etcd
+    cluster: str
+    node: str
+    answer: Answerer
+    log: Log
+    first_time: FirstTime
+    secret: bytes | None = None
+
+    def __post_init__(self) -> None:
         self._work: queue.Queue[Ask] = queue.Queue(MAX_WAITING)
         self._seen: set[str] = set()
 
     def start(self) -> None:
         """Watch for questions; `run` answers them."""
-        self._etcd.watch(asks_of(self._cluster, self._node), self.show)
+        self.etcd.watch(asks_of(self.cluster, self.node), self.show)
 
     def show(self, view: View) -> None:
         """Queue the questions that are new in this view."""
@@ -270,21 +263,21 @@ class AnswerQueue:
             try:
                 ask = msgspec.json.decode(names[name], type=Ask)
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                self._log.warning("ask.unreadable", key=name, why=str(error))
+                self.log.warning("ask.unreadable", key=name, why=str(error))
                 continue
             if ask.id != name or ask.protocol != PROTOCOL:
                 continue
-            if why := why_not(ask, self._secret, self._cluster, self._node, time.time()):
-                self._log.warning("ask.refused", asker=ask.asker, path=ask.path, why=why)
-                if why_not(ask, self._secret, self._cluster, self._node, ask.wall_s):
+            if why := why_not(ask, self.secret, self.cluster, self.node, time.time()):
+                self.log.warning("ask.refused", asker=ask.asker, path=ask.path, why=why)
+                if why_not(ask, self.secret, self.cluster, self.node, ask.wall_s):
                     continue  # else its clock alone is the reason, which the asker is told
-            elif not self._first_time(ask.id, int(ask.wall_s * 1e9)):
-                self._log.warning("ask.refused", asker=ask.asker, path=ask.path, why="it was answered before")
+            elif not self.first_time(ask.id, int(ask.wall_s * 1e9)):
+                self.log.warning("ask.refused", asker=ask.asker, path=ask.path, why="it was answered before")
                 continue
             try:
                 self._work.put_nowait(ask)
             except queue.Full:
-                self._log.warning("ask.refused", asker=ask.asker, path=ask.path, why="too many at a time")
+                self.log.warning("ask.refused", asker=ask.asker, path=ask.path, why="too many at a time")
         self._seen = set(names)
 
     def run(self) -> None:
@@ -296,24 +289,22 @@ class AnswerQueue:
         ask = self._work.get()
         began_s = time.monotonic()
         try:
-            if why := why_not(ask, self._secret, self._cluster, self._node, time.time()):
+            if why := why_not(ask, self.secret, self.cluster, self.node, time.time()):
                 raise Refused(CLOCKS, why)
-            with our_faults(self._log, "ask.failed", asker=ask.asker, path=ask.path):
-                status, body = self._answer(ask.path, ask.query, ask.by)
-        except Refused as refused:
-            status, body = refused.status, _error(refused.status, str(refused))
-        except Fault as fault:
-            status, body = 500, _error(500, str(fault))
-        except OSError as error:
-            self._log.error("ask.failed", asker=ask.asker, path=ask.path, exc_info=True)
-            what = f"elasticd failed at this request: {type(error).__name__}: {error}; its log has the traceback"
-            status, body = 500, _error(500, what)
-        prefix = answers_to(self._cluster, ask.id)
+            with our_faults(self.log, "ask.failed", asker=ask.asker, path=ask.path):
+                status, body = self.answer(ask.path, ask.query, ask.by)
+        except (Refused, Fault, OSError) as error:
+            status, why = error.status if isinstance(error, Refused) else 500, str(error)
+            if isinstance(error, OSError):
+                self.log.error("ask.failed", asker=ask.asker, path=ask.path, exc_info=True)
+                why = f"elasticd failed at this request: {type(error).__name__}: {error}; its log has the traceback"
+            body = json.dumps(answers.error(status, why)).encode()
+        prefix = answers_to(self.cluster, ask.id)
         try:
-            for number, piece in enumerate(pieces(ask.id, status, body, self._secret)):
-                self._etcd.put(f"{prefix}{number}", piece, ask.lease)
+            for number, piece in enumerate(pieces(ask.id, status, body, self.secret)):
+                self.etcd.put(f"{prefix}{number}", piece, ask.lease)
         except (EtcdError, EtcdUnavailable) as error:  # it has given up, or will by its own time limit
-            self._log.info("ask.not_answered", asker=ask.asker, path=ask.path, why=str(error))
+            self.log.info("ask.not_answered", asker=ask.asker, path=ask.path, why=str(error))
             return
-        self._log.info("ask.answered", asker=ask.asker, by=ask.by.name, path=ask.path, status=status, nbytes=len(body),
+        self.log.info("ask.answered", asker=ask.asker, by=ask.by.name, path=ask.path, status=status, nbytes=len(body),
                        took_s=round(time.monotonic() - began_s, 3))  # fmt: skip

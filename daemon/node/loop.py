@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import elastic
@@ -52,45 +52,36 @@ RETRY_S = 1.0
 """Pause before another attempt to register, to write a change, or to write over what a job's user has written."""
 
 
+@dataclass(eq=False)
 class DaemonLoop:
-    def __init__(
-        self,
-        settings: Settings,
-        access: EtcdAccess,
-        gpus: tuple[int, ...],
-        event_queue: EventQueue,
-        writer: ClusterWriter,
-        agents: Agents,
-        published: PublishedState,
-        notify: Notify,
-        log: Log,
-        health: Health,
-        run_as: RunAs,
-        signer: ClusterSigner | None = None,
-    ) -> None:
-        """`signer`: None: records are not signed."""
-        self._settings = settings
-        self._access = access
-        self._gpus = gpus
-        self._event_queue = event_queue
-        self._writer = writer
-        self._agents = agents
-        self._published = published
-        self._notify = notify
-        self._log = log
-        self._health = health
-        self._run_as = run_as
+    """`signer`: None: records are not signed."""
+
+    settings: Settings
+    access: EtcdAccess
+    gpus: tuple[int, ...]
+    event_queue: EventQueue
+    writer: ClusterWriter
+    agents: Agents
+    published: PublishedState
+    notify: Notify
+    log: Log
+    health: Health
+    run_as: RunAs
+    signer: ClusterSigner | None = None
+
+    def __post_init__(self) -> None:
         self._refuses: dict[str, str | None] = {}
         """Job that does not run here yet -> why it will not; '' it will, None: not known yet."""
-        self._signer = signer
-        self._refuses_anonymous = os.geteuid() == 0 and not settings.etcd.insecure
-        self._chores = Chores(settings, writer)
-        self._keys = ClusterKeys(settings.cluster)
-        self._reader = ClusterReader(self._keys, published.told_to_stop)
-        self.stamps = signer.stamps if signer else Stamps(self._keys)
-        self._stamp_file = file_of(Path(settings.state_dir), signer, settings.node, log) if signer else None
-        self._older = OlderRecords(self._keys, self.stamps, settings.node, writer)
-        self._timeline = Timeline(self._keys, settings.node)
+        self._refuses_anonymous = os.geteuid() == 0 and not self.settings.etcd.insecure
+        self._chores = Chores(self.settings, self.writer)
+        self._keys = ClusterKeys(self.settings.cluster)
+        self._reader = ClusterReader(self._keys, self.published.told_to_stop)
+        self.stamps = self.signer.stamps if self.signer else Stamps(self._keys)
+        self._stamp_file = (
+            file_of(Path(self.settings.state_dir), self.signer, self.settings.node, self.log) if self.signer else None
+        )
+        self._older = OlderRecords(self._keys, self.stamps, self.settings.node, self.writer)
+        self._timeline = Timeline(self._keys, self.settings.node)
         self._started_wall_s = time.time()
         self._cluster = Cluster()
         self._contact = Contact()
@@ -113,12 +104,12 @@ class DaemonLoop:
 
     def run(self) -> Stop:
         """Run until a Stop event; returns it."""
-        self._agents.find()
-        tick_s = min(TICK_S, self._notify.watchdog_s / 3 or TICK_S)
+        self.agents.find()
+        tick_s = min(TICK_S, self.notify.watchdog_s / 3 or TICK_S)
         while True:
             now_s = time.monotonic()
-            due_s = self._agents.next_start_s() - now_s
-            events, view = self._event_queue.take(min(tick_s, due_s) if due_s > 0 else tick_s)
+            due_s = self.agents.next_start_s() - now_s
+            events, view = self.event_queue.take(min(tick_s, due_s) if due_s > 0 else tick_s)
             for event in events:
                 if isinstance(event, Stop):
                     return event
@@ -126,14 +117,14 @@ class DaemonLoop:
             if view is not None:
                 self._look(view)
             self._work(time.monotonic())
-            self._notify.turned()
+            self.notify.turned()
 
     def leave(self, *, in_order: bool) -> None:
         """Remove our node record: this node accepts no new work. Agents stay. `in_order`: the inventory says that this
         elasticd was stopped."""
         if self._lease is not None:
             if in_order and self._registered is not None and self._contact.connected:
-                self._writer.left(KnownNode.of(self._registered, time.time(), left=True))
+                self.writer.left(KnownNode.of(self._registered, time.time(), left=True))
             self._lease.close()
         if self._stamp_file is not None:
             self._stamp_file.save(all_of_it=True)
@@ -143,11 +134,11 @@ class DaemonLoop:
     def _hear(self, event: Event) -> None:
         match event:
             case Gone():
-                self._agents.gone(event)
+                self.agents.gone(event)
             case NodeRegistered(lease, record):
                 self._lease, self._registered = lease, record
                 self._sign_due_s = time.monotonic() + SIGN_S
-                self._log.info("node.registered", lease=f"{lease.id:x}", address=record.address, slots=record.slots)
+                self.log.info("node.registered", lease=f"{lease.id:x}", address=record.address, slots=record.slots)
             case Updated(lease_id, record):
                 if self._lease is not None and self._lease.id == lease_id:
                     self._registered = record
@@ -155,9 +146,9 @@ class DaemonLoop:
             case NodeLeaseLost(lease_id, why):
                 if self._lease is not None and self._lease.id == lease_id:
                     self._lease = self._registered = None
-                    self._log.warning("node.lease_lost", why=why)
+                    self.log.warning("node.lease_lost", why=why)
             case Written(name, error):
-                self._writer.written(event)
+                self.writer.written(event)
                 if error:
                     self._retry_s = time.monotonic() + RETRY_S
                     self._say(f"write {name}", error)
@@ -167,14 +158,14 @@ class DaemonLoop:
     def _look(self, view: View) -> None:
         if view.revision or view.connected:  # an empty view before the first contact carries no information
             view = self._older.look(view, time.monotonic())
-            self._cluster = self._reader.read(view.kvs, view.revision, view.refused, self._signer is not None)
+            self._cluster = self._reader.read(view.kvs, view.revision, view.refused, self.signer is not None)
             self._timeline.look(self._cluster, time.time())
         self._say_contact(view)
         self._timeline.contact(view.connected, view.error, time.time())
-        for name in list(self._agents.trouble):
+        for name in list(self.agents.trouble):
             job = self._cluster.jobs.get(name)
             if job is None or job.over:
-                self._agents.forget(name)
+                self.agents.forget(name)
         self._contact = Contact(view.connected, view.as_of_s, view.error)
         unusable = {f"record {key}": why for key, why in self._cluster.foreign.items()}
         unusable |= {f"record {key}": f"refused: {why}" for key, why in self._cluster.refused.items()}
@@ -187,19 +178,19 @@ class DaemonLoop:
         now_s, revision = time.monotonic(), self._cluster.revision
         if seen.connected:
             if not self._contact.connected:
-                self._log.info("etcd.contact", connected=True, error="", revision=revision)
+                self.log.info("etcd.contact", connected=True, error="", revision=revision)
                 self._contact_said = ("", 0.0)
             return
         (contact, until_s), error = self._contact_said, seen.error or "unknown"
         if not contact or (error != contact and now_s >= until_s):
-            self._log.warning("etcd.contact", connected=False, error=error, revision=revision)
+            self.log.warning("etcd.contact", connected=False, error=error, revision=revision)
             self._contact_said = error, now_s + CONTACT_S
 
     def _say(self, about: str, what: str) -> None:
         """Log a problem when it is new or has changed, not each time it occurs."""
         if self._said.get(about) != what:
             self._said[about] = what
-            self._log.warning("daemon.trouble", about=about, what=what)
+            self.log.warning("daemon.trouble", about=about, what=what)
 
     # ── a turn ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -207,14 +198,14 @@ class DaemonLoop:
         self._turn += 1
         if self._stamp_file is not None:
             self._stamp_file.save()
-        self._agents.refresh()
+        self.agents.refresh()
         stays_out = self._stays_out()
-        node = self._settings.node
-        running = {job: agent.config.slots for job, agent in self._agents.running.items()}
+        node = self.settings.node
+        running = {job: agent.config.slots for job, agent in self.agents.running.items()}
         silent = self._silent.look(self._plan.places, self._cluster, running, node, now_s)
         self._plan = plan(self._cluster, running, node, time.time(), silent)
         self._refuses = {
-            job.name: self._run_as.why_not(job.spec)
+            job.name: self.run_as.why_not(job.spec)
             for job in self._cluster.by_age()
             if job.spec and not job.over and job.name not in running
         }
@@ -229,7 +220,7 @@ class DaemonLoop:
                 self._keep_registered(now_s)
                 if self._trusted():
                     self._start_agents(now_s)
-            if not self._writer.ignores_signatures:
+            if not self.writer.ignores_signatures:
                 self._write_states()
         self._order_agents()
         self._end_overdue(now_s)
@@ -239,7 +230,7 @@ class DaemonLoop:
     def _stays_out(self) -> str:
         """Why this node does not register: daemons or agents of another protocol are alive. Once registered, a node
         ignores such records; records of a job without agents do not keep a node out."""
-        if self._writer.ignores_signatures:
+        if self.writer.ignores_signatures:
             return KEY_MISSING
         if self._lease is not None:
             return ""
@@ -249,31 +240,31 @@ class DaemonLoop:
 
     def _trusted(self) -> bool:
         """Whether jobs in etcd may be run here: as root, only after a check that etcd refuses anonymous writes."""
-        if self._writer.anonymous is None:
-            self._writer.check_anonymous(refuse=self._refuses_anonymous)
-        return not (self._refuses_anonymous and self._writer.anonymous is not False)
+        if self.writer.anonymous is None:
+            self.writer.check_anonymous(refuse=self._refuses_anonymous)
+        return not (self._refuses_anonymous and self.writer.anonymous is not False)
 
     def _tell_events(self) -> None:
-        self._timeline.members(self._writer.members, time.time())
-        self._timeline.send(self._writer.put_events)
+        self._timeline.members(self.writer.members, time.time())
+        self._timeline.send(self.writer.put_events)
         if old := self._timeline.too_old(self._cluster):
-            self._writer.delete("old events", old)
+            self.writer.delete("old events", old)
 
     def _keep_registered(self, now_s: float) -> None:
         record = self._record()
-        times = self._settings.timeouts
-        there = self._cluster.nodes.get(self._settings.node)
+        times = self.settings.timeouts
+        there = self._cluster.nodes.get(self.settings.node)
         if self._lease is None:
             if now_s >= self._retry_s:
-                self._writer.register(record, times.lease_ttl_s, times.lease_renew_s)
+                self.writer.register(record, times.lease_ttl_s, times.lease_renew_s)
         elif record != self._registered or now_s >= self._sign_due_s:
             if now_s >= self._retry_s:
-                self._writer.update(record, self._lease.id)
+                self.writer.update(record, self._lease.id)
         elif (there is None or there.record != record) and self._turn % 5 == 0:
-            self._writer.update(record, self._lease.id)  # deleted, or another one was written; the lease is still alive
+            self.writer.update(record, self._lease.id)  # deleted, or another one was written; the lease is still alive
 
     def _record(self) -> NodeRecord:
-        settings = self._settings
+        settings = self.settings
         drain = self._cluster.drains.get(settings.node)
         assert isinstance(settings.slots, int)
         return NodeRecord(
@@ -281,17 +272,17 @@ class DaemonLoop:
             hostname=os.uname().nodename,
             address=settings.address,
             slots=settings.slots,
-            gpus=len(self._gpus),
+            gpus=len(self.gpus),
             version=elastic.__version__,
             pid=os.getpid(),
             started_wall_s=self._started_wall_s,
             draining=drain.reason if drain else self._faulty(),
-            healthy=not (ill := host.sickness(settings.state_dir) or self._health.reason),
+            healthy=not (ill := host.sickness(settings.state_dir) or self.health.reason),
             reason=ill or None,
             workers=self._workers(),
             agents=self._agent_rows,
-            jobs=tuple(sorted(self._agents.running)),
-            older=reconcile.older_agents({j: a.status for j, a in self._agents.running.items()}, elastic.__version__),
+            jobs=tuple(sorted(self.agents.running)),
+            older=reconcile.older_agents({j: a.status for j, a in self.agents.running.items()}, elastic.__version__),
             refuses={job: why for job, why in self._refuses.items() if why},
         )
 
@@ -300,7 +291,7 @@ class DaemonLoop:
         now_s = time.monotonic()
         if now_s >= self._workers_due_s:
             before = self._worker_rows, self._agent_rows
-            running = self._agents.running
+            running = self.agents.running
             self._worker_rows = reconcile.worker_rows({j: a.status for j, a in running.items()})
             clock_s = time.time() - now_s
             self._agent_rows = reconcile.agent_rows({j: (a.status, a.since_s + clock_s) for j, a in running.items()})
@@ -309,68 +300,68 @@ class DaemonLoop:
         return self._worker_rows
 
     def _start_agents(self, now_s: float) -> None:
-        me = self._cluster.nodes.get(self._settings.node)
-        for job, slots in self._plan.of(self._settings.node).items():
+        me = self._cluster.nodes.get(self.settings.node)
+        for job, slots in self._plan.of(self.settings.node).items():
             spec = self._cluster.jobs[job].spec
-            leaves = job in self._plan.leaving(self._settings.node) or bool(me and me.drain)
-            if spec is None or leaves or self._refuses.get(job) != "" or not self._agents.may_start(job, now_s):
+            leaves = job in self._plan.leaving(self.settings.node) or bool(me and me.drain)
+            if spec is None or leaves or self._refuses.get(job) != "" or not self.agents.may_start(job, now_s):
                 continue
             try:
-                user = self._run_as.account(spec)
+                user = self.run_as.account(spec)
             except NotAllowed as refused:  # only just: the next turn says so
                 self._say(f"job {job}", f"not started: {refused}")
                 continue
             config = AgentConfig(
-                cluster=self._settings.cluster,
-                node=self._settings.node,
+                cluster=self.settings.cluster,
+                node=self.settings.node,
                 job=job,
-                address=self._settings.address,
+                address=self.settings.address,
                 slots=slots,
                 gpus=reconcile.gpus_for(
-                    self._gpus, slots, self._cluster, {j: a.config.gpus for j, a in self._agents.running.items()}
+                    self.gpus, slots, self._cluster, {j: a.config.gpus for j, a in self.agents.running.items()}
                 ),
-                interface=self._settings.interface,
-                ports=port_range(self._settings.ports),
-                etcd=self._access,
-                job_key=self._signer.job_key(job, spec.submission) if self._signer else None,
-                timeouts=self._settings.timeouts,
-                agent_dir=str(self._agents.dir(job)),
-                logs_dir=str(self._agents.logs_dir(job)),
+                interface=self.settings.interface,
+                ports=port_range(self.settings.ports),
+                etcd=self.access,
+                job_key=self.signer.job_key(job, spec.submission) if self.signer else None,
+                timeouts=self.settings.timeouts,
+                agent_dir=str(self.agents.dir(job)),
+                logs_dir=str(self.agents.logs_dir(job)),
                 submission=spec.submission,
             )
-            if spec.spec.limits != Limits() and not self._run_as.switches:
+            if spec.spec.limits != Limits() and not self.run_as.switches:
                 self._say(f"limits of {job}", "they do not hold on this node: elasticd is no service of systemd here")
-            self._agents.start(config, spec.spec.python, user, sandbox.properties(spec.spec, user))
+            self.agents.start(config, spec.spec.python, user, sandbox.properties(spec.spec, user))
 
     def _write_states(self) -> None:
         if overrules := (now_s := time.monotonic()) >= self._overrule_s:
             self._overrule_s = now_s + RETRY_S
         for job in (job for job in self._cluster.by_age() if overrules or not job.stop_is_due):
-            trouble = self._agents.trouble.get(job.name)
+            trouble = self.agents.trouble.get(job.name)
             failed = trouble.why if trouble and trouble.failures >= reconcile.FAILED_STARTS else ""
-            here = job.name in self._agents.running
+            here = job.name in self.agents.running
             no_room = self._plan.waiting.get(job.name, "")
             deserted_s = self._deserted.lasts_s(job.name, bool(no_room) and not job.members, time.monotonic())
             state = reconcile.job_state(
-                job, self._cluster, self._settings.node, here, failed, time.time(), self._set_aside_s(job), no_room,
+                job, self._cluster, self.settings.node, here, failed, time.time(), self._set_aside_s(job), no_room,
                 deserted_s, lacking=trouble is not None and trouble.short,
             )  # fmt: skip
             if state is not None:
                 said = {"phase": state.phase, "reason": state.reason, "excluded_nodes": state.excluded_nodes}
-                self._log.info("job.state", job=job.name, **said)
-                self._writer.put_state(job, state)
+                self.log.info("job.state", job=job.name, **said)
+                self.writer.put_state(job, state)
 
     def _set_aside_s(self, job: Job) -> float:
         """How long this node has been excluded for `job`, as seen by this daemon; 0: it is not."""
-        excluded = self._settings.node in job.state.excluded_nodes
+        excluded = self.settings.node in job.state.excluded_nodes
         if not excluded and job.name in self._aside:
-            self._agents.forget(job.name)  # failures before the exclusion no longer count
+            self.agents.forget(job.name)  # failures before the exclusion no longer count
         return self._aside.lasts_s(job.name, excluded, time.monotonic())
 
     def _order_agents(self) -> None:
-        drain = self._cluster.drains.get(self._settings.node)
-        leaving = self._plan.leaving(self._settings.node)
-        for name in list(self._agents.running):
+        drain = self._cluster.drains.get(self.settings.node)
+        leaving = self._plan.leaving(self.settings.node)
+        for name in list(self.agents.running):
             job = self._cluster.jobs.get(name)
             # Wiped from etcd, or not seen yet: keep its orders. Over: the agent ends by itself.
             if job is None or job.spec is None or job.over:
@@ -381,74 +372,74 @@ class DaemonLoop:
                 checkpoint=job.asked.checkpoint,
                 sample_step=job.asked.sample_step,
             )
-            self._agents.order(name, orders)
+            self.agents.order(name, orders)
 
     def _faulty(self, job: str = "") -> Reason | None:
         """Why the node, or a job that uses GPUs, should leave; None: it need not."""
-        uses = not job or self._agents.running[job].config.gpus
-        return reason(Code.GPU_FAULTY, self._health.sick) if self._health.sick and uses else None
+        uses = not job or self.agents.running[job].config.gpus
+        return reason(Code.GPU_FAULTY, self.health.sick) if self.health.sick and uses else None
 
     def _end_overdue(self, now_s: float) -> None:
         """Agents end by themselves when their job is over or stopping, or at the deadline of a drain; those that do not
         are signalled."""
-        drain = self._cluster.drains.get(self._settings.node)
+        drain = self._cluster.drains.get(self.settings.node)
         drained_s = self._drained.lasts_s(str(drain), drain is not None, now_s)
         late_s = drained_s - drain.deadline_s if drain and drain.deadline_s else 0.0
-        for name in list(self._agents.running):
+        for name in list(self.agents.running):
             job = self._cluster.jobs.get(name)
             ends = job is not None and (job.over or job.state.phase is Phase.STOPPING)
-            said = self._agents.running[name].status
+            said = self.agents.running[name].status
             earlier = job is not None and reconcile.of_an_earlier_job(job, said)
             if job is None or not (ends or earlier or late_s > 0 or self._of_another_user(job)):
                 self._overdue.pop(name, None)
                 continue
             since_s = self._overdue.setdefault(name, now_s)
-            told = self._agents.running[name].ending_s is not None
+            told = self.agents.running[name].ending_s is not None
             number = reconcile.signal_for(job, now_s - since_s, told, said, late_s)
             if number is not None:
-                self._agents.signal(name, number)
-                self._agents.running[name].ending_s = now_s
+                self.agents.signal(name, number)
+                self.agents.running[name].ending_s = now_s
 
     def _of_another_user(self, job: Job) -> bool:
         """Whether the agent here is of an earlier job of this name, which another user had."""
-        owner = self._agents.running[job.name].owner
+        owner = self.agents.running[job.name].owner
         uid = owner[0] if owner else os.geteuid()
         return job.spec is not None and uid != (os.geteuid() if job.spec.uid is None else job.spec.uid)
 
     def _publish(self, stays_out: str) -> None:
         agents = {
             job: LocalAgent(job, a.pid, a.config.slots, a.status, a.orders.draining)
-            for job, a in self._agents.running.items()
+            for job, a in self.agents.running.items()
         }
         snapshot = Snapshot(
             cluster=self._cluster,
             contact=replace(
                 self._contact,
-                version=self._writer.version,
-                alarms=self._writer.alarms,
-                members=self._writer.members,
+                version=self.writer.version,
+                alarms=self.writer.alarms,
+                members=self.writer.members,
                 certificates=self._chores.certificates,
-                anonymous=bool(self._writer.anonymous),
+                anonymous=bool(self.writer.anonymous),
             ),
             plan=self._plan,
             agents=agents,
-            trouble=self._agents.why_none(self._plan.of(self._settings.node)),
+            trouble=self.agents.why_none(self._plan.of(self.settings.node)),
             registered=self._lease is not None,
             stays_out=stays_out,
             turn=self._turn,
         )
-        self._published.publish(snapshot)
+        self.published.publish(snapshot)
 
     def _tell_systemd(self) -> None:
         if not self._ready:
             # Not before our own record is visible: a query right after the start must find this node.
-            if self._contact.connected and self._lease is not None and self._settings.node in self._cluster.nodes:
+            if self._contact.connected and self._lease is not None and self.settings.node in self._cluster.nodes:
                 self._ready = True
-                self._notify.ready()
-                self._log.info("daemon.ready", turn=self._turn)
+                self.notify.ready()
+                self.log.info("daemon.ready", turn=self._turn)
             else:
-                self._notify.not_yet(30.0)
-        agents = len(self._agents.running)
+                self.notify.not_yet(30.0)
+        agents = len(self.agents.running)
         why = f": {self._contact.error.splitlines()[0]}" if self._contact.error else ""
         etcd = "" if self._contact.connected else f"; etcd cannot be reached{why}"
-        self._notify.status(f"{agents} {'agent' if agents == 1 else 'agents'} here{etcd}")
+        self.notify.status(f"{agents} {'agent' if agents == 1 else 'agents'} here{etcd}")

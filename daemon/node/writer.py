@@ -47,7 +47,7 @@ class ClusterWriter:
         self._keys = keys
         self._event_queue = event_queue
         self._log = log
-        self._work: queue.SimpleQueue[tuple[str, Callable[[], None]]] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[tuple[str, Callable[[], object]]] = queue.SimpleQueue()
         self._pending: set[str] = set()
         """Names of the queued work: each is there once, which bounds the queue by the number of jobs."""
         self.version = ""
@@ -77,7 +77,7 @@ class ClusterWriter:
         """Called by the loop for each `Written`."""
         self._pending.discard(event.name)
 
-    def _do(self, name: str, work: Callable[[], None]) -> None:
+    def _do(self, name: str, work: Callable[[], object]) -> None:
         """Queue `work`, unless work of the same name is queued or running."""
         if name not in self._pending:
             self._pending.add(name)
@@ -138,11 +138,7 @@ class ClusterWriter:
         """Write a node's row of the inventory, None: delete it; that of another node only while its record is gone."""
         key, there = self._keys.known_node(node), [] if own else [Absent(self._keys.node(node))]
         ops: Sequence[Op] = [Put(key, encode(row))] if row is not None else ending(self._keys, key)
-
-        def work() -> None:
-            self._etcd.txn(there, ops)
-
-        self._do(f"known {node}", work)
+        self._do(f"known {node}", lambda: self._etcd.txn(there, ops))
 
     def left(self, row: KnownNode) -> None:
         """The last write of a daemon that is stopped, in the calling thread. Without etcd the node counts as lost."""
@@ -155,10 +151,7 @@ class ClusterWriter:
         """Write a job's state, unless it was changed meanwhile: the next view then shows the change."""
         keys = self._keys.job(job.name)
         compares = [ModIs(keys.state, job.state_revision), ModIs(keys.spec, job.spec_revision)]
-        self._do(f"state {job.name}", lambda: self._txn(compares, Put(keys.state, encode(state))))
-
-    def _txn(self, compares: list[ModIs], put: Put) -> None:
-        self._etcd.txn(compares, [put])
+        self._do(f"state {job.name}", lambda: self._etcd.txn(compares, [Put(keys.state, encode(state))]))
 
     def put_events(self, puts: Sequence[Put]) -> bool:
         """Write events; False: an earlier write is under way. Given up after EVENT_TRIES: no decision needs them."""
@@ -179,10 +172,7 @@ class ClusterWriter:
 
     def delete(self, what: str, keys: Sequence[str]) -> None:
         """Delete records that are too many: `what`, 'old events'."""
-        self._do(what, lambda: self._delete(keys))
-
-    def _delete(self, keys: Sequence[str]) -> None:
-        self._etcd.txn([], [Delete(key) for key in keys])
+        self._do(what, lambda: self._etcd.txn([], [Delete(key) for key in keys]))
 
     def put_right(self, key: str, there: KV, newest: KV | None) -> None:
         """Write the newest record of `key` over the one that is `there`; None: it was deleted for good."""

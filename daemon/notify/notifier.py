@@ -18,6 +18,7 @@ import urllib.error
 import urllib.request
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from elasticd.base.log import Log
@@ -160,34 +161,28 @@ def channels(settings: NotifySettings) -> list[Channel]:
     return [*found, *([Command(settings.command)] if settings.command else [])]
 
 
+@dataclass(eq=False)
 class Notifier:
     """The thread that looks once a second, and sends."""
 
-    def __init__(
-        self,
-        settings: NotifySettings,
-        cluster: str,
-        node: str,
-        channels: Sequence[Channel],
-        published: PublishedState,
-        log: Log,
-        every_s: float = LOOK_EVERY_S,
-        pauses_s: Sequence[float] = PAUSES_S,
-    ) -> None:
-        self._settings = settings
-        self._cluster = cluster
-        self._node = node
-        self._receivers = [_Receiver(channel, log, pauses_s) for channel in channels]
-        self._published = published
-        self._log = log
-        self._every_s = every_s
+    settings: NotifySettings
+    cluster: str
+    node: str
+    channels: Sequence[Channel]
+    published: PublishedState
+    log: Log
+    every_s: float = LOOK_EVERY_S
+    pauses_s: Sequence[float] = PAUSES_S
+
+    def __post_init__(self) -> None:
+        self._receivers = [_Receiver(channel, self.log, self.pauses_s) for channel in self.channels]
         self._memory = Memory(time.time())
         self._pending: deque[Occurrence] = deque()
         self._closed = threading.Event()
 
     def run(self) -> None:
         """Body of the thread."""
-        while not self._closed.wait(0.0 if self._pending else self._every_s):
+        while not self._closed.wait(0.0 if self._pending else self.every_s):
             self.turn()
 
     def close(self) -> None:
@@ -196,16 +191,16 @@ class Notifier:
     def turn(self) -> None:
         """Look once, and send one notification, if there is one: so that it looks between two slow ones."""
         self._memory, found = look(
-            self._memory, self._published.now, self._node, self._settings, time.time(), time.monotonic()
+            self._memory, self.published.now, self.node, self.settings, time.time(), time.monotonic()
         )
         self._pending.extend(found)
         if excess := len(self._pending) - PENDING:
             for _ in range(max(0, excess)):
                 self._pending.popleft()
             if excess > 0:
-                self._log.warning("notify.dropped", lost=excess, why=f"more than {PENDING} were waiting")
+                self.log.warning("notify.dropped", lost=excess, why=f"more than {PENDING} were waiting")
         if self._pending:
-            body = as_json(self._pending.popleft(), self._cluster, self._node)
+            body = as_json(self._pending.popleft(), self.cluster, self.node)
             for receiver in self._receivers:
                 receiver.deliver(body, self._closed)
 

@@ -105,7 +105,7 @@ def test_an_agent_that_stays_beyond_the_deadline_is_killed(
         cluster="main", node="a", job="train", address="h", slots=1, etcd=EtcdAccess(endpoints=()),
         agent_dir=str(tmp_path), logs_dir=str(tmp_path),
     )  # fmt: skip
-    agents, sent = daemon.loop._agents, list[tuple[float, signal.Signals]]()
+    agents, sent = daemon.loop.agents, list[tuple[float, signal.Signals]]()
     agents.running["train"] = Running(config, 4, time.monotonic(), orders=AgentOrders(draining="reboot"))
     for name in ("refresh", "order"):
         monkeypatch.setattr(agents, name, lambda *_: None)

@@ -103,9 +103,9 @@ class Recorder:
 
 def bare_loop() -> Any:
     made: Any = loops.DaemonLoop.__new__(loops.DaemonLoop)
-    made._settings = Settings(node="a", etcd=EtcdSettings(endpoints=("10.0.0.1:2379",)))
+    made.settings = Settings(node="a", etcd=EtcdSettings(endpoints=("10.0.0.1:2379",)))
     made._cluster = Cluster(nodes={"a": Node(NODE, 1)}, revision=100)
-    made._writer, made._log = Recorder(), structlog.get_logger()
+    made.writer, made.log = Recorder(), structlog.get_logger()
     made._contact, made._contact_said = Contact(), ("", 0.0)
     return made
 

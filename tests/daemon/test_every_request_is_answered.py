@@ -194,7 +194,7 @@ def test_a_request_that_cannot_be_taken_is_said_once_and_not_tried_without_pause
     monkeypatch.setattr(server._pause, "wait", pauses.append)
     for _ in range(3):
         server.serve_one()
-    assert server._log.said == ["api.cannot_accept"]  # type: ignore[attr-defined]
+    assert server.log.said == ["api.cannot_accept"]  # type: ignore[attr-defined]
     assert pauses == [httpd.RETRY_S] * 3
 
 
@@ -204,7 +204,7 @@ def test_a_request_without_a_thread_gives_its_place_back(server: Server, monkeyp
 
     monkeypatch.setattr(threading.Thread, "start", start)
     server.serve_one()
-    assert not server._places._taken
+    assert not server.places._taken
 
 
 @pytest.fixture

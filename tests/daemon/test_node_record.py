@@ -159,8 +159,8 @@ def test_node_publishes_which_jobs_it_does_not_run_and_starts_no_agent_of_them(d
     daemon.client.put(keys.state, encode(JobState(phase=Phase.PENDING)))
     daemon.settle()
     assert "it is of alice, and elasticd runs as" in daemon.record.refuses["hers"]
-    assert not daemon.loop._agents.running
-    assert not daemon.loop._agents.trouble, "no agent was tried"
+    assert not daemon.loop.agents.running
+    assert not daemon.loop.agents.trouble, "no agent was tried"
     daemon.client.delete_prefix(keys.root)
     daemon.settle()
     assert daemon.record.refuses == {}
@@ -200,7 +200,7 @@ def test_an_agent_of_an_earlier_job_of_the_name_is_ended(
         pid=4, incarnation="i", job="train", node="a", phase="running", reason="", leader=True, generation=3,
         etcd_ok=True, written_wall_s=0.0, submitted_wall_s=submitted_wall_s,
     )  # fmt: skip
-    agents = daemon.loop._agents
+    agents = daemon.loop.agents
     agents.running["train"] = Running(config, 4, time.monotonic(), status=said)
     signalled: list[str] = []
     monkeypatch.setattr(agents, "signal", lambda name, number: signalled.append(name))

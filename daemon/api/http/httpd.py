@@ -25,6 +25,7 @@ from urllib.parse import parse_qs
 import h11
 import msgspec
 
+from elasticd.base.answers import error as error_answer
 from elasticd.base.config import host_port
 from elasticd.base.errors import CannotStart, Fault, Refused, our_faults
 from elasticd.base.log import Log
@@ -224,25 +225,19 @@ class Arriving:
     end_s: float
 
 
+@dataclass(eq=False)
 class Server:
-    """Accepts connections on `listener`; `handle` reads the request and answers it, in a thread of its own."""
+    """Accepts connections on `listener`; `handle` reads the request and answers it, in a thread of its own. `apart`:
+    path -> places of its own."""
 
-    def __init__(
-        self,
-        listener: socket.socket,
-        handle: Callable[[ClientConnection], None],
-        owner: Callable[[socket.socket], Hashable],
-        places: RequestLimits,
-        log: Log,
-        apart: Mapping[str, RequestLimits] = MappingProxyType({}),
-    ) -> None:
-        """`apart`: path -> places of its own."""
-        self.listener = listener
-        self._handle = handle
-        self._owner = owner
-        self._places = places
-        self._apart = apart
-        self._log = log
+    listener: socket.socket
+    handle: Callable[[ClientConnection], None]
+    owner: Callable[[socket.socket], Hashable]
+    places: RequestLimits
+    log: Log
+    apart: Mapping[str, RequestLimits] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
         self._pause = threading.Event()
         self._arriving: dict[int, Arriving] = {}
         """By descriptor, oldest first."""
@@ -279,7 +274,7 @@ class Server:
         except OSError as error:
             # E.g. out of descriptors: the connection stays in the queue, and accept would fail again at once.
             if error.errno != self._refused:
-                self._log.error("api.cannot_accept", why=str(error))
+                self.log.error("api.cannot_accept", why=str(error))
             self._refused = error.errno
             self._pause.wait(RETRY_S)
             return
@@ -288,7 +283,7 @@ class Server:
             most = Counter(a.owner for a in self._arriving.values()).most_common(1)[0][0]
             oldest = next(d for d, a in self._arriving.items() if a.owner == most)
             turn_away(self._arriving.pop(oldest).connection.sock, "elasticd is busy, and this request did not arrive")
-        arriving = Arriving(ClientConnection(sock), self._owner(sock), time.monotonic() + REQUEST_S)
+        arriving = Arriving(ClientConnection(sock), self.owner(sock), time.monotonic() + REQUEST_S)
         self._arriving[sock.fileno()] = arriving
         self._look(sock.fileno())
 
@@ -300,17 +295,17 @@ class Server:
         del self._arriving[descriptor]
         connection, owner, request = arriving.connection, arriving.owner, arriving.connection.request
         if isinstance(request, OSError):
-            self._log.debug("api.client_gone", why=str(request))
+            self.log.debug("api.client_gone", why=str(request))
             return connection.sock.close()
-        places = self._apart.get(request.path, self._places) if isinstance(request, HttpRequest) else self._places
+        places = self.apart.get(request.path, self.places) if isinstance(request, HttpRequest) else self.places
         if why := places.admit(owner):
-            self._log.warning("api.full", owner=str(owner), why=why)
+            self.log.warning("api.full", owner=str(owner), why=why)
             return turn_away(connection.sock, f"elasticd is busy: {why}; try again")
         try:
             threading.Thread(target=self._run, args=(connection, owner, places), name="request", daemon=True).start()
         except RuntimeError as error:
             places.free(owner)
-            self._log.error("api.no_thread", why=str(error))
+            self.log.error("api.no_thread", why=str(error))
             turn_away(connection.sock, f"elasticd can start no thread: {error}; try again")
         return None
 
@@ -318,15 +313,15 @@ class Server:
         try:
             self._answer(connection)
         except OSError as error:
-            self._log.debug("api.client_gone", why=str(error))
+            self.log.debug("api.client_gone", why=str(error))
         finally:
             connection.close()
             places.free(owner)
 
     def _answer(self, connection: ClientConnection) -> None:
         try:
-            with our_faults(self._log, "api.failed"):
-                self._handle(connection)
+            with our_faults(self.log, "api.failed"):
+                self.handle(connection)
         except Refused as refused:
             answer_error(connection, refused.status, str(refused))
         except OSError as error:
@@ -358,13 +353,12 @@ def host_of(sock: socket.socket) -> str:
 def answer_error(connection: ClientConnection, status: int, message: str) -> None:
     """Send an error in the form of docs/api.md, unless an answer has begun already: then its stream just ends."""
     if connection.awaits_answer:
-        connection.answer_json(status, {"schema": 1, "error": {"status": status, "message": message}})
+        connection.answer_json(status, error_answer(status, message))
 
 
 def turn_away(sock: socket.socket, message: str, status: int = 503) -> None:
     """Answer without a thread and without waiting for the client."""
-    content = {"schema": 1, "error": {"status": status, "message": message}}
-    body = json.dumps(content).encode() + b"\n"
+    body = json.dumps(error_answer(status, message)).encode() + b"\n"
     head = f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}\r\nContent-Type: application/json\r\n"
     head += f"Content-Length: {len(body)}\r\n"
     with sock, contextlib.suppress(OSError):
