@@ -135,7 +135,7 @@ def test_a_request_that_does_not_arrive_is_told_so(door: Door, monkeypatch: pyte
 
 def test_slow_connections_of_one_user_do_not_block_other_users(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
     users = iter([1000] * 78 + [0] * 5 + [1001])
-    monkeypatch.setattr(door.server, "_owner", lambda _: next(users))
+    monkeypatch.setattr(door.server, "owner", lambda _: next(users))
     with contextlib.ExitStack() as slow:
         for _ in range(78):
             line = slow.enter_context(door.connect())
@@ -237,7 +237,7 @@ def test_slow_connections_take_neither_places_nor_threads(scraped: Server, sent:
 
 
 def test_probes_of_health_have_places_of_their_own(scraped: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scraped, "_places", RequestLimits(0, 0))
+    monkeypatch.setattr(scraped, "places", RequestLimits(0, 0))
     assert got(scraped, "/metrics") == 503
     with socket.create_connection(scraped.listener.getsockname(), 5) as line:
         line.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -248,7 +248,7 @@ def test_of_too_many_arriving_requests_those_of_the_busiest_user_go(
     door: Door, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     users = iter([1001, *[1000] * 40])
-    monkeypatch.setattr(door.server, "_owner", lambda _: next(users))
+    monkeypatch.setattr(door.server, "owner", lambda _: next(users))
     monkeypatch.setattr(httpd, "MAX_ARRIVING", 20)
     with contextlib.ExitStack() as slow:
         first = slow.enter_context(door.connect())
