@@ -216,14 +216,8 @@ def _access(settings: Settings, endpoints: tuple[str, ...]) -> EtcdAccess:
     password = ""
     if etcd.password_file:
         password = Path(etcd.password_file).read_text().partition("\n")[0].strip()
-    return EtcdAccess(
-        endpoints=endpoints,
-        user=etcd.user,
-        password=password,
-        ca_file=etcd.ca_file,
-        cert_file=etcd.cert_file,
-        key_file=etcd.key_file,
-    )
+    files = {name: getattr(etcd, name) for name in ("ca_file", "cert_file", "key_file")}
+    return EtcdAccess(endpoints=endpoints, user=etcd.user, password=password, **files)
 
 
 def _plain(settings: Settings, sources: Mapping[str, config.SettingSource]) -> dict[str, object]:

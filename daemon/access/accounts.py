@@ -18,21 +18,22 @@ FRESH_S = 60.0
 def named(user: str) -> Account | None:
     """The user of this name; None if there is none."""
     try:
-        entry = pwd.getpwnam(user)
-        groups = os.getgrouplist(entry.pw_name, entry.pw_gid)
+        return _account(pwd.getpwnam(user))
     except (KeyError, ValueError, OSError):  # ValueError: a NUL in it; OSError: the user database cannot be reached
         return None
-    return Account(entry.pw_uid, entry.pw_gid, entry.pw_name, frozenset(groups))
 
 
 def account(uid: int) -> Account:
     """The user of this id; one without a name, as there is in containers, has no groups."""
     try:
-        entry = pwd.getpwuid(uid)
-        groups = os.getgrouplist(entry.pw_name, entry.pw_gid)
+        return _account(pwd.getpwuid(uid))
     except (KeyError, OSError):
         return Account(uid, -1, str(uid))
-    return Account(uid, entry.pw_gid, entry.pw_name, frozenset(groups))
+
+
+def _account(entry: pwd.struct_passwd) -> Account:
+    groups = os.getgrouplist(entry.pw_name, entry.pw_gid)
+    return Account(entry.pw_uid, entry.pw_gid, entry.pw_name, frozenset(groups))
 
 
 def group_id(name: str) -> int | None:

@@ -10,23 +10,21 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from elastic.contract.keys import NAME, ClusterKeys
 from elastic.util.log_trim import trim
+from elasticd.base.answers import Cleanup, Removed
 from elasticd.base.folders import Folder
 from elasticd.base.log import Log
 from elasticd.base.settings import Settings
 from elasticd.cluster.published_state import Snapshot
 
 from . import job_folders
-from .retention import AGENT_FILES, ASIDE, LOG, JobFolder, RegularFile, Removal, forgettable, removals
+from .retention import AGENT_FILES, ASIDE, LOG, JobFolder, RegularFile, forgettable, mb, removals
 
 FIRST_S = 300.0
 """From the start of the daemon to the first time."""
 EVERY_S = 3600.0
-
-Json = dict[str, Any]
 
 
 @dataclass(eq=False)
@@ -61,34 +59,34 @@ class Cleaner:
     def close(self) -> None:
         self._closed.set()
 
-    def clean(self, *, dry_run: bool = False) -> Json:
+    def clean(self, *, dry_run: bool = False) -> Cleanup:
         """Remove what the settings do not keep; with `dry_run` only say what that is. Returns the answer of /v1/gc."""
         with self._one:
             snapshot, settings = self.now(), self.settings.retention
             agents = {job: a.status.incarnation if a.status else "" for job, a in snapshot.agents.items()}
             folders, problems = listed(self._jobs_dir, agents)
-            rows: list[Json] = []
+            rows: list[Removed] = []
             known = known_jobs(snapshot, self.keys)
             for removal in removals(folders, known, settings, time.time()):
                 if dry_run or self._remove(removal, problems):
-                    rows.append(_row(removal))
+                    rows.append(removal)
             if settings.etcd_log_mb:
                 rows += self._trim(folders, int(settings.etcd_log_mb * 1e6), dry_run, problems)
         for row in rows if not dry_run else ():
-            self.log.info("retention.removed", **{key: value for key, value in row.items() if key != "names"})
+            self.log.info("retention.removed", folder=row.folder, what=row.what, mb=row.mb, why=row.why)
         for problem in problems:
             self.log.warning("retention.not_removed", why=problem)
-        freed_mb = round(sum(row["mb"] for row in rows), 3)
-        node = self.settings.node
-        return {"node": node, "dry_run": dry_run, "removed": rows, "freed_mb": freed_mb, "problems": problems,
-                "jobs_known": known is not None}  # fmt: skip
+        return Cleanup(
+            node=self.settings.node, dry_run=dry_run, removed=rows, freed_mb=round(sum(row.mb for row in rows), 3),
+            problems=problems, jobs_known=known is not None,
+        )  # fmt: skip
 
-    def _remove(self, removal: Removal, problems: list[str]) -> bool:
+    def _remove(self, removal: Removed, problems: list[str]) -> bool:
         """Whether it was removed."""
         folder = self._jobs_dir / removal.folder
         try:
-            if not removal.whole:
-                _unlink(Folder(self._jobs_dir, (removal.folder, "logs")), removal.files)
+            if removal.what == "logs":
+                _unlink(Folder(self._jobs_dir, (removal.folder, "logs")), removal.names)
                 return True
             if not ASIDE.fullmatch(removal.folder):
                 retired = self.retire(removal.folder)
@@ -101,7 +99,9 @@ class Cleaner:
             return False
         return True
 
-    def _trim(self, folders: list[JobFolder], limit_bytes: int, dry_run: bool, problems: list[str]) -> Iterator[Json]:
+    def _trim(
+        self, folders: list[JobFolder], limit_bytes: int, dry_run: bool, problems: list[str]
+    ) -> Iterator[Removed]:
         """Drop the middle of logs to which running processes write: the embedded etcd, agents of other users."""
         output = job_folders.OUTPUT
         names = [f.name for f in folders if any(found.name == output for found in f.rest)]
@@ -120,7 +120,7 @@ class Cleaner:
                 problems.append(f"{path}: {error.strerror or error}")
                 continue
             why = f"more than {limit_bytes / 1e6:g} MB: the middle goes"
-            yield {"folder": where, "what": "middle", "names": [path.name], "mb": _mb(freed_bytes), "why": why}
+            yield Removed(where, "middle", [path.name], mb(freed_bytes), why)
 
 
 def known_jobs(snapshot: Snapshot, keys: ClusterKeys) -> frozenset[str] | None:
@@ -211,15 +211,3 @@ def _unlink(folder: Folder, names: tuple[str, ...] | list[str]) -> None:
         for name in names:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(name, dir_fd=descriptor)
-
-
-def _row(removal: Removal) -> Json:
-    what = "folder" if removal.whole else "logs"
-    return {
-        "folder": removal.folder, "what": what, "names": list(removal.files), "mb": _mb(removal.disk_bytes),
-        "why": removal.why,
-    }  # fmt: skip
-
-
-def _mb(count: int) -> float:
-    return round(count / 1e6, 3)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from elastic.contract.agent_files import KEPT_CODE, LEFT
 from elastic.contract.keys import NAME
+from elasticd.base.answers import Removed
 from elasticd.base.settings import RetentionSettings
 from elasticd.cluster.cluster import Job
 
@@ -64,17 +65,6 @@ class JobFolder:
         return max((found.mtime_wall_s for found in (*self.logs, *self.rest)), default=self.mtime_wall_s)
 
 
-@dataclass(frozen=True, slots=True)
-class Removal:
-    folder: str
-    """Name of the job's folder."""
-    whole: bool
-    """The folder with all that is in it; False: `files` in its `logs`."""
-    files: tuple[str, ...]
-    disk_bytes: int
-    why: str
-
-
 def forgettable(jobs: Iterable[Job], settings: RetentionSettings, now_wall_s: float) -> list[str]:
     """The jobs that are over and not to be kept in etcd any more, the oldest first. One with agents is not complete.
     Those of each user are counted by themselves: many jobs of one, or times that it has signed, push out no other's."""
@@ -93,9 +83,9 @@ def forgettable(jobs: Iterable[Job], settings: RetentionSettings, now_wall_s: fl
 
 def removals(
     folders: Iterable[JobFolder], known: Collection[str] | None, settings: RetentionSettings, now_wall_s: float
-) -> list[Removal]:
+) -> list[Removed]:
     """`known`: the jobs in etcd; None: not known, so that no job's folder is removed."""
-    found: list[Removal] = []
+    found: list[Removed] = []
     for folder in folders:
         if _is_forgotten(folder, known, settings, now_wall_s):
             found += _folder(folder, settings.forgotten_days)
@@ -114,19 +104,18 @@ def _is_forgotten(
     return now_wall_s - folder.newest_wall_s >= max(settings.forgotten_days * DAY_S, YOUNG_S)
 
 
-def _folder(folder: JobFolder, days: float) -> Iterator[Removal]:
+def _folder(folder: JobFolder, days: float) -> Iterator[Removed]:
     because = f"etcd has no such job, and nothing was written here for {days:g} days"
     if not folder.strange:
         every = (*folder.logs, *folder.rest)
-        yield Removal(folder.name, True, tuple(sorted(f.name for f in every)), _bytes(every), because)
+        yield _removed(folder, "folder", every, because)
     elif folder.logs:
         others = "1 entry" if folder.strange == 1 else f"{folder.strange} entries"
         stays = f"{because}; the folder stays, since it holds {others} that elasticd did not create"
-        names = tuple(sorted(f.name for f in folder.logs))
-        yield Removal(folder.name, False, names, _bytes(folder.logs), stays)
+        yield _removed(folder, "logs", folder.logs, stays)
 
 
-def _old_logs(folder: JobFolder, settings: RetentionSettings, now_wall_s: float) -> Iterator[Removal]:
+def _old_logs(folder: JobFolder, settings: RetentionSettings, now_wall_s: float) -> Iterator[Removed]:
     """The oldest logs of ended workers, beyond either limit; a worker's error file counts with its log."""
     if folder.has_agent and not folder.incarnation:
         return  # its workers' logs cannot be told from older ones
@@ -146,8 +135,15 @@ def _old_logs(folder: JobFolder, settings: RetentionSettings, now_wall_s: float)
     if gone:
         limits = [f"{settings.log_files} files"] * bool(settings.log_files)
         limits += [f"{settings.logs_mb:g} MB"] * bool(settings.logs_mb)
-        why = f"logs of ended workers beyond {' or '.join(limits)}"
-        yield Removal(folder.name, False, tuple(sorted(f.name for f in gone)), _bytes(gone), why)
+        yield _removed(folder, "logs", gone, f"logs of ended workers beyond {' or '.join(limits)}")
+
+
+def _removed(folder: JobFolder, what: str, files: Collection[RegularFile], why: str) -> Removed:
+    return Removed(folder.name, what, sorted(f.name for f in files), mb(_bytes(files)), why)
+
+
+def mb(count: int) -> float:
+    return round(count / 1e6, 3)
 
 
 def _running(folder: JobFolder) -> set[str]:

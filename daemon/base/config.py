@@ -108,13 +108,11 @@ def check(settings: Settings) -> None:
     for endpoint in etcd.endpoints:
         if not endpoint.startswith("unix:/"):
             host_port("etcd.endpoints", endpoint)
-    if etcd.embedded_listen:
-        host_port("etcd.embedded_listen", etcd.embedded_listen)
-    if settings.http.listen:
-        host_port("http.listen", settings.http.listen, zero_ok=True)
-    if settings.page.listen:
-        host, _ = host_port("page.listen", settings.page.listen, zero_ok=True)
-        if not settings.page.token_file and not is_loopback(host):
+    listens = {"etcd.embedded_listen": etcd.embedded_listen, "http.listen": settings.http.listen,
+               "page.listen": settings.page.listen}  # fmt: skip
+    for name, listen in listens.items():
+        host = host_port(name, listen, zero_ok=name != "etcd.embedded_listen")[0] if listen else "localhost"
+        if name == "page.listen" and not settings.page.token_file and not is_loopback(host):
             raise ValueError(
                 f"page.listen = {settings.page.listen!r}: other machines reach this address, so page.token_file is "
                 f"needed ({MAKE_TOKEN}); or listen on 127.0.0.1, and read the page through ssh -L"
@@ -126,10 +124,13 @@ def check(settings: Settings) -> None:
         if (file := getattr(etcd, name)) and not os.access(file, os.R_OK):
             raise ValueError(f"etcd.{name} = {file!r}: cannot be read")
     _check_notify(settings.notify)
-    if len(os.fsencode(settings.socket)) > MAX_SOCKET_PATH:
-        raise ValueError(
-            f"socket = {settings.socket!r}: longer than the {MAX_SOCKET_PATH} bytes a Unix socket may have"
-        )
+    check_socket(f"socket = {settings.socket!r}", settings.socket, ValueError)
+
+
+def check_socket(named: str, path: str, error: type[Exception]) -> None:
+    """Raises `error` for a path that is too long."""
+    if len(os.fsencode(path)) > MAX_SOCKET_PATH:
+        raise error(f"{named}: longer than the {MAX_SOCKET_PATH} bytes a Unix socket may have")
 
 
 def _check_notify(notify: NotifySettings) -> None:

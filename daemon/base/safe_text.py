@@ -14,7 +14,7 @@ LINE_CHARS = 2_000
 """A one-line text is cut beyond this; --json has all of it."""
 BLOCK_CHARS = 50_000
 """A traceback or stack is cut beyond this, in its middle."""
-BLOCKS = frozenset({"traceback", "message", "stacks", "doc"})
+BLOCKS = frozenset({"traceback", "message", "stacks", "stack", "doc"})
 """Fields whose text has several lines."""
 
 _COLOUR = re.compile(r"(\x1b\[[0-9;:]{0,64}m)")

@@ -112,10 +112,6 @@ class Cluster:
         """Nodes of the inventory that are not there, by name."""
         return {name: known for name, known in sorted(self.known.items()) if name not in self.nodes}
 
-    def is_known(self, node: str) -> bool:
-        """Whether a daemon has said that there is this node. A job's user can sign members of any other name."""
-        return node in self.nodes or node in self.known
-
     def by_age(self) -> list[Job]:
         """Jobs whose spec is known, oldest first."""
         return sorted((j for j in self.jobs.values() if j.spec), key=lambda j: j.submitted)

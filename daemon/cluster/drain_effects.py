@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from elastic.contract.records.node_records import DrainRecord
+from elasticd.base.answers import DrainEffect
 
 from .assignment import plan
 from .cluster import Cluster, Job
@@ -14,41 +15,8 @@ NAMED = 3
 """How many nodes that keep the state are named."""
 
 
-@dataclass(frozen=True, slots=True)
-class Effect:
-    job: str
-    effect: str
-    """MOVES: other nodes take its place; SHRINKS: it goes on with fewer nodes; STOPS: below its minimum, so it saves a
-    checkpoint, if it has a folder for one, and waits. Without one, and if no other node has its state, it goes on until
-    the drain's deadline."""
-    nodes_after: int
-    min_nodes: int
-    to: tuple[str, ...] = ()
-    """Nodes that would take the place."""
-    checkpoints: bool = False
-    """Whether it has a folder for checkpoints."""
-    kept_on: tuple[str, ...] = ()
-    """Nodes of the job that stay, and keep its state in memory."""
-
-    @property
-    def text(self) -> str:
-        """'train moves to n3'."""
-        if self.effect == MOVES:
-            return f"{self.job} moves to {', '.join(self.to)}"
-        if self.effect == SHRINKS:
-            also = f", {', '.join(self.to)} among them" if self.to else ""
-            return f"{self.job} goes on with {self.nodes_after} node{'' if self.nodes_after == 1 else 's'}{also}"
-        if self.checkpoints:
-            how = "stops after a checkpoint"
-        elif self.kept_on:
-            how = f"stops, with its state in the memory of {', '.join(self.kept_on[:NAMED])}"
-        else:
-            how = "stays until the deadline of the drain, and its state, without checkpoint.dir, is then lost"
-        return f"{self.job} {how}: {self.nodes_after} of at least {self.min_nodes} nodes would be left"
-
-
-def effects(cluster: Cluster, node: str) -> list[Effect]:
-    """One Effect per job that runs on `node`, those that would stop first."""
+def effects(cluster: Cluster, node: str) -> list[DrainEffect]:
+    """One for each job that runs on `node`, those that would stop first."""
     before = plan(cluster, {}, node)
     after = plan(_draining(cluster, node), {}, node)
     found = []
@@ -62,11 +30,29 @@ def effects(cluster: Cluster, node: str) -> list[Effect]:
     return sorted(found, key=lambda e: e.effect != STOPS)
 
 
-def _effect(job: Job, left: int, had: int, new: tuple[str, ...], kept_on: tuple[str, ...]) -> Effect:
+def _effect(job: Job, left: int, had: int, new: tuple[str, ...], kept_on: tuple[str, ...]) -> DrainEffect:
     assert job.spec is not None
     spec = job.spec.spec
     kind = STOPS if left < spec.min_nodes else MOVES if new and left >= had else SHRINKS
-    return Effect(job.name, kind, left, spec.min_nodes, new, bool(spec.checkpoint.dir), kept_on)
+    effect = DrainEffect(job.name, kind, left, spec.min_nodes, list(new), bool(spec.checkpoint.dir), list(kept_on))
+    effect.text = _text(effect)
+    return effect
+
+
+def _text(effect: DrainEffect) -> str:
+    """'train moves to n3'."""
+    if effect.effect == MOVES:
+        return f"{effect.job} moves to {', '.join(effect.to)}"
+    if effect.effect == SHRINKS:
+        also = f", {', '.join(effect.to)} among them" if effect.to else ""
+        return f"{effect.job} goes on with {effect.nodes_after} node{'' if effect.nodes_after == 1 else 's'}{also}"
+    if effect.checkpoints:
+        how = "stops after a checkpoint"
+    elif effect.kept_on:
+        how = f"stops, with its state in the memory of {', '.join(effect.kept_on[:NAMED])}"
+    else:
+        how = "stays until the deadline of the drain, and its state, without checkpoint.dir, is then lost"
+    return f"{effect.job} {how}: {effect.nodes_after} of at least {effect.min_nodes} nodes would be left"
 
 
 def _leaves(cluster: Cluster, job: Job, node: str) -> bool:

@@ -33,7 +33,7 @@ from elastic.util.files import last_line
 from elastic.util.processes import wait_until_gone
 from elasticd.access.accounts import named
 from elasticd.access.authority import Account
-from elasticd.base.config import MAX_SOCKET_PATH, host_port
+from elasticd.base.config import check_socket, host_port
 from elasticd.base.errors import CannotStart
 from elasticd.base.log import Log
 from elasticd.base.ownership import lent, private
@@ -105,8 +105,7 @@ class EmbeddedEtcd:
     def start(self) -> str:
         """Find the running etcd, or start one. Returns its endpoint at once; it may take a moment to answer. Raises
         CannotStart."""
-        if len(os.fsencode(self.dir / CLIENT)) > MAX_SOCKET_PATH:
-            raise CannotStart(f"{self.dir / CLIENT}: longer than the {MAX_SOCKET_PATH} bytes a Unix socket may have")
+        check_socket(str(self.dir / CLIENT), str(self.dir / CLIENT), CannotStart)
         user = self._user()
         try:
             _own(self.dir, user)

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from elastic.contract.keys import check_name
-from elasticd.base.config import MAX_SOCKET_PATH
+from elasticd.base.config import check_socket
 from elasticd.base.errors import InvalidConfig
 from elasticd.base.settings import Settings
 
@@ -35,8 +35,7 @@ def complete(settings: Settings, gpus: tuple[int, ...]) -> Settings:
     state_dir = state_dir_of(settings)
     run_dir = os.environ.get("RUNTIME_DIRECTORY", "").partition(":")[0]
     socket_path = os.path.abspath(settings.socket or os.path.join(run_dir or state_dir, "elasticd.sock"))
-    if len(os.fsencode(socket_path)) > MAX_SOCKET_PATH:
-        raise InvalidConfig(f"socket = {socket_path!r}: longer than the {MAX_SOCKET_PATH} bytes a Unix socket may have")
+    check_socket(f"socket = {socket_path!r}", socket_path, InvalidConfig)
     found = addresses.find(settings)
     return msgspec.structs.replace(
         settings,

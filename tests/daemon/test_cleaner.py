@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 from support.door import Door, Heard
@@ -86,12 +87,14 @@ def place(tmp_path: Path) -> Place:
 def test_a_dry_run_names_what_goes_and_removes_nothing(place: Place) -> None:
     folder = place.gone()
     told = place.cleaner.clean(dry_run=True)
-    assert [(row["folder"], row["what"], len(row["names"])) for row in told["removed"]] == [("gone", "folder", 7)]
-    assert told["dry_run"]
+    assert [(row.folder, row.what, len(row.names)) for row in told.removed] == [("gone", "folder", 7)]
+    assert told.dry_run
     assert len(list(folder.rglob("*"))) == 9
     done = place.cleaner.clean()
-    assert [row | {"why": ""} for row in done["removed"]] == [row | {"why": ""} for row in told["removed"]]
-    assert (done["problems"], done["dry_run"]) == ([], False)
+    assert [(row.folder, row.names, row.mb) for row in done.removed] == [
+        (row.folder, row.names, row.mb) for row in told.removed
+    ]
+    assert (done.problems, done.dry_run) == ([], False)
     assert list(place.jobs.iterdir()) == []
     assert place.log.said == ["retention.removed"]
 
@@ -101,15 +104,15 @@ def test_nothing_goes_while_etcd_is_away_or_knows_the_job(place: Place) -> None:
     place.gone("train")
     known = place.state
     place.state = replace(known, contact=Contact(False))
-    assert place.cleaner.clean()["removed"] == []
+    assert place.cleaner.clean().removed == []
     place.state = Snapshot(contact=Contact(True))  # connected, and nothing was read yet
-    assert place.cleaner.clean()["removed"] == []
+    assert place.cleaner.clean().removed == []
     unread = {"/elastic/main/jobs/gone/head/spec": "no signature"}
     for cluster in (replace(known.cluster, refused=unread), replace(known.cluster, foreign=unread)):
         place.state = replace(known, cluster=cluster)
-        assert place.cleaner.clean()["removed"] == []
+        assert place.cleaner.clean().removed == []
     place.state = known
-    assert [row["folder"] for row in place.cleaner.clean()["removed"]] == ["gone"]
+    assert [row.folder for row in place.cleaner.clean().removed] == ["gone"]
     assert len(list((place.jobs / "train").rglob("*"))) == 9
 
 
@@ -119,11 +122,11 @@ def test_the_folder_of_a_living_agent_stays_until_it_has_ended(place: Place) -> 
         agent = procs.popen([sys.executable, "-c", HOLD, folder / "agent" / "lock"], stdout=subprocess.PIPE)
         assert agent.stdout is not None
         agent.stdout.readline()
-        assert place.cleaner.clean()["removed"] == []
+        assert place.cleaner.clean().removed == []
         assert place.agents.retire("gone") is None
         agent.kill()
         agent.wait()
-    assert len(place.cleaner.clean()["removed"]) == 1
+    assert len(place.cleaner.clean().removed) == 1
     assert not folder.exists()
 
 
@@ -132,7 +135,7 @@ def test_a_job_that_is_started_after_the_listing_keeps_its_folder(place: Place) 
     config = SimpleNamespace(slots=1)
     place.agents.running["gone"] = Running(cast(Any, config), 1, 0.0)
     done = place.cleaner.clean()
-    assert (done["removed"], done["problems"]) == ([], [])
+    assert (done.removed, done.problems) == ([], [])
     assert len(list(folder.rglob("*"))) == 9
 
 
@@ -176,12 +179,12 @@ def test_what_elasticd_did_not_create_stays_and_so_does_its_folder(
     folder, secret = place.gone(), aged_secret(place)
     odd = folder / where / name
     make(odd, secret)
-    (row,) = place.cleaner.clean()["removed"]
-    assert (row["what"], len(row["names"])) == ("logs", 3)
+    (row,) = place.cleaner.clean().removed
+    assert (row.what, len(row.names)) == ("logs", 3)
     assert os.path.lexists(odd)
     assert (folder / "agent" / "config.json").exists()
     assert secret.read_text() == "root:x\n"
-    assert place.cleaner.clean()["removed"] == []
+    assert place.cleaner.clean().removed == []
 
 
 def aged_secret(place: Place) -> Path:
@@ -206,20 +209,20 @@ def test_a_pipe_in_place_of_the_lock_holds_nothing_up(place: Place) -> None:
     folder = place.gone()
     (folder / "agent" / "lock").unlink()
     os.mkfifo(folder / "agent" / "lock")
-    assert place.cleaner.clean()["removed"] == []
+    assert place.cleaner.clean().removed == []
 
 
 def test_names_that_are_no_jobs_are_passed_over(place: Place) -> None:
     for name in ("UPPER", "a b", "~x", "\udce9", "..."):
         place.gone(name)
     place.file("file")
-    assert place.cleaner.clean()["removed"] == []
+    assert place.cleaner.clean().removed == []
     assert len(list(place.jobs.iterdir())) == 6
 
 
 def test_a_folder_that_was_moved_aside_goes(place: Place) -> None:
     folder = place.gone("~gone~1000~1700000000")
-    assert place.cleaner.clean()["removed"][0]["folder"] == folder.name
+    assert place.cleaner.clean().removed[0]["folder"] == folder.name
     assert not folder.exists()
 
 
@@ -233,8 +236,8 @@ def test_old_logs_of_a_running_job_go_and_those_of_its_workers_stay(tmp_path: Pa
     for number in (1, 2):
         place.file(f"train/logs/slot0.ffffffff.{number:04d}.log", age_s=OLD_S - number)
         place.file(f"train/logs/slot0.0a1b2c3d.{number + 6:04d}.log")
-    (row,) = place.cleaner.clean()["removed"]
-    assert row["names"] == ["slot0.0a1b2c3d.0007.log", "slot0.ffffffff.0001.log"]
+    (row,) = place.cleaner.clean().removed
+    assert row.names == ["slot0.0a1b2c3d.0007.log", "slot0.ffffffff.0001.log"]
     left = sorted(path.name for path in (place.jobs / "train" / "logs").iterdir())
     assert left == ["slot0.0a1b2c3d.0008.log", "slot0.ffffffff.0002.log"]
 
@@ -245,14 +248,14 @@ def test_the_log_of_the_embedded_etcd_loses_its_middle(tmp_path: Path) -> None:
     for log in logs:
         log.parent.mkdir()
         log.write_bytes(b"".join(b"line %08d\n" % i for i in range(300_000)))
-    told = place.cleaner.clean(dry_run=True)["removed"]
-    assert [row["folder"] for row in told] == ["etcd", "train"]
+    told = place.cleaner.clean(dry_run=True).removed
+    assert [row.folder for row in told] == ["etcd", "train"]
     assert logs[0].stat().st_blocks * 512 > 4_000_000
-    assert [row["what"] for row in place.cleaner.clean()["removed"]] == ["middle", "middle"]
+    assert [row.what for row in place.cleaner.clean().removed] == ["middle", "middle"]
     for log in logs:
         assert log.stat().st_blocks * 512 <= 1_000_000
         assert log.read_bytes().endswith(b"line 00299999\n")
-    assert place.cleaner.clean()["removed"] == []
+    assert place.cleaner.clean().removed == []
 
 
 def test_what_cannot_be_removed_is_said_and_the_rest_goes(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,8 +270,8 @@ def test_what_cannot_be_removed_is_said_and_the_rest_goes(place: Place, monkeypa
 
     monkeypatch.setattr(place.cleaner, "_retire", refused)
     done = place.cleaner.clean()
-    assert [row["folder"] for row in done["removed"]] == ["b"]
-    assert done["problems"] == [f"{place.jobs / 'a'}: Permission denied"]
+    assert [row.folder for row in done.removed] == ["b"]
+    assert done.problems == [f"{place.jobs / 'a'}: Permission denied"]
     assert place.log.said == ["retention.removed", "retention.not_removed"]
 
 
@@ -314,8 +317,8 @@ def test_the_socket_answers_and_what_was_removed_is_in_the_audit_trail(tmp_path:
 
 
 def gc(place: Place, monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[int, str]:
-    monkeypatch.setattr(Client, "get", lambda *_, **__: place.cleaner.clean(dry_run=True))
-    monkeypatch.setattr(Client, "post", lambda *_, **__: place.cleaner.clean())
+    monkeypatch.setattr(Client, "get", lambda *_, **__: msgspec.to_builtins(place.cleaner.clean(dry_run=True)))
+    monkeypatch.setattr(Client, "post", lambda *_, **__: msgspec.to_builtins(place.cleaner.clean()))
     done = CliRunner().invoke(ctl.main, ["gc", *words])
     return done.exit_code, done.output
 

@@ -51,8 +51,8 @@ def plan(
 
 def test_the_folder_of_a_job_that_etcd_no_longer_has_goes_after_its_days() -> None:
     (removal,) = plan(gone())
-    assert (removal.folder, removal.whole, removal.disk_bytes) == ("train", True, 15)
-    assert removal.files == ("agent.log", "slot0.0a1b2c3d.0001.log")
+    assert (removal.folder, removal.what, removal.mb) == ("train", "folder", 0.0)
+    assert removal.names == ["agent.log", "slot0.0a1b2c3d.0001.log"]
 
 
 def test_each_file_in_an_agents_folder_is_known_also_while_it_is_replaced() -> None:
@@ -86,13 +86,13 @@ def test_a_folder_stays(case: str) -> None:
 
 def test_a_folder_that_was_moved_aside_goes_whatever_etcd_says() -> None:
     (removal,) = plan(gone("~train~1000~1700000000"), known=None)
-    assert removal.whole
+    assert removal.what == "folder"
     assert plan(gone("~train~1000~1700000000"), settings=ALL) == []
 
 
 def test_a_folder_with_anything_else_in_it_loses_its_logs_only() -> None:
     (removal,) = plan(replace(gone(), strange=2))
-    assert (removal.whole, removal.files) == (False, ("slot0.0a1b2c3d.0001.log",))
+    assert (removal.what, removal.names) == ("logs", ["slot0.0a1b2c3d.0001.log"])
     assert "2 entries that elasticd did not create" in removal.why
     assert "1 entry that" in plan(replace(gone(), strange=1))[0].why
     assert plan(replace(gone(), strange=2, logs=())) == []
@@ -102,15 +102,15 @@ def test_the_oldest_logs_beyond_the_number_go_each_with_its_error_file() -> None
     logs = [log("slot0", n, age_s=(10 - n) * DAY_S) for n in range(5)]
     error = RegularFile("slot0.0a1b2c3d.0000.error.json", 100, NOW_S - 10 * DAY_S)
     (removal,) = plan(JobFolder("train", (*logs, error)), settings=RetentionSettings(log_files=4))
-    assert removal.files == ("slot0.0a1b2c3d.0000.error.json", "slot0.0a1b2c3d.0000.log")
-    assert not removal.whole
+    assert removal.names == ["slot0.0a1b2c3d.0000.error.json", "slot0.0a1b2c3d.0000.log"]
+    assert removal.what == "logs"
 
 
 def test_the_oldest_logs_beyond_the_megabytes_go() -> None:
     logs = tuple(log("slot0", n, age_s=(10 - n) * DAY_S, mb=2.0) for n in range(5))
     (removal,) = plan(JobFolder("train", logs), settings=RetentionSettings(logs_mb=5))
-    assert removal.files == tuple(f"slot0.0a1b2c3d.{n:04d}.log" for n in range(3))
-    assert removal.disk_bytes == 6_000_000
+    assert removal.names == [f"slot0.0a1b2c3d.{n:04d}.log" for n in range(3)]
+    assert removal.mb == 6.0
 
 
 def test_zero_is_no_limit() -> None:
@@ -124,9 +124,9 @@ def test_logs_of_running_workers_stay_however_old() -> None:
         "zygote.ffffffff.log", 10, OLD_S)]  # fmt: skip
     folder = JobFolder("train", (*mine, *earlier), has_agent=True, incarnation="0a1b2c3d4e5f")
     (removal,) = plan(folder, settings=RetentionSettings(logs_mb=1e-9))
-    assert set(removal.files) == {"slot0.0a1b2c3d.0007.log", *(found.name for found in earlier)}
+    assert set(removal.names) == {"slot0.0a1b2c3d.0007.log", *(found.name for found in earlier)}
     (removal,) = plan(replace(folder, has_agent=False, incarnation=""), settings=RetentionSettings(logs_mb=1e-9))
-    assert len(removal.files) == len(mine) + len(earlier)
+    assert len(removal.names) == len(mine) + len(earlier)
 
 
 def test_no_log_goes_before_the_agent_has_reported_or_within_the_hour() -> None:
@@ -154,7 +154,7 @@ def test_what_is_kept_is_newer_than_what_goes_and_within_the_limits(
 ) -> None:
     folder = JobFolder("train", tuple(logs), has_agent=lives, incarnation="0a1b2c3d" if lives else "")
     settings = RetentionSettings(log_files=most, logs_mb=mb)
-    names = {name for removal in plan(folder, known=frozenset({"train"}), settings=settings) for name in removal.files}
+    names = {name for removal in plan(folder, known=frozenset({"train"}), settings=settings) for name in removal.names}
     went = [found for found in logs if found.name in names]
     assert all(found.mtime_wall_s <= NOW_S - YOUNG_S for found in went)
     if lives:

@@ -30,7 +30,7 @@ def test_a_dump_that_takes_its_time_holds_up_no_other() -> None:
         return "a stack"
 
     rows = stacks.of_workers(agent(os.getpid(), os.getpid()), None, dump)
-    assert [(row["rank"], row["stack"]) for row in rows] == [(0, "a stack"), (1, "a stack")]
+    assert [(row.rank, row.stack) for row in rows] == [(0, "a stack"), (1, "a stack")]
 
 
 def test_a_file_that_names_workers_without_end() -> None:
@@ -39,10 +39,10 @@ def test_a_file_that_names_workers_without_end() -> None:
     rows = stacks.of_workers(hostile, None, lambda pid: str(dumped.append(pid)))
     assert len(rows) == stacks.MOST_WORKERS
     assert len(dumped) == stacks.MOST_WORKERS - 3
-    assert "is no worker of this job" in rows[0]["stack"]
+    assert "is no worker of this job" in rows[0].stack
 
 
 def test_one_rank_alone_and_no_agent() -> None:
     rows = stacks.of_workers(agent(os.getpid(), os.getpid()), 1, lambda pid: "a stack")
-    assert [row["rank"] for row in rows] == [1]
+    assert [row.rank for row in rows] == [1]
     assert stacks.of_workers(None, None, lambda pid: "a stack") == []

@@ -15,7 +15,7 @@ from elasticd.api import request
 from elasticd.api.actions import job_of
 from elasticd.api.request import Query, Request
 from elasticd.base import answers
-from elasticd.base.answers import Json
+from elasticd.base.answers import Json, Stack, Stacks
 from elasticd.base.errors import Refused
 from elasticd.base.folders import Folder, read_file
 from elasticd.cluster.published_state import Snapshot
@@ -26,17 +26,17 @@ from elasticd.views.views import newest_progress
 from . import stacks
 
 
-def get_stacks(h: Request, query: Query, job: str) -> Json:
+def get_stacks(h: Request, query: Query, job: str) -> Stacks:
     snapshot = h.service.published.now
     h.service.authority.check_job(h.peer(), job, job_of(snapshot, job).spec, "read the stacks of")
     rank = request.count(query, "rank", 0) if "rank" in query else None
     rows = stacks.of_workers(snapshot.agents.get(job), rank, stacks.dump)
     further, unanswered = rows_elsewhere(h, query, job, "stacks", {"rank": rank} if rank is not None else {}, rank)
-    rows += further
+    rows += [msgspec.convert(row, Stack) for row in further]
     if not rows and not unanswered and "here" not in query:
         raise Refused(404, f"job {job!r} has no {'worker' if rank is None else f'rank {rank}'} now")
-    rows.sort(key=lambda row: (row["rank"] < 0, row["rank"], row["node"], row["slot"]))
-    return {"job": job, "stacks": rows, "unanswered": unanswered}
+    rows.sort(key=lambda row: (row.rank < 0, row.rank, row.node, row.slot))
+    return Stacks(job=job, stacks=rows, unanswered=unanswered)
 
 
 def rows_elsewhere(

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from elastic.contract.records.job_records import RankRow
-from elasticd.base.answers import Json
+from elasticd.base.answers import Stack
 from elasticd.cluster.published_state import LocalAgent
 
 AT_ONCE = 8
@@ -23,19 +23,18 @@ STACK_CHARS = 20_000
 NO_STACK = "no stack could be read"
 
 
-def of_workers(agent: LocalAgent | None, rank: int | None, dump: Callable[[int], str]) -> list[Json]:
+def of_workers(agent: LocalAgent | None, rank: int | None, dump: Callable[[int], str]) -> list[Stack]:
     """A row per worker of this node's agent, or that of `rank` alone; of the first MOST_WORKERS."""
     if agent is None or agent.status is None:
         return []
     wanted = [row for row in agent.status.ranks if rank is None or row.rank == rank][:MOST_WORKERS]
 
-    def one(row: RankRow) -> Json:
+    def one(row: RankRow) -> Stack:
         # The agent's file names the process, and a job's user may write that file: it must not make root look at the
         # processes of other users.
         theirs = 0 < row.pid < 1 << 31 and same_user(row.pid, agent.pid)
         stack = dump(row.pid) if theirs else f"process {row.pid} is no worker of this job"
-        return {"rank": row.rank, "node": row.node, "slot": row.slot, "pid": row.pid, "phase": row.phase,
-                "step": row.step, "stack": stack}  # fmt: skip
+        return Stack(row.rank, row.node, row.slot, row.pid, row.phase, row.step, stack)
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
         return list(pool.map(one, wanted))

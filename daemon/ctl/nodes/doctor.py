@@ -62,12 +62,11 @@ def stacks(client: Client, job: str, rank: int | None, as_json: bool) -> None:
     if as_json:
         print_json(data)
     else:
-        for row in data["stacks"]:
-            who = f"rank {row['rank']}" if row["rank"] >= 0 else "no rank"
-            doing = f"{row['phase']}, step {row['step']}"
-            head = f"── {who} on {row['node']}, slot {row['slot']}, process {row['pid']}: {doing}"
-            click.secho(safe_text.line(head), bold=True)
-            click.echo(safe_text.block(row["stack"].rstrip()))
+        for row in read(data, answers.Stacks).stacks:
+            who = f"rank {row.rank}" if row.rank >= 0 else "no rank"
+            head = f"── {who} on {row.node}, slot {row.slot}, process {row.pid}: {row.phase}, step {row.step}"
+            click.secho(head, bold=True)
+            click.echo(row.stack.rstrip())
         for node, why in data["unanswered"].items():
             click.secho(safe_text.line(f"no stacks from {node}: {why}"), fg="red", err=True)
     sys.exit(ERROR if data["unanswered"] else OK)

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import click
 
-from elasticd.base import safe_text
+from elasticd.base import answers, safe_text
 from elasticd.ctl.client import Client, Failed, name
 from elasticd.ctl.completion import NODE
-from elasticd.ctl.output import ABSENT, ERROR, OK, WITHOUT_DAEMON, Json, command, length, print_json, say
+from elasticd.ctl.output import ABSENT, ERROR, OK, WITHOUT_DAEMON, Json, command, length, print_json, read, say
 
 CLEANED_S = 300.0
 """A node may have a hundred thousand log files."""
@@ -33,29 +33,29 @@ def gc(client: Client, dry_run: bool, as_json: bool) -> None:
     if as_json:
         print_json(data)
     else:
-        for line in lines(data):
-            click.echo(safe_text.line(line))
-        if not data.get("jobs_known", True):
+        cleanup = read(data, answers.Cleanup)
+        for line in lines(cleanup):
+            click.echo(line)
+        if not cleanup.jobs_known:
             click.echo("etcd cannot be reached: the folders of forgotten jobs stay until it can", err=True)
-        for problem in data["problems"]:
-            click.echo(safe_text.line(f"not removed: {problem}"), err=True)
+        for problem in cleanup.problems:
+            click.echo(f"not removed: {problem}", err=True)
     sys.exit(ERROR if data["problems"] else OK)
 
 
-def lines(data: Json) -> list[str]:
+def lines(cleanup: answers.Cleanup) -> list[str]:
     """One line for each removal, and a summary."""
-    said = [f"{row['folder']}: {_what(row)}, {row['mb']:g} MB: {row['why']}" for row in data["removed"]]
-    if not said:
-        return [f"{data['node']}: nothing to remove"]
-    return [*said, f"{data['node']}: {data['freed_mb']:g} MB {'would be freed' if data['dry_run'] else 'freed'}"]
+    rows = [f"{row.folder}: {_what(row)}, {row.mb:g} MB: {row.why}" for row in cleanup.removed]
+    if not rows:
+        return [f"{cleanup.node}: nothing to remove"]
+    return [*rows, f"{cleanup.node}: {cleanup.freed_mb:g} MB {'would be freed' if cleanup.dry_run else 'freed'}"]
 
 
-def _what(row: Json) -> str:
-    names = row["names"]
-    if row["what"] == "middle":
-        return str(names[0])
-    many = names[0] if len(names) == 1 else f"{len(names)} files"
-    return f"folder with {many if names else 'no files'}" if row["what"] == "folder" else f"logs, {many}"
+def _what(row: answers.Removed) -> str:
+    if row.what == "middle":
+        return row.names[0]
+    many = row.names[0] if len(row.names) == 1 else f"{len(row.names)} files"
+    return f"folder with {many if row.names else 'no files'}" if row.what == "folder" else f"logs, {many}"
 
 
 LONGEST_ANSWER_S = 60.0
@@ -83,9 +83,8 @@ def drain(
     """
     data = client.get(f"/v1/nodes/{name(node)}/drain")
     if not as_json:
-        for row in data["jobs"]:
-            mark = "! " if row["effect"] == "stops" else ""
-            click.echo(safe_text.line(f"{mark}{row['text']}"), err=not dry_run)
+        for row in read(data, answers.DrainPreview).jobs:
+            click.echo(f"{'! ' if row.effect == 'stops' else ''}{row.text}", err=not dry_run)
     if dry_run:
         if as_json:
             print_json(data)
@@ -104,27 +103,26 @@ def drain(
         say(answer, as_json, later if down else f"{node} is being drained")
         return
     left = until_empty(client, node, timeout_s)
-    if as_json:
-        print_json(answer | {"jobs_left": left["jobs"], "empty": left["empty"], "state": left["state"]})
-    elif left["state"] in ABSENT:
-        click.echo(safe_text.line(f"{node} is {left['state']} {left['reason']}"), err=True)
-    elif not left["empty"]:
+    done = left.empty and left.state not in ABSENT
+    text = f"{node} is drained: no agent runs there"
+    if left.state in ABSENT:
+        text = f"{node} is {left.state} {left.reason}"
+    elif not left.empty:
         then = f"it is drained when elasticd runs on {node} again" if down else "the drain goes on"
-        has = f"still has {', '.join(left['jobs'])}" if left["jobs"] else "has not seen the drain"
-        click.echo(safe_text.line(f"{node} {has} after {timeout_s:g} s; {then}"), err=True)
-    else:
-        click.echo(safe_text.line(f"{node} is drained: no agent runs there"))
-    sys.exit(OK if left["empty"] and left["state"] not in ABSENT else ERROR)
+        has = f"still has {', '.join(left.jobs)}" if left.jobs else "has not seen the drain"
+        text = f"{node} {has} after {timeout_s:g} s; {then}"
+    say(answer | {"jobs_left": left.jobs, "empty": left.empty, "state": left.state}, as_json, text, err=not done)
+    sys.exit(OK if done else ERROR)
 
 
-def until_empty(client: Client, node: str, timeout_s: float) -> Json:
-    """The node's answer once no agent runs there or its elasticd is lost, or at the timeout."""
+def until_empty(client: Client, node: str, timeout_s: float) -> answers.NodeDetail:
+    """The node once no agent runs there or its elasticd is lost, or at the timeout."""
     end_s = time.monotonic() + timeout_s
     while True:
         left_s = min(LONGEST_ANSWER_S, max(0.0, end_s - time.monotonic()))
         data = client.get(f"/v1/nodes/{name(node)}", {"wait_empty_s": left_s}, timeout_s=left_s + 10)
-        if data["empty"] or time.monotonic() >= end_s:
-            return data
+        if (detail := read(data, answers.NodeDetail)).empty or time.monotonic() >= end_s:
+            return detail
 
 
 PLACES = ("/etc/elasticd/elasticd.toml",)
