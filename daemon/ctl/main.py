@@ -42,8 +42,6 @@ from .output import (
 from .output import print_json as _print
 from .output import say as _say
 
-Json = dict[str, Any]
-
 HEALTH = {"healthy": OK, "degraded": DEGRADED, "failed": FAILED}
 
 

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from elasticd.base import safe_text
 
-from .client import Failed
+from .client import Client, Failed, Json
 
 if TYPE_CHECKING:
     from elasticd.base.answers import Answer
 
     A = TypeVar("A", bound=Answer)
-
-Json = dict[str, Any]
 
 OK, ERROR, USAGE, DEGRADED, FAILED, NO_DAEMON, NO_ETCD, DENIED = range(8)
 """Exit codes, as docs/api.md lists them."""
@@ -62,6 +62,20 @@ def read(data: Any, kind: type[A], *, safe: bool = True) -> A:
         return answers.read(data, kind, safe=safe)
     except msgspec.ValidationError as error:
         raise Failed(0, f"elasticd's answer is not understood ({error}): install the same elasticd version") from None
+
+
+LONGEST_ANSWER_S = 60.0
+"""The daemon answers a request that waits after this time at the latest."""
+
+
+def awaited(client: Client, path: str, wait: str, timeout_s: float | None) -> Iterator[Json]:
+    """The answer now, and as often as the daemon has waited (parameter `wait` of the query) in vain, until the timeout;
+    None: there is none."""
+    end_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+    left_s = 0.0
+    while left_s >= 0:
+        yield client.get(path, {wait: left_s}, timeout_s=left_s + 10)
+        left_s = min(LONGEST_ANSWER_S, left) if (left := end_s - time.monotonic()) > 0 else -1.0
 
 
 def say(data: Json, as_json: bool, text: str, err: bool = False) -> None:

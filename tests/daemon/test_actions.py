@@ -506,7 +506,7 @@ def test_a_request_does_nothing_to_another_users_job_that_takes_the_name_meanwhi
 def test_submission_of_a_job_that_this_node_would_refuse_writes_nothing(
     writes: WriteQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writes.actions, "_refusal", lambda record: f"no user {record.user} {record.uid}")
+    monkeypatch.setattr(writes.actions, "refusal", lambda record: f"no user {record.user} {record.uid}")
     with pytest.raises(Refused, match="cannot be submitted here: no user ada 1000") as refused:
         writes.actions.submit(RAW, ADMIN, ADA)
     assert refused.value.status == 403

@@ -268,7 +268,7 @@ def test_what_cannot_be_removed_is_said_and_the_rest_goes(place: Place, monkeypa
             raise PermissionError(13, "Permission denied")
         return retire(job)
 
-    monkeypatch.setattr(place.cleaner, "_retire", refused)
+    monkeypatch.setattr(place.cleaner, "retire", refused)
     done = place.cleaner.clean()
     assert [row.folder for row in done.removed] == ["b"]
     assert done.problems == [f"{place.jobs / 'a'}: Permission denied"]

@@ -148,7 +148,7 @@ def test_slow_connections_of_one_user_do_not_block_other_users(door: Door, monke
 def test_request_beyond_the_connection_limit_is_answered_with_the_reason(
     door: Door, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(door.server, "_places", RequestLimits(4, 0))
+    monkeypatch.setattr(door.server, "places", RequestLimits(4, 0))
     status, content = door.say(post("/v1/jobs", b"{}"))
     assert (status, content["error"]["message"]) == (
         503,

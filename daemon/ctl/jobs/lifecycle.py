@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import sys
-import time
 
 import click
 
 from elasticd.base.answers import JobDetail, Status
 from elasticd.ctl.client import Client, Failed, name
 from elasticd.ctl.completion import JOB, job_names
-from elasticd.ctl.output import ERROR, OF_PHASE, OVER, Json, command, length, read, say
+from elasticd.ctl.output import ERROR, OF_PHASE, OVER, Json, awaited, command, length, read, say
 
 from . import follow
-
-LONGEST_ANSWER_S = 60.0
-"""The daemon answers a request that waits after this time at the latest."""
 
 
 @command()
@@ -51,15 +46,13 @@ def wait(client: Client, job: str, timeout_s: float | None, as_json: bool) -> No
 def until_over(client: Client, job: str, timeout_s: float | None) -> Json:
     """The job once it is over, or as it is at the timeout. Raises Failed if another job takes the name meanwhile: how
     that one ends is not the result of this one."""
-    end_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
-    left_s, submitted_wall_s = 0.0, None
-    while True:
-        data = client.get(f"/v1/jobs/{name(job)}", {"wait_over_s": left_s}, timeout_s=left_s + 10)
+    data, submitted_wall_s = {}, None
+    for data in awaited(client, f"/v1/jobs/{name(job)}", "wait_over_s", timeout_s):
         follow.check_same(data, submitted_wall_s)
-        if data["phase"] in OVER or (now_s := time.monotonic()) >= end_s:
-            return data
+        if data["phase"] in OVER:
+            break
         submitted_wall_s = submitted_wall_s or data.get("submitted_wall_s")
-        left_s = min(LONGEST_ANSWER_S, end_s - now_s)
+    return data
 
 
 @command()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import click
 from elasticd.base import answers, safe_text
 from elasticd.ctl.client import Client, Failed, name
 from elasticd.ctl.completion import NODE
-from elasticd.ctl.output import ABSENT, ERROR, OK, WITHOUT_DAEMON, Json, command, length, print_json, read, say
+from elasticd.ctl.output import ABSENT, ERROR, OK, WITHOUT_DAEMON, Json, awaited, command, length, print_json, read, say
 
 CLEANED_S = 300.0
 """A node may have a hundred thousand log files."""
@@ -56,9 +55,6 @@ def _what(row: answers.Removed) -> str:
         return row.names[0]
     many = row.names[0] if len(row.names) == 1 else f"{len(row.names)} files"
     return f"folder with {many if row.names else 'no files'}" if row.what == "folder" else f"logs, {many}"
-
-
-LONGEST_ANSWER_S = 60.0
 
 
 @command()
@@ -117,12 +113,11 @@ def drain(
 
 def until_empty(client: Client, node: str, timeout_s: float) -> answers.NodeDetail:
     """The node once no agent runs there or its elasticd is lost, or at the timeout."""
-    end_s = time.monotonic() + timeout_s
-    while True:
-        left_s = min(LONGEST_ANSWER_S, max(0.0, end_s - time.monotonic()))
-        data = client.get(f"/v1/nodes/{name(node)}", {"wait_empty_s": left_s}, timeout_s=left_s + 10)
-        if (detail := read(data, answers.NodeDetail)).empty or time.monotonic() >= end_s:
-            return detail
+    detail = answers.NodeDetail()
+    for data in awaited(client, f"/v1/nodes/{name(node)}", "wait_empty_s", timeout_s):
+        if (detail := read(data, answers.NodeDetail)).empty:
+            break
+    return detail
 
 
 PLACES = ("/etc/elasticd/elasticd.toml",)
