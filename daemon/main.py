@@ -56,9 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                     "end it all the same with: elasticd --stop --discard. A job keeps its steps with: elasticctl run "
                     "--checkpoints DIR"
                 )
-            said = stop_all(state_dir)
-            print("\n".join(said) or "nothing runs")
-            return 1 if any(shutdown.NOT in line for line in said) else 0
+            report = stop_all(state_dir)
+            print("\n".join(report) or "nothing runs")
+            return 1 if any(shutdown.NOT in line for line in report) else 0
         gpus = host.gpus(loaded.settings.gpus)
         settings = host.complete(loaded.settings, gpus.indices)
         trust.check(settings.etcd, os.geteuid())
@@ -234,10 +234,10 @@ def describe(settings: Settings, sources: Mapping[str, config.SettingSource]) ->
     docs = config.explain()
 
     def value(name: str) -> object:
-        found: object = settings
+        current: object = settings
         for part in name.split("."):
-            found = getattr(found, part)
-        return masked_setting(name, msgspec.to_builtins(found))
+            current = getattr(current, part)
+        return masked_setting(name, msgspec.to_builtins(current))
 
     times = settings.timeouts
     return {

@@ -215,9 +215,9 @@ class Daemon:
         settings = self.settings
         token = access.TokenFile(settings.page, os.geteuid(), settings.etcd.allow_readable_secrets, self.log)
         source = server.PageSource(self._published, identity, self._agents.logs)
-        found = server.page_server(settings.page, token, source, self.log)
-        self._add("page", found)
-        self.log.info("page.listening", url=found.url, token=bool(token()))
+        served = server.page_server(settings.page, token, source, self.log)
+        self._add("page", served)
+        self.log.info("page.listening", url=served.url, token=bool(token()))
 
     def _make_notifier(self) -> Notifier | None:
         settings = self.settings
@@ -267,8 +267,8 @@ class Daemon:
 
 
 def _own_peer() -> Peer:
-    mine = account(os.geteuid())
-    return Peer(mine.uid, mine.gid, mine.user, pid=os.getpid())
+    own = account(os.geteuid())
+    return Peer(own.uid, own.gid, own.user, pid=os.getpid())
 
 
 def _forget_old(actions: Actions, audit: Audit, log: Log, jobs: Sequence[str]) -> None:

@@ -66,11 +66,11 @@ class Accounts:
 
     def look(self, user: str) -> Looked | None:
         """What is known of a user; None: nothing yet."""
-        known = self._known.get(user)
-        if user not in self._asked and (known is None or time.monotonic() - known.at_s > FRESH_S):
+        looked = self._known.get(user)
+        if user not in self._asked and (looked is None or time.monotonic() - looked.at_s > FRESH_S):
             self._asked.add(user)
             self._queue.put(user)
-        return known
+        return looked
 
     def run(self) -> None:
         """Body of the thread."""

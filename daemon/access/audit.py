@@ -69,21 +69,21 @@ class Audit:
     def _refuse(self, peer: Peer, kind: str, job: str, node: str, why: str) -> None:
         now_s = time.monotonic()
         with self._lock:
-            mine = self._refused.get(peer.uid)
-            if mine is None or now_s - mine.since_s >= HOUR_S:
+            refused = self._refused.get(peer.uid)
+            if refused is None or now_s - refused.since_s >= HOUR_S:
                 if len(self._refused) >= MAX_USERS:
                     self._refused.clear()
-                mine = self._refused[peer.uid] = _Refused(now_s)
-            if len(mine.targets) < MOST_REFUSED and (kind, job or node) not in mine.targets:
-                mine.targets.add((kind, job or node))
+                refused = self._refused[peer.uid] = _Refused(now_s)
+            if len(refused.targets) < MOST_REFUSED and (kind, job or node) not in refused.targets:
+                refused.targets.add((kind, job or node))
                 key = ""
             else:
-                mine.more += 1
-                if now_s - mine.written_s < COUNTED_S:
+                refused.more += 1
+                if now_s - refused.written_s < COUNTED_S:
                     return
-                mine.written_s, key = now_s, mine.key or self._key()
-                mine.key = key
-                why = f"and {mine.more} more in this hour, the last: {why}"
+                refused.written_s, key = now_s, refused.key or self._key()
+                refused.key = key
+                why = f"and {refused.more} more in this hour, the last: {why}"
         self._write(peer, kind, job, node, f"refused: {why}", key)
 
     def _key(self) -> str:

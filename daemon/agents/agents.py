@@ -279,9 +279,9 @@ class Agents:
         self.log.warning("agent.gone", job=event.job, pid=event.pid, code=code, lived_s=round(lived_s, 3))
         if lived_s > STABLE_S:
             self.trouble.pop(event.job, None)
-        said = running.status is not None or (self.dir(event.job) / "status.json").exists()
+        reported = running.status is not None or (self.dir(event.job) / "status.json").exists()
         how = "ended" if code is None else describe_exit(code)
-        self._failed(event.job, f"the agent {how}{self._last_words(event.job)}", failed_start=not said)
+        self._failed(event.job, f"the agent {how}{self._last_words(event.job)}", failed_start=not reported)
 
     def _left_code(self, event: Gone) -> int | None:
         """The exit code as the agent wrote it with its last status; None: it was killed, or wrote nonsense."""
@@ -370,18 +370,18 @@ def write(path: Path, content: AgentConfig | AgentOrders, owner: Owner | None = 
 
 def _owner(folder: Path) -> Owner | None:
     """The user of an agent's folder, None if that is this daemon's own."""
-    found = os.stat(folder)
-    return (found.st_uid, found.st_gid) if found.st_uid != os.geteuid() else None
+    entry = os.stat(folder)
+    return (entry.st_uid, entry.st_gid) if entry.st_uid != os.geteuid() else None
 
 
 def last_words(line: str) -> str:
     """A line of an agent's log for a reader: of a JSON line its event and its error."""
     try:
-        said = msgspec.json.decode(line, type=dict[str, object])
+        event = msgspec.json.decode(line, type=dict[str, object])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # the last: a user may write to that log
         return line[-300:]
-    error = next((said[key] for key in ("error", "why", "reason", "exception") if said.get(key)), "")
-    text = str(error).strip().rpartition("\n")[2] or str(said.get("event", ""))
+    error = next((event[key] for key in ("error", "why", "reason", "exception") if event.get(key)), "")
+    text = str(error).strip().rpartition("\n")[2] or str(event.get("event", ""))
     return text[:300] or line[-300:]
 
 

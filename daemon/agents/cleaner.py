@@ -66,8 +66,8 @@ class Cleaner:
             agents = {job: a.status.incarnation if a.status else "" for job, a in snapshot.agents.items()}
             folders, problems = listed(self._jobs_dir, agents)
             rows: list[Removed] = []
-            known = known_jobs(snapshot, self.keys)
-            for removal in removals(folders, known, settings, time.time()):
+            in_etcd = known_jobs(snapshot, self.keys)
+            for removal in removals(folders, in_etcd, settings, time.time()):
                 if dry_run or self._remove(removal, problems):
                     rows.append(removal)
             if settings.etcd_log_mb:
@@ -78,7 +78,7 @@ class Cleaner:
             self.log.warning("retention.not_removed", why=problem)
         return Cleanup(
             node=self.settings.node, dry_run=dry_run, removed=rows, freed_mb=round(sum(row.mb for row in rows), 3),
-            problems=problems, jobs_known=known is not None,
+            problems=problems, jobs_known=in_etcd is not None,
         )  # fmt: skip
 
     def _remove(self, removal: Removed, problems: list[str]) -> bool:
@@ -104,14 +104,14 @@ class Cleaner:
     ) -> Iterator[Removed]:
         """Drop the middle of logs to which running processes write: the embedded etcd, agents of other users."""
         output = job_folders.OUTPUT
-        names = [f.name for f in folders if any(found.name == output for found in f.rest)]
+        names = [f.name for f in folders if any(file.name == output for file in f.rest)]
         paths = {"etcd": Path(self.settings.state_dir) / "etcd" / "etcd.log"}
         paths |= {name: self._jobs_dir / name / output for name in names}
         for where, path in paths.items():
             try:
-                found = os.lstat(path)
-                over_bytes = found.st_blocks * 512 - limit_bytes
-                if not stat.S_ISREG(found.st_mode) or over_bytes <= 0:
+                entry = os.lstat(path)
+                over_bytes = entry.st_blocks * 512 - limit_bytes
+                if not stat.S_ISREG(entry.st_mode) or over_bytes <= 0:
                     continue
                 freed_bytes = over_bytes if dry_run else trim(path, limit_bytes)
             except FileNotFoundError:
@@ -135,7 +135,7 @@ def known_jobs(snapshot: Snapshot, keys: ClusterKeys) -> frozenset[str] | None:
 def listed(jobs_dir: Path, agents: Mapping[str, str]) -> tuple[list[JobFolder], list[str]]:
     """The folders in `jobs_dir`, without what is no job's, and the problems. `agents`: job -> its agent's incarnation,
     '' if that is not known yet."""
-    found: list[JobFolder] = []
+    folders: list[JobFolder] = []
     problems: list[str] = []
     try:
         names = sorted(os.listdir(jobs_dir))
@@ -145,12 +145,12 @@ def listed(jobs_dir: Path, agents: Mapping[str, str]) -> tuple[list[JobFolder], 
         if not (NAME.fullmatch(name) or ASIDE.fullmatch(name)):
             continue
         try:
-            found.append(_listed(jobs_dir, name, agents))
+            folders.append(_listed(jobs_dir, name, agents))
         except (FileNotFoundError, NotADirectoryError):  # removed meanwhile; a file or a link
             continue
         except OSError as error:
             problems.append(f"{jobs_dir / name}: {error.strerror or error}")
-    return found, problems
+    return folders, problems
 
 
 def _listed(jobs_dir: Path, name: str, agents: Mapping[str, str]) -> JobFolder:

@@ -100,8 +100,8 @@ class EtcdGrants:
         """Changes with the originals. Raises OSError."""
         files = [getattr(self._access, field) for field in FILES]
         sockets = [e.removeprefix(SOCKET) for e in self._access.endpoints if e.startswith(SOCKET)]
-        found = (os.stat(path) for path in [*files, *sockets] if path)
-        return tuple((stat.st_ino, stat.st_mtime_ns) for stat in found)
+        entry = (os.stat(path) for path in [*files, *sockets] if path)
+        return tuple((stat.st_ino, stat.st_mtime_ns) for stat in entry)
 
 
 def _link(number: int) -> str:

@@ -47,15 +47,15 @@ def prepare(folder: Path, owner: tuple[int, int] | None) -> None:
 def _move_aside(folder: Path, uid: int) -> None:
     for name in ("agent", "logs"):
         try:
-            found = os.lstat(folder / name)
+            entry = os.lstat(folder / name)
         except FileNotFoundError:
             continue
-        if found.st_uid == uid:
+        if entry.st_uid == uid:
             continue
         try:
-            set_aside(folder, found.st_uid)
+            set_aside(folder, entry.st_uid)
         except OSError as error:
-            why = f"{folder} is of an earlier job of uid {found.st_uid}, and cannot be moved aside: {error.strerror}"
+            why = f"{folder} is of an earlier job of uid {entry.st_uid}, and cannot be moved aside: {error.strerror}"
             raise CannotStart(why) from error
         return
 
@@ -87,12 +87,12 @@ def has_agent(folder: Path) -> bool:
 
 def last_line(folder: Path) -> str:
     """The last line that the job's agent wrote, to its log or, before that was open, to its output; '' if none."""
-    found: list[tuple[int, str]] = []
+    lines: list[tuple[int, str]] = []
     for path in (folder / "agent" / "agent.log", folder / OUTPUT):
         with contextlib.suppress(OSError):
             line = files.last_line(path, LAST_BYTES)
-            found += [(path.lstat().st_mtime_ns, line)] if line else []
-    return max(found, default=(0, ""))[1]
+            lines += [(path.lstat().st_mtime_ns, line)] if line else []
+    return max(lines, default=(0, ""))[1]
 
 
 NODE = "node"

@@ -71,10 +71,10 @@ class Tail:
         for name, descriptor in self._opened(newest_first=True):
             size = self._offsets[name] = os.fstat(descriptor).st_size
             past = _Past(descriptor, size, budget)
-            *whole, self._partial[name] = past.lines(count - len(lines))
+            *complete, self._partial[name] = past.lines(count - len(lines))
             budget -= past.read
-            self.cut = self.cut or (past.cut and len(lines) + len(whole) < count)
-            lines = [self._line(name, raw) for raw in whole] + lines
+            self.cut = self.cut or (past.cut and len(lines) + len(complete) < count)
+            lines = [self._line(name, raw) for raw in complete] + lines
         return lines
 
     @property
@@ -108,8 +108,8 @@ class Tail:
             with self._folder.opened() as folder:
                 if self._owner not in (None, os.fstat(folder).st_uid):
                     return
-                found = self._chosen([(at, name) for at, name in regular_files(folder) if self._wanted(name)])
-                for _, name in sorted(found, reverse=newest_first):
+                files = self._chosen([(at, name) for at, name in regular_files(folder) if self._wanted(name)])
+                for _, name in sorted(files, reverse=newest_first):
                     try:
                         descriptor = open_file(folder, name)
                     except (FileNotFoundError, PermissionError):  # removed or replaced since it was listed
@@ -122,10 +122,10 @@ class Tail:
         except (FileNotFoundError, NotADirectoryError):
             return  # nothing written yet; or the directory was replaced by a link
 
-    def _chosen(self, found: list[tuple[int, str]]) -> list[tuple[int, str]]:
+    def _chosen(self, files: list[tuple[int, str]]) -> list[tuple[int, str]]:
         if self._previous:
-            found = previous(found)
-        return [(at, name) for at, name in found if at >= self._since_ns]
+            files = previous(files)
+        return [(at, name) for at, name in files if at >= self._since_ns]
 
     def _wanted(self, name: str) -> bool:
         match = NAME.fullmatch(name)
@@ -144,12 +144,12 @@ class Tail:
             chunk, offset = _next(descriptor, offset, size, CHUNK_BYTES if whole_file else min(most, CHUNK_BYTES))
             most -= len(chunk)
             self._offsets[name] = offset
-            *whole, rest = (self._partial.pop(name, b"") + chunk).split(b"\n")
+            *complete, rest = (self._partial.pop(name, b"") + chunk).split(b"\n")
             if len(rest) > LINE_BYTES:
-                whole, rest = [*whole, rest], b""
+                complete, rest = [*complete, rest], b""
             self._partial[name] = rest
-            any_line = any_line or bool(whole)
-            for raw in whole:
+            any_line = any_line or bool(complete)
+            for raw in complete:
                 yield self._line(name, raw)
         if offset < size and not any_line:  # a progress bar never ends its line; the next reader would be stuck here
             yield self._line(name, self._partial.pop(name, b""))
@@ -185,16 +185,16 @@ class _Past:
 
     def lines(self, count: int) -> list[bytes]:
         """The last `count` whole lines, followed by the text after the last newline."""
-        found, ends = [], 0
+        chunks, ends = [], 0
         for chunk in self._backwards():
-            found.append(chunk)
+            chunks.append(chunk)
             ends += chunk.count(b"\n")
             if ends > count:
                 break
-        *whole, rest = b"".join(reversed(found)).split(b"\n")
+        *complete, rest = b"".join(reversed(chunks)).split(b"\n")
         if self.cut:
-            whole = whole[1:]  # a piece of a line
-        return [*(whole[-count:] if count > 0 else []), rest[-LINE_BYTES:]]
+            complete = complete[1:]  # a piece of a line
+        return [*(complete[-count:] if count > 0 else []), rest[-LINE_BYTES:]]
 
     def _backwards(self) -> Iterator[bytes]:
         for begin, end in reversed(self._segments):

@@ -72,26 +72,26 @@ def forgettable(jobs: Iterable[Job], settings: RetentionSettings, now_wall_s: fl
     until_wall_s = now_wall_s - settings.over_days * DAY_S if settings.over_days else float("-inf")
     owners = {job.name: job.spec.uid if job.spec else None for job in over}
     surplus = Counter(owners.values())
-    found = []
+    names = []
     for job in over:
         owner = owners[job.name]
         if (settings.over_jobs and surplus[owner] > settings.over_jobs) or job.state.since_wall_s <= until_wall_s:
-            found.append(job.name)
+            names.append(job.name)
             surplus[owner] -= 1
-    return found
+    return names
 
 
 def removals(
     folders: Iterable[JobFolder], known: Collection[str] | None, settings: RetentionSettings, now_wall_s: float
 ) -> list[Removed]:
     """`known`: the jobs in etcd; None: not known, so that no job's folder is removed."""
-    found: list[Removed] = []
+    rows: list[Removed] = []
     for folder in folders:
         if _is_forgotten(folder, known, settings, now_wall_s):
-            found += _folder(folder, settings.forgotten_days)
+            rows += _folder(folder, settings.forgotten_days)
         else:
-            found += _old_logs(folder, settings, now_wall_s)
-    return found
+            rows += _old_logs(folder, settings, now_wall_s)
+    return rows
 
 
 def _is_forgotten(
@@ -121,9 +121,9 @@ def _old_logs(folder: JobFolder, settings: RetentionSettings, now_wall_s: float)
         return  # its workers' logs cannot be told from older ones
     running = _running(folder)
     workers: dict[str, list[RegularFile]] = {}
-    for found in folder.logs:
-        if (stem := _match(found.name)["stem"]) not in running:
-            workers.setdefault(stem, []).append(found)
+    for file in folder.logs:
+        if (stem := _match(file.name)["stem"]) not in running:
+            workers.setdefault(stem, []).append(file)
     newest_first = sorted(workers.items(), key=lambda item: (-max(f.mtime_wall_s for f in item[1]), item[0]))
     kept_files, kept_bytes, gone = 0, 0, []
     for _, files in newest_first:
@@ -149,17 +149,17 @@ def mb(count: int) -> float:
 def _running(folder: JobFolder) -> set[str]:
     """Stems of the logs that processes of the living agent may have open: its zygote's, the newest of each slot, and
     every standby's, since a standby that got a slot goes on writing to its own."""
-    mine: dict[str, tuple[int, str]] = {}
+    newest: dict[str, tuple[int, str]] = {}
     running = set()
-    for found in folder.logs if folder.has_agent else ():
-        match = _match(found.name)
+    for file in folder.logs if folder.has_agent else ():
+        match = _match(file.name)
         if match["agent"] != folder.incarnation[:8]:
             continue
         if match["place"].startswith("slot") and match["worker"]:
-            mine[match["place"]] = max(mine.get(match["place"], (-1, "")), (int(match["worker"]), match["stem"]))
+            newest[match["place"]] = max(newest.get(match["place"], (-1, "")), (int(match["worker"]), match["stem"]))
         else:
             running.add(match["stem"])
-    return running | {stem for _, stem in mine.values()}
+    return running | {stem for _, stem in newest.values()}
 
 
 def _match(name: str) -> re.Match[str]:

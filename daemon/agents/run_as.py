@@ -69,12 +69,12 @@ def refusal(spec: SpecRecord, looked: Looked | None, settings: RunAsSettings, da
             f"it is of {owner}, and jobs run as root only with run_as.allow_root = true; root can submit it for "
             "another user with --as USER"
         )
-    found = looked.found if looked else None
-    if looked is None or found is None:
+    account = looked.found if looked else None
+    if looked is None or account is None:
         return f"there is no user {spec.user!r} on this machine"
-    if found.uid != spec.uid:
-        return f"{spec.user} is uid {found.uid} on this machine, and uid {spec.uid} where the job was submitted"
-    if found.uid == ROOT or (settings.allow and not _allowed(found, looked, settings)):
+    if account.uid != spec.uid:
+        return f"{spec.user} is uid {account.uid} on this machine, and uid {spec.uid} where the job was submitted"
+    if account.uid == ROOT or (settings.allow and not _allowed(account, looked, settings)):
         return f"run_as.allow on this machine names neither {spec.user} nor a group that {spec.user} is in"
     return ""
 

@@ -136,8 +136,8 @@ class Actions:
         """Stop a job. Complete when its phase is 'stopped'. The order is the cluster's own record: the job's user may
         write anything over its state, at any time."""
         spec, same = self._owned(job, peer, "stop")
-        known = self.published.now.cluster.jobs.get(job)
-        asked = msgspec.structs.replace(known.asked if known else AskedRecord(), stop=reason)
+        current = self.published.now.cluster.jobs.get(job)
+        asked = msgspec.structs.replace(current.asked if current else AskedRecord(), stop=reason)
         if not self._txn([same], [Put(self._job(job).asked, encode(asked))]):
             raise _overtaken(job)
         self.published.told_to_stop[job] = spec.submission, asked  # also if it is deleted before the loop reads it
@@ -323,8 +323,8 @@ class Actions:
             check_name("node", node)
         except ValueError as error:
             raise Refused(400, str(error)) from None
-        if node not in (known := known_nodes(cluster := self.published.now.cluster)):
-            raise no_node(node, known, cluster)
+        if node not in (names := known_nodes(cluster := self.published.now.cluster)):
+            raise no_node(node, names, cluster)
 
     def _change(
         self,

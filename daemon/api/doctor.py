@@ -67,10 +67,10 @@ def older_agents(cluster: Cluster) -> Iterator[Finding]:
     """Agents that still run what was installed before an upgrade."""
     for name, node in sorted(cluster.nodes.items()):
         if older := node.record.older:
-            said = ", ".join(f"{job} ({version})" for job, version in older.items())
+            agents = ", ".join(f"{job} ({version})" for job, version in older.items())
             yield Finding(
                 check="versions", level=WARNING, node=name,
-                text=f"agents of another elasticd than the node's {node.record.version}: {said}",
+                text=f"agents of another elasticd than the node's {node.record.version}: {agents}",
                 fix=f"elasticctl drain {name} --wait, then elasticctl uncordon {name}",
             )  # fmt: skip
 
@@ -85,14 +85,14 @@ class Doctor:
     def here(self) -> list[Finding]:
         """Findings of this machine; nothing is asked of etcd or other nodes."""
         settings = self._settings
-        found = doctor.local(
+        findings = doctor.local(
             address=settings.address, interface=settings.interface, state_dir=settings.state_dir,
             secrets=(settings.etcd.password_file, settings.etcd.key_file, settings.page.token_file),
             gpus=self._gpus,
             alone=addresses.only_loopback(settings),
         )  # fmt: skip
-        found += expiring.findings(expiring.look(settings), time.time())
-        return [msgspec.structs.replace(finding, node=settings.node) for finding in found]
+        findings += expiring.findings(expiring.look(settings), time.time())
+        return [msgspec.structs.replace(finding, node=settings.node) for finding in findings]
 
     def log_findings(self, log: Log) -> None:
         """At the daemon's start: warnings and errors of this machine, with their fixes."""
@@ -116,8 +116,8 @@ class Doctor:
     def whole(self, snapshot: Snapshot, by: User) -> Diagnosis:
         """Everything: this node, etcd, all other nodes."""
         me = self._settings.node
-        found = [*self.here(), *self._latency(), *self._members(), *without_daemon(snapshot.cluster)]
-        found += [*absent(snapshot.cluster, time.time()), *older_agents(snapshot.cluster)]
+        findings = [*self.here(), *self._latency(), *self._members(), *without_daemon(snapshot.cluster)]
+        findings += [*absent(snapshot.cluster, time.time()), *older_agents(snapshot.cluster)]
         others = sorted(snapshot.cluster.nodes.keys() - {me})
         with reach.listener(self._settings.address, port_range(self._settings.ports)) as listening:
             began_s = time.time()
@@ -128,17 +128,17 @@ class Doctor:
         clocks, unreached, rates = {}, dict[str, str](), dict[str, float]()
         for node, answer in answers.items():
             if "error" in answer:
-                found.append(unanswered(node, answer))
+                findings.append(unanswered(node, answer))
                 continue
-            found += [msgspec.convert(row, Finding) for row in answer["findings"]]
+            findings += [msgspec.convert(row, Finding) for row in answer["findings"]]
             facts[node] = answer["versions"]
             clocks[node] = answer["wall_s"] - (began_s + ended_s) / 2, (ended_s - began_s) / 2
             unreached[node] = answer["unreached"]
             if answer.get("mbit_s") is not None:  # absent from a daemon of an earlier version
                 rates[node] = answer["mbit_s"]
-        found += reach.judge(me, listening, unreached, rates)
-        found += [*doctor.compare(facts), *doctor.judge_clocks(clocks)]
-        return Diagnosis(node=me, worst=doctor.worst(found), versions=facts, findings=found)
+        findings += reach.judge(me, listening, unreached, rates)
+        findings += [*doctor.compare(facts), *doctor.judge_clocks(clocks)]
+        return Diagnosis(node=me, worst=doctor.worst(findings), versions=facts, findings=findings)
 
     # ── etcd ────────────────────────────────────────────────────────────────────────────────────────────────
 

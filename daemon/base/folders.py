@@ -79,8 +79,8 @@ def regular_files(folder: int) -> Iterator[tuple[int, str]]:
     """(mtime in nanoseconds, name) of each regular file, without links."""
     for name in os.listdir(folder):
         try:
-            found = os.stat(name, dir_fd=folder, follow_symlinks=False)
+            entry = os.stat(name, dir_fd=folder, follow_symlinks=False)
         except FileNotFoundError:
             continue  # removed since it was listed
-        if stat.S_ISREG(found.st_mode):
-            yield found.st_mtime_ns, name
+        if stat.S_ISREG(entry.st_mode):
+            yield entry.st_mtime_ns, name

@@ -43,8 +43,8 @@ def start(level: str, node: str) -> Log:
 def to_journal() -> bool:
     """Whether systemd has connected stderr to its journal."""
     device, _, inode = os.environ.get("JOURNAL_STREAM", "").partition(":")
-    found = os.fstat(sys.stderr.fileno())
-    return (device, inode) == (str(found.st_dev), str(found.st_ino))
+    entry = os.fstat(sys.stderr.fileno())
+    return (device, inode) == (str(entry.st_dev), str(entry.st_ino))
 
 
 def with_priority(render: Any) -> Any:

@@ -27,10 +27,10 @@ def private(folder: Path) -> None:
     except OSError as error:
         raise CannotStart(f"{folder}: {error.strerror} (it must be a folder, and no link)") from error
     try:
-        found = os.fstat(descriptor)
-        if found.st_uid != os.geteuid():
-            raise CannotStart(f"{folder} belongs to uid {found.st_uid}: it must be uid {os.geteuid()}'s own")
-        if found.st_mode & 0o077:
+        entry = os.fstat(descriptor)
+        if entry.st_uid != os.geteuid():
+            raise CannotStart(f"{folder} belongs to uid {entry.st_uid}: it must be uid {os.geteuid()}'s own")
+        if entry.st_mode & 0o077:
             os.fchmod(descriptor, 0o700)
     finally:
         os.close(descriptor)
@@ -40,10 +40,10 @@ def lent(folder: Path, gid: int, mode: int) -> None:
     """Create `folder`, of this user, for a group. Raises OSError; CannotStart if it is a link or another user's."""
     with contextlib.suppress(FileExistsError):
         os.mkdir(folder, 0o700)
-    found = os.lstat(folder)
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+    entry = os.lstat(folder)
+    if not stat.S_ISDIR(entry.st_mode) or entry.st_uid != os.geteuid():
         raise CannotStart(f"{folder} must be a folder, and uid {os.geteuid()}'s own")
-    if (found.st_gid, stat.S_IMODE(found.st_mode)) != (gid, mode):
+    if (entry.st_gid, stat.S_IMODE(entry.st_mode)) != (gid, mode):
         os.chown(folder, -1, gid)
         os.chmod(folder, mode)
 
@@ -55,16 +55,16 @@ def trusted(folder: Path, setting: str) -> None:
     sticky bit, which keeps the names in it to their owners. The directories above are checked for root only: in a
     user's container they may show any owner.
     """
-    mine = {0, os.geteuid()}
+    trusted_uids = {0, os.geteuid()}
     above = Path(os.path.realpath(folder)).parents if os.geteuid() == 0 else ()
     for place in (folder, *above):
         try:
-            found = os.stat(place)
+            entry = os.stat(place)
         except OSError as error:
             raise CannotStart(f"{setting} = {str(folder)!r}: {place}: {error.strerror}") from error
-        open_to_all = found.st_mode & stat.S_IWOTH and (place == folder or not found.st_mode & stat.S_ISVTX)
-        if found.st_uid not in mine or open_to_all:
-            why = "everyone may write to" if open_to_all else f"uid {found.st_uid} owns"
+        open_to_all = entry.st_mode & stat.S_IWOTH and (place == folder or not entry.st_mode & stat.S_ISVTX)
+        if entry.st_uid not in trusted_uids or open_to_all:
+            why = "everyone may write to" if open_to_all else f"uid {entry.st_uid} owns"
             raise CannotStart(
                 f"{setting} = {str(folder)!r}: {why} {place}, and could replace what elasticd keeps there; take a "
                 f"folder of uid {os.geteuid()}'s own"
@@ -77,8 +77,8 @@ def trusted_program(program: str, setting: str) -> None:
         return
     where = Path(os.path.realpath(program))
     trusted(where.parent, f"the folder of {setting}")
-    found = where.stat()
-    if found.st_uid != 0 or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    entry = where.stat()
+    if entry.st_uid != 0 or entry.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise CannotStart(
             f"{setting} = {program!r}: other users may change it, and root would run it: "
             f"chown root {where}; chmod go-w {where}"
@@ -104,9 +104,9 @@ def given(folder: Path, uid: int, gid: int, mode: int) -> None:
     try:
         os.mkdir(folder, 0o700)
     except FileExistsError:
-        found = os.lstat(folder)
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != uid:
-            raise CannotStart(f"{folder} belongs to uid {found.st_uid}, not to uid {uid}") from None
+        entry = os.lstat(folder)
+        if not stat.S_ISDIR(entry.st_mode) or entry.st_uid != uid:
+            raise CannotStart(f"{folder} belongs to uid {entry.st_uid}, not to uid {uid}") from None
         return
     os.chmod(folder, mode)
     os.chown(folder, uid, gid, follow_symlinks=False)
@@ -118,12 +118,12 @@ def closed_to(program: str, uid: int = NOBODY, groups: Collection[int] = ()) -> 
     real = Path(os.path.realpath(program))
     for place in (*reversed(Path(program).absolute().parents), *reversed(real.parents), real):
         try:
-            found = os.stat(place)
+            entry = os.stat(place)
             judged = "system.posix_acl_access" not in os.listxattr(place)
         except OSError as error:
             return f"{place}: {error.strerror}"
-        shift = 6 if found.st_uid == uid else 3 if found.st_gid in groups else 0
-        if judged and not found.st_mode >> shift & stat.S_IXOTH:
+        shift = 6 if entry.st_uid == uid else 3 if entry.st_gid in groups else 0
+        if judged and not entry.st_mode >> shift & stat.S_IXOTH:
             link = f" ({program} leads there)" if place not in Path(program).absolute().parents else ""
             return f"other users cannot enter {place}{link}" if place != real else f"other users cannot run {real}"
     return ""

@@ -23,29 +23,29 @@ _RESET = "\x1b[0m"
 
 def line(text: object, most: int = LINE_CHARS) -> str:
     """`text` as one line: unprintable characters (line breaks, escape sequences, direction marks) are escaped."""
-    said = str(text)
-    if len(said) > most:
-        said = f"{said[:most]}… ({len(said) - most} more characters)"
-    return said if said.isprintable() else "".join(map(_visible, said))
+    plain = str(text)
+    if len(plain) > most:
+        plain = f"{plain[:most]}… ({len(plain) - most} more characters)"
+    return plain if plain.isprintable() else "".join(map(_visible, plain))
 
 
 def block(text: object, most: int = BLOCK_CHARS) -> str:
     """`text` with its line breaks; tabs become spaces, other unprintable characters are escaped."""
-    said = str(text)
-    if len(said) > most:
+    plain = str(text)
+    if len(plain) > most:
         half = most // 2
-        said = f"{said[:half]}\n… ({len(said) - 2 * half} characters left out)\n{said[-half:]}"
-    lines = said.replace("\r\n", "\n").expandtabs().split("\n")
+        plain = f"{plain[:half]}\n… ({len(plain) - 2 * half} characters left out)\n{plain[-half:]}"
+    lines = plain.replace("\r\n", "\n").expandtabs().split("\n")
     return "\n".join(part if part.isprintable() else "".join(map(_visible, part)) for part in lines)
 
 
 def output(text: str) -> str:
     """A worker's output line: its colours and tabs stay. Of a progress bar that returns to the beginning of the line
     with each update, the last state stays, as on a terminal."""
-    said = text.rstrip("\r").rpartition("\r")[2]
-    if said.isprintable():
-        return said
-    parts = _COLOUR.split(said)
+    last = text.rstrip("\r").rpartition("\r")[2]
+    if last.isprintable():
+        return last
+    parts = _COLOUR.split(last)
     shown = "".join(part if i % 2 else "".join(map(_visible_or_tab, part)) for i, part in enumerate(parts))
     return shown + _RESET if len(parts) > 1 else shown
 

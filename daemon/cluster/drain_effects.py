@@ -19,15 +19,15 @@ def effects(cluster: Cluster, node: str) -> list[DrainEffect]:
     """One for each job that runs on `node`, those that would stop first."""
     before = plan(cluster, {}, node)
     after = plan(_draining(cluster, node), {}, node)
-    found = []
+    rows = []
     for job in cluster.by_age():
         if job.over or node not in job.members or job.spec is None:
             continue
         staying = [n for n in after.places.get(job.name, {}) if n != node and not _leaves(cluster, job, n)]
         new = tuple(n for n in staying if n not in before.places.get(job.name, {}))
         had = tuple(sorted(n for n in job.members if not _leaves(cluster, job, n)))
-        found.append(_effect(job, len(staying), len(had), new, tuple(n for n in had if n != node)))
-    return sorted(found, key=lambda e: e.effect != STOPS)
+        rows.append(_effect(job, len(staying), len(had), new, tuple(n for n in had if n != node)))
+    return sorted(rows, key=lambda e: e.effect != STOPS)
 
 
 def _effect(job: Job, left: int, had: int, new: tuple[str, ...], kept_on: tuple[str, ...]) -> DrainEffect:
@@ -57,8 +57,8 @@ def _text(effect: DrainEffect) -> str:
 
 def _leaves(cluster: Cluster, job: Job, node: str) -> bool:
     """Whether the node is about to leave the job for another reason."""
-    known, member = cluster.nodes.get(node), job.members.get(node)
-    return bool((known and (known.drain or known.record.draining)) or (member and member.record.draining))
+    there, member = cluster.nodes.get(node), job.members.get(node)
+    return bool((there and (there.drain or there.record.draining)) or (member and member.record.draining))
 
 
 def _draining(cluster: Cluster, node: str) -> Cluster:

@@ -49,14 +49,14 @@ class Quotas:
     def take(self, owner: Account, spec: JobSpec, jobs: Mapping[str, Job]) -> None:
         """Count a description that is written for `owner`. Raises Refused (429) where that user has, or has submitted
         here in the last hour, as much as a user may. `jobs`: all; none, if the job is there already."""
-        mine = [len(encode(job.spec)) for job in jobs.values() if job.spec and job.spec.uid == owner.uid]
+        in_etcd = [len(encode(job.spec)) for job in jobs.values() if job.spec and job.spec.uid == owner.uid]
         nbytes, now_s = len(msgspec.json.encode(spec)), self._clock()
         with self._lock:
             while self._lately and self._lately[0][0] <= now_s - HOUR_S:
                 self._lately.popleft()
             lately = [size for _, uid, size in self._lately if uid == owner.uid]
             for sizes, where, fix in (
-                (mine, "has in etcd", "remove finished ones (elasticctl forget --over)"),
+                (in_etcd, "has in etcd", "remove finished ones (elasticctl forget --over)"),
                 (lately, "has submitted in the last hour", "wait"),
             ):
                 self._check(owner.user, len(sizes) + 1, sum(sizes) + nbytes, where, fix)

@@ -55,8 +55,8 @@ def gpus_for(
 ) -> tuple[int, ...]:
     """The GPUs for a new agent with `slots` workers. `running`: job -> GPUs of its agent on this node."""
     gloo = {name for name, job in cluster.jobs.items() if job.spec and job.spec.spec.backend == "gloo"}
-    taken = [mine for job, mine in running.items() if job not in gloo]
-    return pick_gpus(gpus, slots, taken, [mine for job, mine in running.items() if job in gloo])
+    taken = [indices for job, indices in running.items() if job not in gloo]
+    return pick_gpus(gpus, slots, taken, [indices for job, indices in running.items() if job in gloo])
 
 
 WORKERS_OF_A_JOB = 256
@@ -149,9 +149,9 @@ class Silent:
         """(job, node) of each. `places`: job -> node -> workers, the last plan; etcd may have lost a job since."""
         for job, nodes in ((job, nodes) for job, nodes in places.items() if job in cluster.jobs):
             for node in nodes:
-                there, known = cluster.nodes.get(node), cluster.jobs.get(job)
+                there, current = cluster.nodes.get(node), cluster.jobs.get(job)
                 # Not known: etcd has lost its data since the plan was made, and the agents write the job back.
-                agent = known is None or node in known.members or bool(there and job in there.record.jobs)
+                agent = current is None or node in current.members or bool(there and job in there.record.jobs)
                 absent = not (agent or (node == me and job in running))
                 if self._since.lasts_s(f"{job} {node}", absent, now_s) >= SILENT_S:
                     self._until_s[job, node] = now_s + ASIDE_S
@@ -252,9 +252,9 @@ def inventory(
         yield me, KnownNode.of(own)
     if not is_oldest(cluster, me):
         return
-    for name, known in cluster.absent.items():
+    for name, row in cluster.absent.items():
         away_s = missing_s(name)
-        if not known.away_wall_s and away_s >= LOST_AFTER_S:
-            yield name, msgspec.structs.replace(known, away_wall_s=wall_s - away_s)
-        elif known.left and wall_s - known.away_wall_s > LEFT_KEPT_S:
+        if not row.away_wall_s and away_s >= LOST_AFTER_S:
+            yield name, msgspec.structs.replace(row, away_wall_s=wall_s - away_s)
+        elif row.left and wall_s - row.away_wall_s > LEFT_KEPT_S:
             yield name, None

@@ -71,11 +71,11 @@ def _good(certificate: Path) -> bool:
     from cryptography import x509
 
     try:
-        found = x509.load_pem_x509_certificate(read_file(certificate))
+        loaded = x509.load_pem_x509_certificate(read_file(certificate))
     except FileNotFoundError:
         return False
-    ends, now = found.not_valid_after_utc, datetime.datetime.now(datetime.UTC)
-    if certificate.name == "client.pem" and ends - found.not_valid_before_utc > datetime.timedelta(
+    ends, now = loaded.not_valid_after_utc, datetime.datetime.now(datetime.UTC)
+    if certificate.name == "client.pem" and ends - loaded.not_valid_before_utc > datetime.timedelta(
         days=VALID_DAYS + 10
     ):
         return False  # of an earlier elasticd: ten years
@@ -140,8 +140,8 @@ def _names_in(certificate: Path) -> set[str]:
     from cryptography import x509
 
     try:
-        found = x509.load_pem_x509_certificate(certificate.read_bytes())
-        names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        loaded = x509.load_pem_x509_certificate(certificate.read_bytes())
+        names = loaded.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except (FileNotFoundError, ValueError, x509.ExtensionNotFound):
         return set()
     return {str(name.value) for name in names}

@@ -78,15 +78,15 @@ class Closing:
         """Jobs whose agents here began before there was a login: they would lose etcd."""
         import psutil
 
-        since_wall_s, found = (self._state_dir / "etcd" / NAME).stat().st_mtime, []
+        since_wall_s, jobs = (self._state_dir / "etcd" / NAME).stat().st_mtime, []
         for lock in sorted(self._state_dir.glob("jobs/*/agent/lock")):
             try:
                 pid = launch.holder(lock)
                 if pid is not None and psutil.Process(pid).create_time() < since_wall_s - 1:
-                    found.append(lock.parent.parent.name)
+                    jobs.append(lock.parent.parent.name)
             except (OSError, psutil.Error):
                 continue  # it has just ended, or it is none
-        return found
+        return jobs
 
 
 def _sync(path: Path) -> None:

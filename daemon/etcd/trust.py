@@ -63,25 +63,25 @@ def check_secret(setting: str, file: str, euid: int, readable: bool = False) -> 
     `readable`: other users may read it, as in a container, where a mounted secret has mode 0644 and there is no other
     user. Credentials of systemd are private by themselves, whatever their mode says (an ACL shows as a group's rights).
     """
-    found = os.stat(file)
+    entry = os.stat(file)
     if (folder := os.environ.get("CREDENTIALS_DIRECTORY")) and Path(file).parent == Path(folder):
         return
     wrong = stat.S_IWGRP | stat.S_IWOTH if readable else stat.S_IRWXO | stat.S_IWGRP
-    if found.st_mode & wrong:
+    if entry.st_mode & wrong:
         done = "change it" if readable else "read or change it"
         raise InvalidConfig(
-            f"{setting} = {file!r}: other users may {done} (mode {found.st_mode & 0o7777:04o}): chmod 600 {file}. If "
+            f"{setting} = {file!r}: other users may {done} (mode {entry.st_mode & 0o7777:04o}): chmod 600 {file}. If "
             "it is mounted (a Kubernetes secret), set defaultMode: 0400 there, or etcd.allow_readable_secrets = true"
         )
-    if found.st_uid not in (0, euid):
-        raise InvalidConfig(f"{setting} = {file!r}: belongs to uid {found.st_uid}: chown it to uid {euid}")
+    if entry.st_uid not in (0, euid):
+        raise InvalidConfig(f"{setting} = {file!r}: belongs to uid {entry.st_uid}: chown it to uid {euid}")
 
 
 def _check_socket(endpoint: str, euid: int) -> None:
     folder = os.path.dirname(endpoint.removeprefix("unix:"))
     try:
-        found = os.stat(folder)
+        entry = os.stat(folder)
     except OSError as error:
         raise InvalidConfig(f"etcd.endpoints = {endpoint!r}: {folder}: {error.strerror}") from None
-    if found.st_uid not in (0, euid) or found.st_mode & (stat.S_IRWXO | stat.S_IWGRP):
+    if entry.st_uid not in (0, euid) or entry.st_mode & (stat.S_IRWXO | stat.S_IWGRP):
         raise InvalidConfig(f"etcd.endpoints = {endpoint!r}: other users may open {folder}: chmod 700 it")

@@ -87,13 +87,13 @@ def interface_address(name: str) -> str:
     """The IPv4 address of an interface, else its IPv6 one. Raises InvalidConfig."""
     import psutil
 
-    known = psutil.net_if_addrs()
+    interfaces = psutil.net_if_addrs()
     for family in (socket.AF_INET, socket.AF_INET6):
-        for entry in known.get(name, ()):
+        for entry in interfaces.get(name, ()):
             if entry.family == family:
                 return str(entry.address).partition("%")[0]
-    what = "has no IP address" if name in known else "does not exist"
-    raise InvalidConfig(f"interface = {name!r}: {what} here; there are: {', '.join(sorted(known))}")
+    what = "has no IP address" if name in interfaces else "does not exist"
+    raise InvalidConfig(f"interface = {name!r}: {what} here; there are: {', '.join(sorted(interfaces))}")
 
 
 def _interface(address: str, settings: Settings, remote: bool) -> str:

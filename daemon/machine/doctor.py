@@ -57,10 +57,10 @@ def judge_name(hostname: str, resolved: Sequence[str], alone: bool) -> Finding:
 
 
 def judge_free(check: str, path: str, free_mb: float, least_mb: float, what_for: str, fix: str) -> Finding:
-    said = f"{path} has {free_mb:.0f} MB free"
+    text = f"{path} has {free_mb:.0f} MB free"
     if free_mb >= least_mb:
-        return Finding(check=check, text=said)
-    return Finding(check=check, level=WARNING, text=f"{said}; {what_for}", fix=fix)
+        return Finding(check=check, text=text)
+    return Finding(check=check, level=WARNING, text=f"{text}; {what_for}", fix=fix)
 
 
 def judge_limit(name: str, have: int, least: int, fix: str) -> Finding:
@@ -111,11 +111,11 @@ def judge_members(members: Sequence[tuple[str, bool, str, str]]) -> Iterator[Fin
 
 
 def judge_latency(what: str, took_s: float, call_s: float, fix: str) -> Finding:
-    said = f"{what} takes {took_s * 1000:.0f} ms"
+    text = f"{what} takes {took_s * 1000:.0f} ms"
     if took_s < SLOW_SHARE * call_s:
-        return Finding(check="etcd", text=said)
+        return Finding(check="etcd", text=text)
     level = ERROR if took_s >= call_s else WARNING
-    return Finding(check="etcd", level=level, text=f"{said}; timeouts.etcd_call_s is {call_s:g} s", fix=fix)
+    return Finding(check="etcd", level=level, text=f"{text}; timeouts.etcd_call_s is {call_s:g} s", fix=fix)
 
 
 STRICT = frozenset({"torch", "nccl", "elasticd"})
@@ -129,9 +129,9 @@ def compare(facts: Mapping[str, Mapping[str, str]]) -> Iterator[Finding]:
         for node, versions in sorted(facts.items()):
             by_version.setdefault(versions.get(what, "none"), []).append(node)
         if len(by_version) > 1:
-            said = "; ".join(f"{version} on {', '.join(nodes)}" for version, nodes in sorted(by_version.items()))
+            where = "; ".join(f"{version} on {', '.join(nodes)}" for version, nodes in sorted(by_version.items()))
             level = ERROR if what in STRICT else WARNING
-            yield Finding(check="versions", level=level, text=f"{what} differs: {said}",
+            yield Finding(check="versions", level=level, text=f"{what} differs: {where}",
                           fix=f"install the same {what} on all nodes")  # fmt: skip
     if len(facts) > 1:
         yield Finding(check="versions", text=f"compared on {len(facts)} nodes: {', '.join(sorted(facts))}")
@@ -158,19 +158,19 @@ def versions() -> dict[str, str]:
     """What must be alike on all nodes, without importing torch."""
     import importlib.metadata  # with the parsers of e-mail and zip, a megabyte: imported when the node is examined
 
-    found = {"python": platform.python_version(), "kernel": platform.release()}
+    facts = {"python": platform.python_version(), "kernel": platform.release()}
     for what, packages in {"torch": ("torch",), "nccl": ("nvidia-nccl-cu13", "nvidia-nccl-cu12")}.items():
         for package in packages:
             try:
-                found[what] = importlib.metadata.version(package)
+                facts[what] = importlib.metadata.version(package)
                 break
             except importlib.metadata.PackageNotFoundError:
                 continue
     try:
-        found["driver"] = Path("/sys/module/nvidia/version").read_text().strip()
+        facts["driver"] = Path("/sys/module/nvidia/version").read_text().strip()
     except OSError:
         pass  # no NVIDIA driver
-    return found
+    return facts
 
 
 def free_mb(path: str) -> float:
@@ -221,24 +221,24 @@ def local(
 ) -> list[Finding]:
     """The checks of this machine that need neither etcd nor another node. `secrets`: paths of files with secrets."""
     hostname = socket.gethostname()
-    found = [judge_name(hostname, resolved(hostname), alone), _address(address), *_interface(interface)]
-    found += [f for path in secrets if path for f in _mode(path)]
-    found += _free(state_dir)
+    rows = [judge_name(hostname, resolved(hostname), alone), _address(address), *_interface(interface)]
+    rows += [f for path in secrets if path for f in _mode(path)]
+    rows += _free(state_dir)
     files, memlock = resource.getrlimit(resource.RLIMIT_NOFILE)[0], resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    found.append(judge_limit("open files of elasticd", files, LEAST_FILES, "LimitNOFILE=65536 in the unit; ulimit -n"))
+    rows.append(judge_limit("open files of elasticd", files, LEAST_FILES, "LimitNOFILE=65536 in the unit; ulimit -n"))
     if gpus:
-        found.append(judge_limit("locked memory of elasticd, in bytes", memlock, LEAST_MEMLOCK_BYTES,
+        rows.append(judge_limit("locked memory of elasticd, in bytes", memlock, LEAST_MEMLOCK_BYTES,
                                  "LimitMEMLOCK=infinity in the unit, or ulimit -l unlimited"))  # fmt: skip
-    found.append(judge_clock(clock_state()))
+    rows.append(judge_clock(clock_state()))
     if host.as_system_service() and (why := ownership.closed_to(sys.executable)):  # agents run as their jobs' users
-        found.append(Finding(check="python", level=ERROR, text=why, fix=ownership.OPEN_PYTHON))
-    return found
+        rows.append(Finding(check="python", level=ERROR, text=why, fix=ownership.OPEN_PYTHON))
+    return rows
 
 
 def blocking(interface: str, state_dir: str) -> str:
     """Why no job can run on this machine, with the fix; empty: some can. Checked before the node takes work."""
-    found = [*_interface(interface), *_free(state_dir)]
-    return next((f"{f.text}: {f.fix}, then restart elasticd" for f in found if f.level == ERROR), "")
+    findings = [*_interface(interface), *_free(state_dir)]
+    return next((f"{f.text}: {f.fix}, then restart elasticd" for f in findings if f.level == ERROR), "")
 
 
 def _address(address: str) -> Finding:
@@ -253,23 +253,23 @@ def _interface(interface: str) -> Iterator[Finding]:
 
     if not interface:
         return
-    known = psutil.net_if_stats().get(interface)
-    if known is None or not known.isup:
-        what = "does not exist" if known is None else "is down"
+    status = psutil.net_if_stats().get(interface)
+    if status is None or not status.isup:
+        what = "does not exist" if status is None else "is down"
         yield Finding(check="interface", level=ERROR, text=f"interface {interface} {what}",
                       fix=f"set `interface` to one of: {', '.join(sorted(psutil.net_if_stats()))}")  # fmt: skip
         return
-    speed = f", {known.speed} Mbit/s" if known.speed else ""
-    yield Finding(check="interface", text=f"{interface} is up, MTU {known.mtu}{speed}")
+    speed = f", {status.speed} Mbit/s" if status.speed else ""
+    yield Finding(check="interface", text=f"{interface} is up, MTU {status.mtu}{speed}")
 
 
 def _mode(path: str) -> Iterator[Finding]:
     try:
-        found = os.stat(path)
+        entry = os.stat(path)
     except OSError as error:
         yield Finding(check="files", level=ERROR, text=f"{path}: {error.strerror}", fix="see [etcd] in the settings")
         return
-    yield judge_mode(path, stat.S_IMODE(found.st_mode), found.st_uid, os.geteuid())
+    yield judge_mode(path, stat.S_IMODE(entry.st_mode), entry.st_uid, os.geteuid())
 
 
 def _free(state_dir: str) -> Iterator[Finding]:

@@ -39,10 +39,10 @@ def look(settings: Settings) -> tuple[Certificate, ...]:
             ("client certificate of the other nodes", str(tls / "client.pem")),
             ("certificate authority", str(tls / "ca.pem")),
         ]
-    found = ((what, path, expires_wall_s(path)) for what, path in named if path)
+    certificates = ((what, path, expires_wall_s(path)) for what, path in named if path)
     return tuple(
         Certificate(what=what, file=path, expires_wall_s=until_s)
-        for what, path, until_s in found
+        for what, path, until_s in certificates
         if until_s is not None
     )
 

@@ -207,8 +207,8 @@ def self_test(command: Sequence[str] = (sys.executable, "-m", "elastic.agent.wor
     except subprocess.TimeoutExpired:
         return f"the self-test of the GPUs did not end within {SELF_TEST_S:g} s"
     try:
-        found = json.loads(done.stdout.splitlines()[-1])
+        result = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):
         last = (done.stderr.strip().splitlines() or ["no word"])[-1]
         return f"the self-test of the GPUs failed with code {done.returncode}: {last}"
-    return str(found["problem"])
+    return str(result["problem"])

@@ -36,14 +36,14 @@ def complete(settings: Settings, gpus: tuple[int, ...]) -> Settings:
     run_dir = os.environ.get("RUNTIME_DIRECTORY", "").partition(":")[0]
     socket_path = os.path.abspath(settings.socket or os.path.join(run_dir or state_dir, "elasticd.sock"))
     check_socket(f"socket = {socket_path!r}", socket_path, InvalidConfig)
-    found = addresses.find(settings)
+    own = addresses.find(settings)
     return msgspec.structs.replace(
         settings,
         node=check_name("node", node),
         state_dir=state_dir,
         socket=socket_path,
-        address=found.address,
-        interface=found.interface,
+        address=own.address,
+        interface=own.interface,
         slots=settings.slots if settings.slots != "auto" else len(gpus) or cpu_slots(),
     )
 
@@ -101,16 +101,16 @@ def gpus(setting: str = "auto") -> Gpus:
 
 def _visible(given: str, ids: Sequence[str]) -> Gpus:
     """The GPUs that `given`, a value of CUDA_VISIBLE_DEVICES, names by index or by the beginning of their id."""
-    found: list[int] = []
+    indices: list[int] = []
     for name in filter(None, map(str.strip, given.split(","))):
-        known = [index for index, uuid in enumerate(ids) if name == str(index) or uuid.startswith(name)]
+        matches = [index for index, uuid in enumerate(ids) if name == str(index) or uuid.startswith(name)]
         if name == "-1":  # CUDA's own word for the end of the list
             break
-        if len(known) != 1:
+        if len(matches) != 1:
             fix = "name them by index or id, unset it, or set gpus = 'none' to train on its CPU"
             return Gpus(problem=f"CUDA_VISIBLE_DEVICES={given}: {name} is no GPU of this machine: {fix}")
-        found += known
-    return Gpus(tuple(dict.fromkeys(found)))
+        indices += matches
+    return Gpus(tuple(dict.fromkeys(indices)))
 
 
 def sickness(state_dir: str) -> str:

@@ -163,20 +163,20 @@ def judge(me: str, listening: str, unreached: Mapping[str, str], rates: Mapping[
 def _rate(node: str, reaches: str, mbit_s: float | None, typical: float) -> Finding:
     if mbit_s is None:
         return Finding(check="reach", node=node, text=f"{reaches}; bandwidth not measured")
-    said = f"{reaches} with {_in_words(mbit_s)}"
+    text = f"{reaches} with {_in_words(mbit_s)}"
     if mbit_s < SLOW_SHARE * typical:
         return Finding(
-            check="reach", level=WARNING, node=node, text=f"{said}; the median of the nodes is {_in_words(typical)}",
+            check="reach", level=WARNING, node=node, text=f"{text}; the median of the nodes is {_in_words(typical)}",
             fix="see its link: speed and duplex (ethtool), cable, MTU, other traffic; `interface` may name a "
             "management network",
         )  # fmt: skip
     if mbit_s < SLOW_MBIT_S:
         return Finding(
             check="reach", level=WARNING, node=node,
-            text=f"{said}: the exchange of gradients may take most of a step",
+            text=f"{text}: the exchange of gradients may take most of a step",
             fix="set `interface` or `address` to the fast network, if there is one",
         )  # fmt: skip
-    return Finding(check="reach", node=node, text=said)
+    return Finding(check="reach", node=node, text=text)
 
 
 def _in_words(mbit_s: float) -> str:

@@ -176,19 +176,19 @@ class Asker:
     def _whole(self, node: str, path: str, query: dict[str, str], by: User, within_s: float) -> tuple[int, bytes]:
         name = uuid.uuid4().hex
         prefix = answers_to(self._cluster, name)
-        found: dict[int, bytes] = {}
+        values: dict[int, bytes] = {}
         arrived = threading.Event()
 
         def show(view: View) -> None:
             for key, kv in view.kvs.items():
                 number = key.removeprefix(prefix)
                 if number in _NUMBERS:  # anything may lie there: an error in this thread would end the daemon
-                    found[int(number)] = kv.value
+                    values[int(number)] = kv.value
             try:
-                whole = joined(name, dict(found), self._secret) is not None
+                complete = joined(name, dict(values), self._secret) is not None
             except Refused:
-                whole = True
-            if whole:
+                complete = True
+            if complete:
                 arrived.set()
 
         try:
@@ -207,7 +207,7 @@ class Asker:
                 self._revoke(lease)
         except EtcdError as error:
             raise Refused(503, f"etcd cannot be reached now, and asking {node} needs it: {error}") from error
-        if (answer := joined(name, found, self._secret)) is None:
+        if (answer := joined(name, values, self._secret)) is None:
             raise Refused(504, f"{node} has not answered within {within_s:g} s: does its elasticd run?")
         return answer
 

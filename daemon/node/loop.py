@@ -347,8 +347,8 @@ class DaemonLoop:
                 deserted_s, lacking=trouble is not None and trouble.short,
             )  # fmt: skip
             if state is not None:
-                said = {"phase": state.phase, "reason": state.reason, "excluded_nodes": state.excluded_nodes}
-                self.log.info("job.state", job=job.name, **said)
+                change = {"phase": state.phase, "reason": state.reason, "excluded_nodes": state.excluded_nodes}
+                self.log.info("job.state", job=job.name, **change)
                 self.writer.put_state(job, state)
 
     def _set_aside_s(self, job: Job) -> float:
@@ -388,14 +388,14 @@ class DaemonLoop:
         for name in list(self.agents.running):
             job = self._cluster.jobs.get(name)
             ends = job is not None and (job.over or job.state.phase is Phase.STOPPING)
-            said = self.agents.running[name].status
-            earlier = job is not None and reconcile.of_an_earlier_job(job, said)
+            status = self.agents.running[name].status
+            earlier = job is not None and reconcile.of_an_earlier_job(job, status)
             if job is None or not (ends or earlier or late_s > 0 or self._of_another_user(job)):
                 self._overdue.pop(name, None)
                 continue
             since_s = self._overdue.setdefault(name, now_s)
-            told = self.agents.running[name].ending_s is not None
-            number = reconcile.signal_for(job, now_s - since_s, told, said, late_s)
+            signalled = self.agents.running[name].ending_s is not None
+            number = reconcile.signal_for(job, now_s - since_s, signalled, status, late_s)
             if number is not None:
                 self.agents.signal(name, number)
                 self.agents.running[name].ending_s = now_s

@@ -62,9 +62,9 @@ class OlderRecords:
 
     def _unsigned(self, view: View, now_s: float) -> dict[str, Refusal]:
         nodes = {k: kv for k, kv in view.kvs.items() if k.startswith(self._keys.nodes) and kv.stamp}
-        known = self._signed
+        before = self._signed
         self._signed = {
-            k: known[k] if k in known and known[k][0] == kv.stamp else (kv.stamp, now_s) for k, kv in nodes.items()
+            k: before[k] if k in before and before[k][0] == kv.stamp else (kv.stamp, now_s) for k, kv in nodes.items()
         }
         if not view.connected:
             self._signed = {}  # nothing can be signed meanwhile
@@ -79,14 +79,14 @@ class OlderRecords:
         for key, (name, refusal) in self._older.items():
             newest = self._view.kvs.get(key)
             ending = newest is None and key.startswith(self._keys.endings)  # no effect: another daemon may know more
-            known = newest is not None or ending or self._stamps.ended(key)
+            is_known = newest is not None or ending or self._stamps.ended(key)
             turn = place + ending * len(by_age)
-            if known and self._since.lasts_s(name, True, now_s) >= AFTER_S + EACH_S * turn:
+            if is_known and self._since.lasts_s(name, True, now_s) >= AFTER_S + EACH_S * turn:
                 self._writer.put_right(key, refusal.kv, newest)
         if place == 0 and now_s >= self._trim_due_s:
             self._trim_due_s = now_s + TRIM_S
-            found = sorted((kv.stamp, key) for key, kv in self._view.kvs.items() if key.startswith(self._keys.endings))
-            if over := [key for _, key in found[:-KEPT_ENDINGS]]:
+            marks = sorted((kv.stamp, key) for key, kv in self._view.kvs.items() if key.startswith(self._keys.endings))
+            if over := [key for _, key in marks[:-KEPT_ENDINGS]]:
                 self._writer.delete("old endings", over[:100])
 
 

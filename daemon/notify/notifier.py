@@ -157,8 +157,8 @@ class Command:
 
 
 def channels(settings: NotifySettings) -> list[Channel]:
-    found: list[Channel] = [Webhook(settings.webhook)] if settings.webhook else []
-    return [*found, *([Command(settings.command)] if settings.command else [])]
+    webhooks: list[Channel] = [Webhook(settings.webhook)] if settings.webhook else []
+    return [*webhooks, *([Command(settings.command)] if settings.command else [])]
 
 
 @dataclass(eq=False)
@@ -190,10 +190,10 @@ class Notifier:
 
     def turn(self) -> None:
         """Look once, and send one notification, if there is one: so that it looks between two slow ones."""
-        self._memory, found = look(
+        self._memory, occurrences = look(
             self._memory, self.published.now, self.node, self.settings, time.time(), time.monotonic()
         )
-        self._pending.extend(found)
+        self._pending.extend(occurrences)
         if excess := len(self._pending) - PENDING:
             for _ in range(max(0, excess)):
                 self._pending.popleft()

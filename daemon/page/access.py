@@ -29,15 +29,15 @@ def token(settings: PageSettings, euid: int, readable: bool = False) -> str:
     path = settings.token_file
     try:
         check_secret("page.token_file", path, euid, readable)
-        found = Path(path).read_text().partition("\n")[0].strip()
+        secret = Path(path).read_text().partition("\n")[0].strip()
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidConfig(f"page.token_file = {path!r}: cannot be read: {error}") from None
-    if len(found) < FEWEST_CHARS or not found.isascii():
+    if len(secret) < FEWEST_CHARS or not secret.isascii():
         raise InvalidConfig(
             f"page.token_file = {path!r}: its first line must hold a token of at least {FEWEST_CHARS} ASCII "
             f"characters: {MAKE_TOKEN}"
         )
-    return found
+    return secret
 
 
 Token = Callable[[], str | None]
@@ -72,10 +72,10 @@ class TokenFile:
         if not self._settings.token_file:
             return ()
         try:
-            found = os.stat(self._settings.token_file)
+            entry = os.stat(self._settings.token_file)
         except OSError:
             return ()
-        return found.st_ino, found.st_mtime_ns, found.st_ctime_ns, found.st_size
+        return entry.st_ino, entry.st_mtime_ns, entry.st_ctime_ns, entry.st_size
 
 
 def check(headers: Mapping[str, str], wanted: str | None) -> None:

@@ -107,14 +107,14 @@ def _plot(drawn: str) -> str:
 
 def text(value: object, most: int = LONGEST_TEXT) -> str:
     """Any text, escaped, and cut if it is long. The caller has made control characters visible."""
-    said = str(value)
-    return html.escape(said if len(said) <= most else f"{said[:most]}…")
+    plain = str(value)
+    return html.escape(plain if len(plain) <= most else f"{plain[:most]}…")
 
 
 def _axis(job: JobDetail, incidents: Sequence[Incident], history: History | None, now_s: float) -> svg.Axis:
     points = history.points if history else []
-    known = [row.wall_s for row in incidents] + [p.wall_s for p in points]
-    begin = job.submitted_wall_s or min(known, default=now_s - 1)
+    times = [row.wall_s for row in incidents] + [p.wall_s for p in points]
+    begin = job.submitted_wall_s or min(times, default=now_s - 1)
     end = job.since_wall_s if job.phase in columns.OVER and job.since_wall_s > begin else now_s
     return svg.Axis(begin, max(end, begin + 1))
 
@@ -131,9 +131,9 @@ def _spans(job: JobDetail, incidents: Sequence[Incident], points: Sequence[Point
     spans = [svg.Span(axis.low, first, "setup", f"set-up, {length(first - axis.low)}", "set-up")]
     begin, number, world = first, None, None
     for row in incidents:
-        known = row.generation - 1 if number is None else number
+        before = row.generation - 1 if number is None else number
         ranks = row.world_size_before if world is None else world
-        spans.append(_generation(begin, row.wall_s, known, ranks))
+        spans.append(_generation(begin, row.wall_s, before, ranks))
         begin = row.wall_s + (row.took_s or 0.0)
         number, world = row.generation, row.world_size_after
     if job.step:
@@ -146,8 +146,8 @@ def _spans(job: JobDetail, incidents: Sequence[Incident], points: Sequence[Point
 
 
 def _generation(begin: float, end: float, number: int, ranks: int) -> svg.Span:
-    told = f"generation {number}, {ranks} ranks, {length(end - begin)}"
-    return svg.Span(begin, max(begin, end), "stepping", told, f"gen {number}")
+    title = f"generation {number}, {ranks} ranks, {length(end - begin)}"
+    return svg.Span(begin, max(begin, end), "stepping", title, f"gen {number}")
 
 
 def _head(job: JobDetail) -> str:
@@ -187,9 +187,9 @@ def _accounts(job: JobDetail) -> list[str]:
         if row.time
     ]
     least = sorted(rows, key=lambda row: 1.0 if row.goodput is None else row.goodput)[:MOST_RANKS]
-    whole = {name: seconds for name, seconds in summed.rank_seconds.items() if name != "stepping"}
-    whole[goodput.STANDSTILL] = summed.open_rank_seconds if stands else 0
-    accounts: list[Account_] = [("all", "", summed.rank_wall_s, summed.goodput, whole)]
+    lost_by_all = {name: seconds for name, seconds in summed.rank_seconds.items() if name != "stepping"}
+    lost_by_all[goodput.STANDSTILL] = summed.open_rank_seconds if stands else 0
+    accounts: list[Account_] = [("all", "", summed.rank_wall_s, summed.goodput, lost_by_all)]
     for row in least:
         lost = {name: seconds for name, seconds in row.seconds.items() if name != "stepping"}
         lost[goodput.STANDSTILL] = row.open_seconds if stands else 0
@@ -246,9 +246,9 @@ def _incidents(rows: Sequence[Incident]) -> list[str]:
 def _error(error: WorkerError | None) -> list[str]:
     if error is None:
         return []
-    told = error.traceback.rstrip() or error.message
+    details = error.traceback.rstrip() or error.message
     where = f"rank {error.rank} on {error.node}"
-    return [f"<h2>Newest error: {text(where)}</h2>", f"<pre>{text(told, 20_000)}</pre>"]
+    return [f"<h2>Newest error: {text(where)}</h2>", f"<pre>{text(details, 20_000)}</pre>"]
 
 
 def _spec(spec: dict[str, Any] | None) -> list[str]:

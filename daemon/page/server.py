@@ -74,13 +74,13 @@ class PageSource:
             status = views.status(snapshot, self.identity, instant)
             status.jobs = [masking.job(row) for row in status.jobs]
             return live.cluster(status, [timeline.answer(event) for event in events])
-        known = snapshot.cluster.jobs.get(job)
-        if known is None:
+        current = snapshot.cluster.jobs.get(job)
+        if current is None:
             raise no_job(job, snapshot)
         return live.job(
-            masking.job(views.job_detail(snapshot, known, instant)),
+            masking.job(views.job_detail(snapshot, current, instant)),
             [masking.incident(row) for row in views.incidents(snapshot, job, instant)],
-            job_routes.history(self.logs(job), known.spec),
+            job_routes.history(self.logs(job), current.spec),
             event_routes.listed(snapshot.cluster, job, "", 0.0, live.LAST_EVENTS),
             instant.wall_s,
         )

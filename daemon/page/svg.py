@@ -94,8 +94,8 @@ def timeline(axis: Axis, spans: Sequence[Span], title: str) -> str:
         x = axis.at(span.begin)
         wide = max(THINNEST, axis.at(span.end) - x)
         x = min(x, WIDTH - RIGHT - wide)
-        told = f"<title>{html.escape(span.title)}</title>" if span.title else ""
-        parts.append(f'<rect class="{span.kind}" x="{x:.1f}" y="{top}" width="{wide:.1f}" height="{bar}">{told}</rect>')
+        tip = f"<title>{html.escape(span.title)}</title>" if span.title else ""
+        parts.append(f'<rect class="{span.kind}" x="{x:.1f}" y="{top}" width="{wide:.1f}" height="{bar}">{tip}</rect>')
         if span.label and wide > 7 * len(span.label) + 8:
             parts.append(text(x + wide / 2, top + bar / 2 + 4, span.label, 'class="inside" text-anchor="middle"'))
     return _svg(top + bar + 22, parts, title)
@@ -137,23 +137,23 @@ def curve(
 
 
 def _unbroken(points: Points) -> list[list[tuple[float, float]]]:
-    found: list[list[tuple[float, float]]] = [[]]
+    pieces: list[list[tuple[float, float]]] = [[]]
     for x, value in points:
         if value is None:
-            found.append([])
+            pieces.append([])
         else:
-            found[-1].append((x, value))
-    return [part for part in found if part]
+            pieces[-1].append((x, value))
+    return [part for part in pieces if part]
 
 
 def stacked(shares: Sequence[tuple[str, float, str]], title: str) -> str:
     """One bar of parts (class, share of the whole, title)."""
     bar, x, parts = 34.0, float(LEFT), []
-    for kind, share, told in shares:
+    for kind, share, tip in shares:
         wide = share * (WIDTH - LEFT - RIGHT)
         parts.append(
             f'<rect class="{kind}" x="{x:.2f}" y="0" width="{wide:.2f}" height="{bar}">'
-            f"<title>{html.escape(told)}</title></rect>"
+            f"<title>{html.escape(tip)}</title></rect>"
         )
         x += wide
     return _svg(bar, parts, title)

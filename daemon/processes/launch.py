@@ -68,8 +68,8 @@ class GuardedChild:
         self._channel.settimeout(GUARD_S)
         self._said = self._channel.makefile("rb")
         try:
-            told = [f"{MARK_ENV}={service.env[MARK_ENV]}", *service.argv]
-            self._channel.sendall(b"\0".join(map(os.fsencode, told)))
+            command = [f"{MARK_ENV}={service.env[MARK_ENV]}", *service.argv]
+            self._channel.sendall(b"\0".join(map(os.fsencode, command)))
             self._channel.shutdown(socket.SHUT_WR)
             self.pid = int(self._said.readline())
         except (OSError, ValueError) as error:
@@ -80,8 +80,8 @@ class GuardedChild:
 
     def wait(self) -> int | None:
         """The agent's exit code, negative for a signal; None: its guard was killed."""
-        if said := self._said.readline():
-            return os.waitstatus_to_exitcode(int(said))
+        if answer := self._said.readline():
+            return os.waitstatus_to_exitcode(int(answer))
         wait_until_gone(self.pid)
         return None
 
@@ -263,13 +263,13 @@ def holder(lock: Path) -> int | None:
 
 def _lockers(inode: int) -> list[int]:
     """Processes that hold a lock on a file of this inode number, on any file system."""
-    found = []
+    pids = []
     with contextlib.suppress(OSError):
         for line in Path("/proc/locks").read_text().splitlines():
             fields = line.split()
             if "FLOCK" in fields and "->" not in fields and fields[-3].endswith(f":{inode}"):
-                found.append(int(fields[-4]))
-    return [pid for pid in found if pid > 0]
+                pids.append(int(fields[-4]))
+    return [pid for pid in pids if pid > 0]
 
 
 def _has_open(pid: int, descriptor: int, *, unseen: bool) -> bool:

@@ -24,25 +24,25 @@ INSTALLED = (sys.executable, __file__)
 def properties(spec: JobSpec, user: Account | None) -> tuple[str, ...]:
     """`user`: the account that the agent runs as; None: elasticd's own."""
     limits = spec.limits
-    found = [
+    lines = [
         "UMask=0027",
         "NoNewPrivileges=yes",
         f"PrivateTmp={'no' if uses_tmp(spec) else 'yes'}",
         f"TasksMax={limits.tasks}",
     ]
     if limits.memory:
-        found.append(f"MemoryMax={limits.memory}")
+        lines.append(f"MemoryMax={limits.memory}")
     if limits.cpu:
-        found.append(f"CPUQuota={limits.cpu * 100:.0f}%")
+        lines.append(f"CPUQuota={limits.cpu * 100:.0f}%")
     if user is not None:
-        found += [f"User={user.user}", f"Group={user.gid}"]
-    return tuple(found)
+        lines += [f"User={user.user}", f"Group={user.gid}"]
+    return tuple(lines)
 
 
 def of_etcd(user: Account | None, folder: Path, binary: str) -> tuple[str, ...]:
     """Of the embedded etcd's unit, which writes to `folder` alone. `user`: None: there is none of its own."""
     in_tmp = any(_IN_TMP.search(text) for text in (str(folder), binary, *INSTALLED))
-    found = [
+    lines = [
         "TasksMax=infinity", "UMask=0077", "NoNewPrivileges=yes", "CapabilityBoundingSet=", "ProtectSystem=strict",
         f"ReadWritePaths={folder}", "ProtectHome=read-only", f"PrivateTmp={'no' if in_tmp else 'yes'}",
         "PrivateDevices=yes", "ProtectKernelTunables=yes", "ProtectKernelModules=yes", "ProtectKernelLogs=yes",
@@ -51,7 +51,7 @@ def of_etcd(user: Account | None, folder: Path, binary: str) -> tuple[str, ...]:
         "RestrictAddressFamilies=AF_UNIX AF_INET AF_INET6 AF_NETLINK", "SystemCallArchitectures=native",
         "SystemCallFilter=@system-service", "SystemCallErrorNumber=EPERM",
     ]  # fmt: skip
-    return (*found, f"User={user.user}", f"Group={user.gid}") if user is not None else tuple(found)
+    return (*lines, f"User={user.user}", f"Group={user.gid}") if user is not None else tuple(lines)
 
 
 def uses_tmp(spec: JobSpec) -> bool:

@@ -33,8 +33,8 @@ def end_leftovers(agent_dir: Path) -> list[int]:
 
 def mark_of(agent_dir: Path) -> str:
     """The mark of all that the agent of this directory starts. Raises OSError."""
-    found = os.stat(agent_dir)
-    return mark(found.st_dev, found.st_ino, os.path.abspath(agent_dir))
+    entry = os.stat(agent_dir)
+    return mark(entry.st_dev, entry.st_ino, os.path.abspath(agent_dir))
 
 
 def _end(pid: int, wanted: bytes) -> bool:
@@ -60,14 +60,14 @@ GRACE_S = 15.0
 def stop_all(state_dir: Path) -> list[str]:
     """End the daemon, then its agents (their workers end with them) and the workers' leftover processes, then the
     embedded etcd. Returns a report; a line with NOT in it names a process that is still alive."""
-    said = _end_holder("elasticd", state_dir / "lock")
+    report = _end_holder("elasticd", state_dir / "lock")
     for lock in sorted(state_dir.glob("jobs/*/agent/lock")):
         what = f"agent of {lock.parent.parent.name}"
         ended = _end_holder(what, lock)
-        said += ended
+        report += ended
         if not any(NOT in line for line in ended) and (pids := end_leftovers(lock.parent)):
-            said.append(f"what the {what} has left ({', '.join(map(str, pids))})")
-    return said + _end_holder("etcd", state_dir / "etcd" / "lock")
+            report.append(f"what the {what} has left ({', '.join(map(str, pids))})")
+    return report + _end_holder("etcd", state_dir / "etcd" / "lock")
 
 
 def unsaved(state_dir: Path) -> list[str]:

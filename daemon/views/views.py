@@ -29,10 +29,10 @@ OVER_SHOWN = 100
 
 def status(snapshot: Snapshot, identity: Identity, now: Now, every: bool = False) -> answers.Status:
     """`every`: also the jobs that are over beyond the newest OVER_SHOWN of them."""
-    known = _in_order(snapshot)
-    over = [] if every else [job for job in known if job.over][:-OVER_SHOWN]
+    ordered = _in_order(snapshot)
+    over = [] if every else [job for job in ordered if job.over][:-OVER_SHOWN]
     left_out = {job.name for job in over}
-    jobs = [job_row(snapshot, job, now) for job in known if job.name not in left_out]
+    jobs = [job_row(snapshot, job, now) for job in ordered if job.name not in left_out]
     nodes_ = nodes(snapshot, identity.node, now.wall_s)
     problems = list(why.of_cluster(snapshot, nodes_, identity.plain_text, now.wall_s))
     return msgspec.structs.replace(
@@ -234,8 +234,8 @@ def steps_lost(record: IncidentRecord) -> str:
 def incidents(snapshot: Snapshot, job: str, now: Now) -> list[answers.Incident]:
     """Incidents of one job, or of all jobs (''), oldest first."""
     asked = (j for j in snapshot.cluster.jobs.values() if job in ("", j.name))
-    found = [incident(snapshot, j, i, now) for j in asked for i in j.incidents]
-    return sorted(found, key=lambda row: row.wall_s)
+    rows = [incident(snapshot, j, i, now) for j in asked for i in j.incidents]
+    return sorted(rows, key=lambda row: row.wall_s)
 
 
 def newest_progress(snapshot: Snapshot, job: Job) -> ProgressRecord | None:

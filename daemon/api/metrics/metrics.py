@@ -54,9 +54,9 @@ class FromSnapshot(Collector):
         yield _histogram("elasticd_api_request_duration_seconds", "Requests on the socket, without followed logs.",
                          self._requests.api.items(), ("method", "route", "code"))  # fmt: skip
         yield from _nodes(status.nodes if self._identity.node == first_node(snapshot) else [])
-        mine = {name for name, job in snapshot.cluster.jobs.items()
+        exported = {name for name, job in snapshot.cluster.jobs.items()
                 if exporter(snapshot, name) == self._identity.node}  # fmt: skip
-        rows = [row for row in status.jobs if row.job in mine]
+        rows = [row for row in status.jobs if row.job in exported]
         yield from job_families(rows, snapshot.cluster.jobs, histories, snapshot)
 
 
@@ -68,8 +68,8 @@ def first_node(snapshot: Snapshot) -> str:
 
 def exporter(snapshot: Snapshot, job: str) -> str:
     """The node whose daemon exports `job`: the first one of its generation that has a daemon, else `first_node`."""
-    known = snapshot.cluster.jobs[job]
-    places = known.generation.nodes if known.generation and not known.over else ()
+    current = snapshot.cluster.jobs[job]
+    places = current.generation.nodes if current.generation and not current.over else ()
     return next((p.node for p in places if p.node in snapshot.cluster.nodes), "") or first_node(snapshot)
 
 
@@ -274,10 +274,10 @@ def _histories(histories: Mapping[str, JobHistory]) -> Iterator[Any]:
     yield _counters("elasticd_job_incidents", text, ["job", "kind"], kinds)
     lost = (([job], history.steps_lost) for job, history in histories.items())
     yield _counters("elasticd_job_steps_lost", "Committed steps lost, at least.", ["job"], lost)
-    recovery = {(job, *labels): each for job, known in histories.items() for labels, each in known.recovery_s.items()}
+    recovery = {(job, *labels): each for job, kept in histories.items() for labels, each in kept.recovery_s.items()}
     yield _histogram("elasticd_job_recovery_seconds", "From the detection until a phase of the recovery was complete.",
                      recovery.items(), ("job", "phase"))  # fmt: skip
-    writes = {(job, *labels): each for job, known in histories.items() for labels, each in known.write_s.items()}
+    writes = {(job, *labels): each for job, kept in histories.items() for labels, each in kept.write_s.items()}
     yield _histogram(
         "elasticd_job_checkpoint_write_seconds", "Duration of writing a checkpoint.", writes.items(), ("job",)
     )

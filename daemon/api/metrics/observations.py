@@ -51,8 +51,8 @@ class Histograms:
 
     def observe(self, value: float, *labels: str) -> None:
         with self._lock:
-            known = self._known.setdefault(labels, Histogram(self._bounds))
-        known.observe(value)
+            histogram = self._known.setdefault(labels, Histogram(self._bounds))
+        histogram.observe(value)
 
     def items(self) -> list[tuple[tuple[str, ...], Histogram]]:
         with self._lock:
@@ -112,11 +112,11 @@ class Histories:
                 if snapshot.contact.connected:
                     del self._jobs[gone]
             for name, job in jobs.items():
-                known = self._jobs.setdefault(name, JobHistory(submitted=job.submitted))
-                if job.submitted and known.submitted not in (0, job.submitted):  # another job of the same name
-                    known = self._jobs[name] = JobHistory()
-                known.submitted = job.submitted or known.submitted
-                self._learn(known, job)
+                history = self._jobs.setdefault(name, JobHistory(submitted=job.submitted))
+                if job.submitted and history.submitted not in (0, job.submitted):  # another job of the same name
+                    history = self._jobs[name] = JobHistory()
+                history.submitted = job.submitted or history.submitted
+                self._learn(history, job)
             return dict(self._jobs)
 
     @staticmethod

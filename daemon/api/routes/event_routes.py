@@ -38,8 +38,8 @@ def check_names(snapshot: Snapshot, job: str, node: str) -> None:
             raise Refused(400, str(error)) from None
     if job and job not in cluster.jobs and not any(chosen(cluster, job, "", 0.0)):
         raise no_job(job, snapshot)
-    if node and node not in (known := known_nodes(cluster)) and not any(chosen(cluster, "", node, 0.0)):
-        raise no_node(node, known, cluster)
+    if node and node not in (names := known_nodes(cluster)) and not any(chosen(cluster, "", node, 0.0)):
+        raise no_node(node, names, cluster)
 
 
 def listed(cluster: Cluster, job: str, node: str, since_wall_s: float, last: int) -> list[answers.Event]:

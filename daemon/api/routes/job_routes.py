@@ -61,16 +61,16 @@ def asking(h: Request) -> User:
 
 def other_nodes(snapshot: Snapshot, job: str, me: str, rank: int | None = None) -> Sequence[str]:
     """The nodes besides `me` that have workers of the job, or `rank`."""
-    known = snapshot.cluster.jobs.get(job)
-    if known is None:
+    current = snapshot.cluster.jobs.get(job)
+    if current is None:
         return []
-    generation = known.generation
+    generation = current.generation
     if rank is not None:
         places = generation.nodes if generation else ()
         return [p.node for p in places if generation and rank in generation.ranks(p.node).values() and p.node != me]
     placed = {p.node for p in generation.nodes} if generation else set()
     workers = {n for n, node in snapshot.cluster.nodes.items() if any(w.job == job for w in node.record.workers)}
-    return sorted(({*known.members} | placed | workers) - {me})
+    return sorted(({*current.members} | placed | workers) - {me})
 
 
 HISTORY_BYTES = 1024 * 1024
@@ -115,9 +115,9 @@ _SAMPLES = msgspec.json.Decoder(GradientSamples)
 
 def post_debug(h: Request, query: Query, job: str) -> Json:
     snapshot = h.service.published.now
-    known = job_of(snapshot, job)
-    progress = newest_progress(snapshot, known)
-    if known.over or progress is None or not progress.step:
+    current = job_of(snapshot, job)
+    progress = newest_progress(snapshot, current)
+    if current.over or progress is None or not progress.step:
         raise Refused(409, f"job {job!r} makes no steps now: there is nothing to sample")
     if not progress.managed:
         raise Refused(409, f"job {job!r} does not call elastic.run: its gradients cannot be sampled")
@@ -128,17 +128,17 @@ def post_debug(h: Request, query: Query, job: str) -> Json:
 
 def get_gradients(h: Request, query: Query, job: str) -> Json:
     snapshot = h.service.published.now
-    known = job_of(snapshot, job)
-    h.service.authority.check_job(h.peer(), job, known.spec, "read the gradients of")
+    current = job_of(snapshot, job)
+    h.service.authority.check_job(h.peer(), job, current.spec, "read the gradients of")
     further, unanswered = rows_elsewhere(h, query, job, "gradients", {})
-    rows = [*samples(h.service.logs(job), known.spec.submitted_wall_s if known.spec else 0.0), *further]
+    rows = [*samples(h.service.logs(job), current.spec.submitted_wall_s if current.spec else 0.0), *further]
     rows.sort(key=lambda row: (row["step"], row["rank"]))
-    world_size = known.generation.world_size if known.generation else 0
+    world_size = current.generation.world_size if current.generation else 0
     step = _shown(rows, request.count(query, "step", 0), world_size)
     chosen = [row for row in rows if row["step"] == step]
     return {
         "job": job, "step": step, "world_size": world_size,
-        "passed": len(chosen) < world_size and _passed(step, newest_progress(snapshot, known)),
+        "passed": len(chosen) < world_size and _passed(step, newest_progress(snapshot, current)),
         "ranks": [row["rank"] for row in chosen], "layers": gradients.layers(chosen),
         "findings": gradients.findings(gradients.in_short(chosen)), "samples": rows, "unanswered": unanswered,
     }  # fmt: skip

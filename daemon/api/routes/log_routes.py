@@ -49,10 +49,10 @@ def get_logs(h: Request, query: Query, job: str) -> None:
     if rank is not None and slot is None:
         _far_rank(h, query, job, rank)
         return
-    known, folder = published.now.cluster.jobs.get(job), h.service.logs(job)
+    current, folder = published.now.cluster.jobs.get(job), h.service.logs(job)
     folder_uid = _folder_uid(h, job)
-    peer, authority, submission = h.peer(), h.service.authority, _submission(known)
-    authority.check_logs(peer, job, known.spec if known else None, folder_uid)
+    peer, authority, submission = h.peer(), h.service.authority, _submission(current)
+    authority.check_logs(peer, job, current.spec if current else None, folder_uid)
     since_s = request.seconds(query, "since_s")
     tail = Tail(folder, slot, previous=request.flag(query, "previous"),
                 since_wall_s=time.time() - since_s if since_s else 0.0,
@@ -75,8 +75,8 @@ def get_logs(h: Request, query: Query, job: str) -> None:
     if not here or request.flag(query, "rest"):
         for line in tail.rest():
             h.stream(_line(h, job, line))
-    known = None if _name_is_reused(published.now, job, submission) else published.now.cluster.jobs.get(job)
-    phase = str(known.state.phase) if known else None
+    current = None if _name_is_reused(published.now, job, submission) else published.now.cluster.jobs.get(job)
+    phase = str(current.state.phase) if current else None
     h.stream({"end": True, "phase": phase, "elsewhere": elsewhere} | ({"offsets": tail.offsets} if here else {}))
     h.end_stream()
 
@@ -85,13 +85,13 @@ def _follow(h: Request, tail: Tail, query: Query, job: str, submission: str | No
     """Stream what is written, and what happens to the job, until it is over here or the reader has gone. A later job of
     the same name may be another user's: the reader was checked for this `submission` only."""
     published, follow = h.service.published, True
-    told, waits = _incident_messages(published.now, job), Waits(job)
+    reported, waits = _incident_messages(published.now, job), Waits(job)
     progress = ProgressReports(job) if request.flag(query, "progress") else None
     while follow and h.still_there() and not _name_is_reused(published.now, job, submission):
         if note := waits.look(published.now, time.monotonic()):
             h.stream({"note": note})
-        before, told = told, _incident_messages(published.now, job)
-        for note in new_messages(before, told):
+        before, reported = reported, _incident_messages(published.now, job)
+        for note in new_messages(before, reported):
             h.stream({"note": note})
         if progress and (row := progress.look(published.now, time.monotonic())):
             h.stream({"progress": msgspec.to_builtins(row)})
@@ -111,8 +111,8 @@ def _folder_uid(h: Request, job: str) -> int | None:
     away when the agent of the new job starts: its owner may ask before that."""
     peer, end_s = h.peer(), time.monotonic() + MOVED_S
     while (uid := h.service.logs(job).owner()) not in (None, peer.uid) and time.monotonic() < end_s:
-        known = h.service.published.now.cluster.jobs.get(job)
-        if known is None or known.spec is None or known.over or not owns(peer, known.spec):
+        current = h.service.published.now.cluster.jobs.get(job)
+        if current is None or current.spec is None or current.over or not owns(peer, current.spec):
             break
         h.service.published.wait(lambda s: _ended(s, job), FOLLOW_S)
     return uid
@@ -142,9 +142,9 @@ def _asked(query: Query) -> dict[str, object]:
 def _far_rank(h: Request, query: Query, job: str, rank: int) -> None:
     """The lines of a rank on another node."""
     published = h.service.published
-    known = published.now.cluster.jobs.get(job)
-    submission = _submission(known)
-    h.service.authority.check_logs(h.peer(), job, known.spec if known else None, None)
+    current = published.now.cluster.jobs.get(job)
+    submission = _submission(current)
+    h.service.authority.check_logs(h.peer(), job, current.spec if current else None, None)
     nodes = other_nodes(published.now, job, h.service.identity.node, rank)
     if "here" in query or not nodes:
         raise Refused(404, f"rank {rank} of job {job!r} is not on node {h.service.identity.node} (any more)")
@@ -154,8 +154,8 @@ def _far_rank(h: Request, query: Query, job: str, rank: int) -> None:
     _far_lines(h, nodes[0], answer)
     if request.flag(query, "follow"):
         _follow_far(h, job, rank, nodes[0], _offsets_in(answer), submission)
-    known = None if _name_is_reused(published.now, job, submission) else published.now.cluster.jobs.get(job)
-    h.stream({"end": True, "phase": str(known.state.phase) if known else None, "elsewhere": {}})
+    current = None if _name_is_reused(published.now, job, submission) else published.now.cluster.jobs.get(job)
+    h.stream({"end": True, "phase": str(current.state.phase) if current else None, "elsewhere": {}})
     h.end_stream()
 
 
@@ -184,11 +184,11 @@ def _follow_far(h: Request, job: str, rank: int, node: str, offsets: object, sub
             if ended:
                 return
         else:
-            chars, known = _far_lines(h, node, answer), offsets
+            chars, since = _far_lines(h, node, answer), offsets
             offsets = _offsets_in(answer)
             if rest:
                 return
-            rest = ended and offsets == known  # all whole lines are here: only a last one without an end may follow
+            rest = ended and offsets == since  # all whole lines are here: only a last one without an end may follow
         over = over or _over(published.wait(lambda s: _over(s, job), 0.0 if chars >= BACKLOG_CHARS else FAR_S), job)
 
 
@@ -210,17 +210,17 @@ def _offsets_in(answer: Mapping[str, Any]) -> object:
 
 
 def _over(snapshot: Snapshot, job: str) -> bool:
-    known = snapshot.cluster.jobs.get(job)
-    return known is None or known.over
+    current = snapshot.cluster.jobs.get(job)
+    return current is None or current.over
 
 
 def _offsets(query: Query) -> dict[str, int]:
     """File -> offset, as an earlier answer gave them. Raises Refused (400)."""
     try:
-        found = msgspec.json.decode(query["offsets"], type=dict[str, int])
+        offsets = msgspec.json.decode(query["offsets"], type=dict[str, int])
     except (msgspec.DecodeError, UnicodeEncodeError):
         raise Refused(400, f"offsets = {query['offsets'][:200]!r}: a JSON object of file names and numbers") from None
-    return {name: offset for name, offset in found.items() if offset >= 0}
+    return {name: offset for name, offset in offsets.items() if offset >= 0}
 
 
 class Waits:
@@ -233,9 +233,9 @@ class Waits:
 
     def look(self, snapshot: Snapshot, now_s: float) -> str:
         """The message to send now; '' if there is none."""
-        known = snapshot.cluster.jobs.get(self._job)
-        stands = known is not None and known.state.phase in (Phase.PENDING, Phase.WAITING)
-        why = views.job_row(snapshot, known, now()).waiting_for if known and stands else ""
+        current = snapshot.cluster.jobs.get(self._job)
+        stands = current is not None and current.state.phase in (Phase.PENDING, Phase.WAITING)
+        why = views.job_row(snapshot, current, now()).waiting_for if current and stands else ""
         if why != self._since[0]:
             self._since = why, now_s
         if not why or why == self._said or now_s - self._since[1] < WAITS_S:
@@ -254,10 +254,10 @@ class ProgressReports:
 
     def look(self, snapshot: Snapshot, now_s: float) -> answers.Progress | None:
         """The progress to send now; None if there is nothing new."""
-        known = snapshot.cluster.jobs.get(self._job)
-        if known is None or now_s < self._due_s:
+        current = snapshot.cluster.jobs.get(self._job)
+        if current is None or now_s < self._due_s:
             return None
-        progress = msgspec.convert(views.job_row(snapshot, known, now()), answers.Progress, from_attributes=True)
+        progress = msgspec.convert(views.job_row(snapshot, current, now()), answers.Progress, from_attributes=True)
         if progress == self._sent:
             return None
         self._sent, self._due_s = progress, now_s + PROGRESS_S
@@ -266,11 +266,11 @@ class ProgressReports:
 
 def _incident_messages(snapshot: Snapshot, job: str) -> tuple[str, ...]:
     """The finished incidents of a job, as text."""
-    known = snapshot.cluster.jobs.get(job)
-    if known is None:
+    current = snapshot.cluster.jobs.get(job)
+    if current is None:
         return ()
-    said = []
-    for incident in known.incidents:
+    messages = []
+    for incident in current.incidents:
         if incident.open:
             continue
         took_s = max(incident.timeline_s.values(), default=None)
@@ -278,11 +278,11 @@ def _incident_messages(snapshot: Snapshot, job: str) -> tuple[str, ...]:
         lost = f", {'an unknown number of steps' if incident.steps_lost is None else views.steps_lost(incident)} lost"
         became = f"world {incident.world_size_before} → {incident.world_size_after} again{took}{lost}"
         if not incident.world_size_after:
-            ended = "stopped" if known.state.phase in (Phase.STOPPING, Phase.STOPPED) else "given up"
+            ended = "stopped" if current.state.phase in (Phase.STOPPING, Phase.STOPPED) else "given up"
             became = f"the job was {ended}" if incident.world_size_before else "before the job's first generation"
         where = f" on {incident.node}" if incident.node else ""  # a planned change has none
-        said.append(f"{incident.kind}{where}: {incident.text}; {became}")
-    return tuple(said)
+        messages.append(f"{incident.kind}{where}: {incident.text}; {became}")
+    return tuple(messages)
 
 
 def new_messages(before: Sequence[str], told: Sequence[str]) -> list[str]:
@@ -303,15 +303,15 @@ def _name_is_reused(snapshot: Snapshot, job: str, submission: str | None) -> boo
 
 def _ended(snapshot: Snapshot, job: str) -> bool:
     """Whether nothing more will be logged here for this job."""
-    known = snapshot.cluster.jobs.get(job)
-    return job not in snapshot.agents and (known is None or known.over)
+    current = snapshot.cluster.jobs.get(job)
+    return job not in snapshot.agents and (current is None or current.over)
 
 
 def _slot_of(h: Request, job: str, rank: int) -> int | None:
     """The slot on this node that has `rank` now, or had it last; None: it is on another node."""
     snapshot = h.service.published.now
-    known = snapshot.cluster.jobs.get(job)
-    generation = known.generation if known else None
+    current = snapshot.cluster.jobs.get(job)
+    generation = current.generation if current else None
     if generation is None:
         raise Refused(404, f"job {job!r} has no ranks (yet)")
     me = h.service.identity.node
@@ -327,14 +327,14 @@ def _slot_of(h: Request, job: str, rank: int) -> int | None:
 def _elsewhere(h: Request, job: str) -> dict[str, list[int]]:
     """Other nodes that have workers of the job -> their ranks."""
     snapshot = h.service.published.now
-    known = snapshot.cluster.jobs.get(job)
-    generation = known.generation if known else None
+    current = snapshot.cluster.jobs.get(job)
+    generation = current.generation if current else None
     nodes = other_nodes(snapshot, job, h.service.identity.node)
     return {node: sorted(generation.ranks(node).values()) if generation else [] for node in nodes}
 
 
 def _line(h: Request, job: str, line: Line) -> dict[str, Any]:
-    known = h.service.published.now.cluster.jobs.get(job)
-    ranks = known.generation.ranks(h.service.identity.node) if known and known.generation else {}
+    current = h.service.published.now.cluster.jobs.get(job)
+    ranks = current.generation.ranks(h.service.identity.node) if current and current.generation else {}
     rank = ranks.get(line.slot) if line.slot is not None else None
     return {"rank": rank, "slot": line.slot, "file": line.source, "line": line.text}

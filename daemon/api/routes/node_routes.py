@@ -68,6 +68,6 @@ def _with_node(h: Request, node: str) -> Snapshot:
     """The newest snapshot, if it knows the node. Raises Refused (404, 503)."""
     snapshot = h.service.published.now
     cluster = snapshot.cluster
-    if node not in (known := known_nodes(cluster)):
-        raise no_node(node, known, cluster)
+    if node not in (names := known_nodes(cluster)):
+        raise no_node(node, names, cluster)
     return snapshot

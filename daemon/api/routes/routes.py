@@ -43,11 +43,11 @@ def get_job(h: Request, query: Query, job: str) -> answers.JobDetail:
         snapshot = h.service.published.wait(
             lambda s: job not in s.cluster.jobs or s.cluster.jobs[job].over, min(wait_s, LONGEST_WAIT_S)
         )
-    known = job_of(snapshot, job)
+    current = job_of(snapshot, job)
     if secrets := request.flag(query, "secrets"):
-        h.service.authority.check_job(h.peer(), job, known.spec, "read the secrets of")
-    detail = views.job_detail(snapshot, known, now(), secrets=secrets)
-    if not h.service.authority.may_change(h.peer(), known.spec):
+        h.service.authority.check_job(h.peer(), job, current.spec, "read the secrets of")
+    detail = views.job_detail(snapshot, current, now(), secrets=secrets)
+    if not h.service.authority.may_change(h.peer(), current.spec):
         detail = masking.job(detail)
     detail.etcd = views.etcd(snapshot, h.service.identity, now())
     return detail
@@ -55,8 +55,8 @@ def get_job(h: Request, query: Query, job: str) -> answers.JobDetail:
 
 def get_history(h: Request, query: Query, job: str) -> answers.History:
     snapshot = h.service.published.now
-    known = snapshot.cluster.jobs.get(job)
-    history = job_routes.history(h.service.logs(job), known.spec if known else None)
+    current = snapshot.cluster.jobs.get(job)
+    history = job_routes.history(h.service.logs(job), current.spec if current else None)
     if history is None:
         raise Refused(404, job_routes.nowhere(job, job_of(snapshot, job).generation, h.service.identity.node))
     history.job, history.node = job, h.service.identity.node
@@ -85,12 +85,12 @@ def get_events(h: Request, query: Query) -> Json | None:
 
 
 def get_config(h: Request, query: Query) -> Json:
-    mine = h.service.config()
+    own = h.service.config()
     if not request.flag(query, "nodes"):
-        return mine
+        return own
     me = h.service.identity.node
     others = sorted(h.service.published.now.cluster.nodes.keys() - {me})
-    return {"nodes": {me: mine, **ask_each(h.service.asker, others, "/v1/config", {}, job_routes.asking(h))}}
+    return {"nodes": {me: own, **ask_each(h.service.asker, others, "/v1/config", {}, job_routes.asking(h))}}
 
 
 def post_job(h: Request, query: Query) -> Json:
@@ -176,8 +176,8 @@ def _others_jobs(h: Request, snapshot: Snapshot) -> set[str]:
 
 
 def _phase(h: Request, job: str) -> Json:
-    known = h.service.published.now.cluster.jobs.get(job)
-    return {"job": job, "phase": str(known.state.phase) if known else None}
+    current = h.service.published.now.cluster.jobs.get(job)
+    return {"job": job, "phase": str(current.state.phase) if current else None}
 
 
 _JOB, _NODE = "(?P<job>[^/]+)", "(?P<node>[^/]+)"

@@ -38,8 +38,8 @@ def show_verify(client: Client, where: str, as_json: bool) -> int:
         _print(rows)
     for row in () if as_json else rows:
         good = row["state"] == "good"
-        said = "good" if good else f"DAMAGED ({row['state']}): {row['detail']}"
-        click.secho(safe_text.line(f"{row['path']}: {said}"), fg=None if good else "red")
+        verdict = "good" if good else f"DAMAGED ({row['state']}): {row['detail']}"
+        click.secho(safe_text.line(f"{row['path']}: {verdict}"), fg=None if good else "red")
     if not rows and not as_json:
         click.echo(safe_text.line(f"no checkpoints in {where}"), err=True)
     return int(not rows or any(row["state"] != "good" for row in rows))

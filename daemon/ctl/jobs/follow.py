@@ -141,8 +141,8 @@ def show(
     if not as_json and (elsewhere := end.get("elsewhere")):
         where = ", ".join(f"{', '.join(map(str, ranks))} on {node}" for node, ranks in elsewhere.items())
         what = "not followed" if follow else "not shown"
-        said = f"({what}: rank {where}; one of them: elasticctl logs {job} --rank N{' -f' if follow else ''})"
-        click.secho(safe_text.line(said), dim=True, err=True)
+        hint = f"({what}: rank {where}; one of them: elasticctl logs {job} --rank N{' -f' if follow else ''})"
+        click.secho(safe_text.line(hint), dim=True, err=True)
     if not as_json and end.get("phase") == "failed":
         _tell_error(read(client.get(f"/v1/jobs/{name(job)}"), JobDetail), tracebacks)
     return end

@@ -77,8 +77,8 @@ def uncompiled(script: str, python: str) -> str:
 
 def missing(module: str, python: str, workdir: str, env: Mapping[str, str]) -> str:
     """Why `python -m module` would fail at once; '' if it would not, or if that cannot be determined here."""
-    said = _asked(python, _LOOK, module, workdir, {**os.environ, **env})
-    return said if "\n" not in said else ""  # more lines: a traceback
+    error = _asked(python, _LOOK, module, workdir, {**os.environ, **env})
+    return error if "\n" not in error else ""  # more lines: a traceback
 
 
 def _asked(python: str, program: str, about: str, workdir: str, env: Mapping[str, str]) -> str:
@@ -233,8 +233,8 @@ def interpreter(given: str | None, daemons: str, ours: str = sys.executable, in_
 def _program(program: str, here: Path) -> str:
     """The path of a program, as this shell would find it."""
     if "/" not in program:
-        if (found := shutil.which(program)) is not None:
-            return os.path.abspath(found)
+        if (on_path := shutil.which(program)) is not None:
+            return os.path.abspath(on_path)
         hint = f": write ./{program}" if os.path.isfile(here / program) else ""
         raise InvalidJob(f"program = {program!r}: there is no such program on PATH{hint}")
     path = _absolute("program", program, here, follow=False)
@@ -267,10 +267,10 @@ def number(text: str) -> int | str:
 
 def free_name(wanted: str, taken: Iterable[str]) -> str:
     """`wanted`, or with the first free number appended."""
-    known = set(taken)
-    if wanted not in known:
+    taken_names = set(taken)
+    if wanted not in taken_names:
         return wanted
-    return next(name for n in range(2, len(known) + 3) if (name := f"{wanted}-{n}") not in known)
+    return next(name for n in range(2, len(taken_names) + 3) if (name := f"{wanted}-{n}") not in taken_names)
 
 
 def _absolute(field: str, text: str, here: Path, follow: bool = True) -> Path:

@@ -91,8 +91,8 @@ def run(
         other = "--python daemon takes the daemon's" if taken else "--python takes another"
         click.echo(safe_text.line(f"it runs with {raw.get('python') or cluster['python']}; {other}"), err=True)
     by_id = "" if job_name else meant.name and job_file.job_name(meant.name)
-    known = [row["job"] for row in cluster["jobs"] if not by_id or row["phase"] in OVER]
-    raw["name"] = job_name or job_file.free_name(by_id or raw["name"], [] if replace else known)
+    names = [row["job"] for row in cluster["jobs"] if not by_id or row["phase"] in OVER]
+    raw["name"] = job_name or job_file.free_name(by_id or raw["name"], [] if replace else names)
     began_s: float | None = time.monotonic()
     try:
         asked = {"spec": raw, "replace": replace, "as": user}
@@ -111,7 +111,7 @@ def run(
 def ready_cluster(client: Client, wait_s: float = STARTING_S) -> Json:
     """The status, once a daemon answers that has reached its etcd: `elasticd &` may just have been called. After
     `wait_s` seconds whatever the status is. Raises Unreachable."""
-    end_s, told = time.monotonic() + wait_s, False
+    end_s, announced = time.monotonic() + wait_s, False
     while True:
         late = time.monotonic() > end_s
         try:
@@ -123,8 +123,8 @@ def ready_cluster(client: Client, wait_s: float = STARTING_S) -> Json:
             if late or not error.absent:
                 raise
             why = f"no elasticd listens on {client.tried} yet"
-        if not told:
+        if not announced:
             click.echo(safe_text.line(f"{why}: waiting for up to {wait_s:g} s"), err=True)
-        told = True
+        announced = True
         client.find_again()
         time.sleep(0.2)

@@ -37,20 +37,20 @@ def doctor(client: Client, every: bool, as_json: bool) -> None:
 def lines(data: answers.Diagnosis, every: bool) -> list[tuple[str, str]]:
     """(line, level): errors first, then warnings; with `every` also what is right; and a summary."""
     order = ("error", "warning", "ok")
-    found = sorted(data.findings, key=lambda row: (order.index(row.level), row.node, row.check))
-    said = []
-    for row in found:
+    findings = sorted(data.findings, key=lambda row: (order.index(row.level), row.node, row.check))
+    shown = []
+    for row in findings:
         if row.level == "ok" and not every:
             continue
         where = f"{row.node}: " if row.node else ""
-        said.append((f"{row.level:<8}{row.check:<10}{where}{row.text}", row.level))
+        shown.append((f"{row.level:<8}{row.check:<10}{where}{row.text}", row.level))
         if row.fix:
-            said.append((f"{'':<18}→ {row.fix}", ""))
-    count = {level: sum(row.level == level for row in found) for level in order}
-    told = [f"{n} {level}{'s' if n != 1 else ''}" for level, n in count.items() if level != "ok" and n]
+            shown.append((f"{'':<18}→ {row.fix}", ""))
+    count = {level: sum(row.level == level for row in findings) for level in order}
+    counts = [f"{n} {level}{'s' if n != 1 else ''}" for level, n in count.items() if level != "ok" and n]
     many = f"{len(data.versions)} node{'s' if len(data.versions) != 1 else ''}"
-    said.append((f"{', '.join(told) or 'all is right'}; {len(found)} checks on {many}", ""))
-    return said
+    shown.append((f"{', '.join(counts) or 'all is right'}; {len(findings)} checks on {many}", ""))
+    return shown
 
 
 @command()

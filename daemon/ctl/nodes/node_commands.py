@@ -168,31 +168,31 @@ def check(file: Path | None) -> None:
 def diff(client: Client, every: bool, as_json: bool) -> None:
     """Settings in which the nodes of the cluster differ. Exit code 1: there are some."""
     data = client.get("/v1/config", {"nodes": 1}, timeout_s=ANSWER_S)
-    found = differences({node: answer["settings"] for node, answer in data["nodes"].items() if "settings" in answer})
+    rows = differences({node: answer["settings"] for node, answer in data["nodes"].items() if "settings" in answer})
     if not every:
-        found = {name: values for name, values in found.items() if name not in OF_A_NODE}
+        rows = {name: values for name, values in rows.items() if name not in OF_A_NODE}
     silent = {node: answer["error"] for node, answer in data["nodes"].items() if "error" in answer}
     if as_json:
-        print_json({"schema": 1, "differences": found, "unanswered": silent})
+        print_json({"schema": 1, "differences": rows, "unanswered": silent})
     else:
-        for name, values in found.items():
+        for name, values in rows.items():
             click.echo(f"{name}:")
             for value, nodes in sorted(values.items()):
                 click.echo(safe_text.line(f"    {value or '(empty)'}  on {', '.join(nodes)}"))
-        if not found:
+        if not rows:
             same = len(data["nodes"]) - len(silent)
             click.echo(f"{same} nodes have the same settings" if same > 1 else "one node answers: nothing to compare")
         for node, why in silent.items():
             click.secho(safe_text.line(f"{node}: {why}"), fg="red", err=True)
-    sys.exit(ERROR if found or silent else OK)
+    sys.exit(ERROR if rows or silent else OK)
 
 
 def differences(settings: Mapping[str, list[Json]]) -> dict[str, dict[str, list[str]]]:
     """Setting -> value as text -> nodes, of the settings that are not the same on all nodes."""
-    found: dict[str, dict[str, list[str]]] = {}
+    by_setting: dict[str, dict[str, list[str]]] = {}
     for node, rows in sorted(settings.items()):
         for row in rows:
             value = row["value"]
             text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-            found.setdefault(row["name"], {}).setdefault(text, []).append(node)
-    return {name: values for name, values in found.items() if len(values) > 1}
+            by_setting.setdefault(row["name"], {}).setdefault(text, []).append(node)
+    return {name: values for name, values in by_setting.items() if len(values) > 1}

@@ -53,14 +53,14 @@ def _columns() -> int:
 
 def summary(data: answers.History, width: int, levels: str) -> list[str]:
     """Lines of at most `width` characters."""
-    known = [(point.step, point.loss) for point in data.points if point.loss is not None]
-    if not known:
+    losses = [(point.step, point.loss) for point in data.points if point.loss is not None]
+    if not losses:
         return [f"{data.job}: no loss is reported (job.commit(state, loss))"]
-    (first, begin), (last, end) = known[0], known[-1]
-    at, lowest = min(known, key=lambda point: (point[1], point[0]))
+    (first, begin), (last, end) = losses[0], losses[-1]
+    at, lowest = min(losses, key=lambda point: (point[1], point[0]))
     return [
         f"{data.job}: loss {begin:.6g} at step {first}, {end:.6g} at step {last}",
-        sparkline([value for _, value in known], width, levels),
+        sparkline([value for _, value in losses], width, levels),
         f"lowest {lowest:.6g} at step {at}",
     ]
 

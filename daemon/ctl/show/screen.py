@@ -68,12 +68,12 @@ class Text:
 
     def slice(self, begin: int, end: int) -> Text:
         """Characters `begin` to `end`, with their styles."""
-        found, at = list[Part](), 0
+        parts, at = list[Part](), 0
         for text, style in self.parts:
             if piece := text[max(0, begin - at) : max(0, end - at)]:
-                found.append((piece, style))
+                parts.append((piece, style))
             at += len(text)
-        return Text.of(found)
+        return Text.of(parts)
 
     def folded(self, width: int) -> list[Text]:
         """Lines of at most `width` cells, broken at words; within a word only if it is longer than a line."""
@@ -142,10 +142,10 @@ def _size() -> tuple[int, int]:
     """Columns and lines as `shutil.get_terminal_size` finds them, without its imports."""
     given = [int(text) if text.isdigit() else 0 for text in map(os.environ.get, ("COLUMNS", "LINES"), ("", ""))]
     try:
-        found = os.get_terminal_size(sys.__stdout__.fileno())  # type: ignore[union-attr]
+        size = os.get_terminal_size(sys.__stdout__.fileno())  # type: ignore[union-attr]
     except (AttributeError, ValueError, OSError):
-        found = os.terminal_size((0, 0))
-    return given[0] or found.columns or 80, given[1] or found.lines or 24
+        size = os.terminal_size((0, 0))
+    return given[0] or size.columns or 80, given[1] or size.lines or 24
 
 
 class WatchScreen(io.StringIO):
@@ -251,13 +251,13 @@ class Rows:
         kept = self._kept(width, natural)
         widths = self._widths(kept, width - GAP * (len(kept) - 1), natural)
         head = [Text(column.title, "bold") for column in self.columns]
-        found = list(self._folded(head, widths))
+        shown = list(self._folded(head, widths))
         for row, wants in zip(self._cells, self._wants, strict=True):
             if all(wants[i] <= width and row[i].on_one_line for i, width in widths.items()):
-                found.append(self._line(row, wants, widths))
+                shown.append(self._line(row, wants, widths))
             else:
-                found += self._folded(row, widths)
-        return found
+                shown += self._folded(row, widths)
+        return shown
 
     # ── inside ──────────────────────────────────────────────────────────────────────────────────────────────
 
