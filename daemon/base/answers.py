@@ -601,6 +601,65 @@ class Stacks(Answer):
     """node → why"""
 
 
+class Layer(Answer):
+    """Norms of a layer"""
+
+    layer: str = ""
+    own: dict[str, float] = {}
+    """rank → norm of its gradient before it is averaged"""
+    mean: dict[str, float] = {}
+    """rank → norm of the gradient that was applied"""
+    weight: dict[str, float] = {}
+
+
+class Gradients(Answer):
+    """A sample of a job's gradients"""
+
+    schema: int = SCHEMA
+    job: str = ""
+    step: int = 0
+    world_size: int = 0
+    passed: bool = False
+    """the job is past the step, and ranks that have no sample of it make none"""
+    ranks: list[int] = []
+    """those that have sampled the step"""
+    layers: list[Layer] = []
+    findings: list[str] = []
+    """what is wrong, one sentence each"""
+    samples: list[Any] = []
+    """of all steps, as the agents keep them"""
+    unanswered: dict[str, str] = {}
+    """node → why"""
+
+
+class Setting(Answer):
+    name: str = ""
+    value: Any = None
+    source: str = ""
+    """`flag`, `environment`, `file`, `default`"""
+    doc: str = ""
+
+
+class Relation(Answer):
+    """A rule of two time-outs"""
+
+    below: str = ""
+    below_s: float = 0.0
+    factor: float = 1.0
+    """`below` times this must be less than `above`"""
+    above: str = ""
+    above_s: float = 0.0
+    why: str = ""
+
+
+class Config(Answer):
+    """The settings of a node"""
+
+    schema: int = SCHEMA
+    settings: list[Setting] = []
+    hierarchy: list[Relation] = []
+
+
 class Top(Answer):
     """Ranks of jobs, as `elasticctl top --json` prints them"""
 

@@ -105,7 +105,7 @@ def test_every_setting_explains_itself() -> None:
 
 def test_every_setting_is_described_with_its_source() -> None:
     loaded = config.load(None, {}, {"cluster": "c"})
-    data = main.describe(loaded.settings, loaded.sources)
+    data = msgspec.to_builtins(main.describe(loaded.settings, loaded.sources))
     rows = {row["name"]: row for row in data["settings"]}
     assert rows["cluster"] == {"name": "cluster", "value": "c", "source": "flag", "doc": config.explain()["cluster"]}
     assert any(rule["below"] == "timeouts.abort_s" for rule in data["hierarchy"])

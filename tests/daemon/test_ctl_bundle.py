@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from elasticd.base.answers import Setting
 from elasticd.ctl import main as ctl
 from elasticd.ctl.client import Client, Failed
 from elasticd.ctl.nodes.bundle import without_secrets
@@ -102,8 +103,8 @@ def test_a_bundle_without_a_daemon_says_what_is_missing_and_fails(tmp_path: path
 
 
 def test_settings_that_differ() -> None:
-    def node(slots: int, keep: list[str]) -> list[dict[str, Any]]:
-        return [{"name": "slots", "value": slots}, {"name": "etcd.endpoints", "value": keep}]
+    def node(slots: int, keep: list[str]) -> list[Setting]:
+        return [Setting("slots", slots), Setting("etcd.endpoints", keep)]
 
     found = differences({"a": node(2, ["x:1"]), "b": node(4, ["x:1"]), "c": node(2, ["x:1"])})
     assert found == {"slots": {"2": ["a", "c"], "4": ["b"]}}

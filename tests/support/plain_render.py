@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from elasticd.base.answers import Incident, Job, JobDetail, Json, Node, Status, WorkerError, read
+from elasticd.base.answers import Config, Incident, Job, JobDetail, Json, Node, Status, WorkerError, read
 from elasticd.ctl.show import render
 from elasticd.ctl.show.screen import Console
 
@@ -34,7 +34,7 @@ def checkpoints(rows: Sequence[Json]) -> None:
 
 
 def config(data: Json) -> None:
-    render.config(data, explain=True)
+    render.config(read(data, Config), explain=True)
 
 
 def incident(row: Json) -> None:

@@ -15,7 +15,7 @@ from elasticd.api import request
 from elasticd.api.actions import job_of
 from elasticd.api.request import Query, Request
 from elasticd.base import answers
-from elasticd.base.answers import Json, Stack, Stacks
+from elasticd.base.answers import Gradients, Json, Layer, Stack, Stacks
 from elasticd.base.errors import Refused
 from elasticd.base.folders import Folder, read_file
 from elasticd.cluster.published_state import Snapshot
@@ -126,7 +126,7 @@ def post_debug(h: Request, query: Query, job: str) -> Json:
     return {"job": job, "step": step, "steps_per_s": progress.steps_per_s}
 
 
-def get_gradients(h: Request, query: Query, job: str) -> Json:
+def get_gradients(h: Request, query: Query, job: str) -> Gradients:
     snapshot = h.service.published.now
     current = job_of(snapshot, job)
     h.service.authority.check_job(h.peer(), job, current.spec, "read the gradients of")
@@ -136,12 +136,12 @@ def get_gradients(h: Request, query: Query, job: str) -> Json:
     world_size = current.generation.world_size if current.generation else 0
     step = _shown(rows, request.count(query, "step", 0), world_size)
     chosen = [row for row in rows if row["step"] == step]
-    return {
-        "job": job, "step": step, "world_size": world_size,
-        "passed": len(chosen) < world_size and _passed(step, newest_progress(snapshot, current)),
-        "ranks": [row["rank"] for row in chosen], "layers": gradients.layers(chosen),
-        "findings": gradients.findings(gradients.in_short(chosen)), "samples": rows, "unanswered": unanswered,
-    }  # fmt: skip
+    return Gradients(
+        job=job, step=step, world_size=world_size,
+        passed=len(chosen) < world_size and _passed(step, newest_progress(snapshot, current)),
+        ranks=[row["rank"] for row in chosen], layers=msgspec.convert(gradients.layers(chosen), list[Layer]),
+        findings=gradients.findings(gradients.in_short(chosen)), samples=rows, unanswered=unanswered,
+    )  # fmt: skip
 
 
 def _shown(rows: Sequence[Json], wanted: int, world_size: int) -> int:

@@ -84,7 +84,7 @@ def get_events(h: Request, query: Query) -> Json | None:
     return {"etcd": views.etcd(published.now, h.service.identity, now()), "events": events}
 
 
-def get_config(h: Request, query: Query) -> Json:
+def get_config(h: Request, query: Query) -> answers.Config | Json:
     own = h.service.config()
     if not request.flag(query, "nodes"):
         return own

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import click
+import msgspec
 
 from elasticd.base import safe_text
+from elasticd.base.answers import Gradients
 from elasticd.ctl.client import Client, Failed, name
 from elasticd.ctl.completion import JOB
-from elasticd.ctl.output import Json, command, print_json
+from elasticd.ctl.output import command, print_json, read
 
 LEAST_WAIT_S = 20.0
 POLL_S = 0.5
@@ -31,32 +33,33 @@ def debug(client: Client, job: str, gradients: bool, by_rank: bool, as_json: boo
     Without --gradients: the newest sample that there is, such as one that debug.gradients_every_steps has made.
     Training is not changed, and no rank waits for another one.
     """
-    data = sampled(client, job) if gradients else client.get(f"/v1/jobs/{name(job)}/gradients")
+    path = f"/v1/jobs/{name(job)}/gradients"
+    sample = sampled(client, job) if gradients else read(client.get(path), Gradients, safe=False)
     if as_json:
-        return print_json(data)
-    if not data["ranks"]:
+        return print_json(msgspec.to_builtins(sample))
+    if not sample.ranks:
         raise Failed(
             404, f"{job} has no sample of its gradients: elasticctl debug {job} --gradients makes one while it trains"
         )
-    for text in table(data, by_rank=by_rank):
+    for text in table(sample, by_rank=by_rank):
         click.echo(safe_text.line(text))
     return None
 
 
-def sampled(client: Client, job: str) -> Json:
+def sampled(client: Client, job: str) -> Gradients:
     """A new sample of all ranks; of some, where no try gives more. Raises Failed if there is none."""
-    data = _asked(client, job)
+    sample = _asked(client, job)
     for _ in range(TRIES - 1):
-        if not data["passed"]:
+        if not sample.passed:
             break
-        data = _asked(client, job)
-    if data["ranks"]:
-        return data
-    why = "the job is past it: ask again" if data["passed"] else "it makes no step"
-    raise Failed(504, f"no rank of {job} has sampled step {data['step']}, {why}: elasticctl status {job}")
+        sample = _asked(client, job)
+    if sample.ranks:
+        return sample
+    why = "the job is past it: ask again" if sample.passed else "it makes no step"
+    raise Failed(504, f"no rank of {job} has sampled step {sample.step}, {why}: elasticctl status {job}")
 
 
-def _asked(client: Client, job: str) -> Json:
+def _asked(client: Client, job: str) -> Gradients:
     """Request a sample, and wait until all ranks have made it, or have passed its step."""
     asked = client.post(f"/v1/jobs/{name(job)}/debug")
     step, rate = asked["step"], asked["steps_per_s"]
@@ -64,26 +67,27 @@ def _asked(client: Client, job: str) -> Json:
     end_s = time.monotonic() + wait_s
     while True:
         time.sleep(POLL_S)
-        data: Json = client.get(f"/v1/jobs/{name(job)}/gradients", {"step": step})
-        there = bool(data["world_size"]) and len(data["ranks"]) >= data["world_size"]
-        if there or data["passed"] or time.monotonic() > end_s:
-            return data
+        sample = read(client.get(f"/v1/jobs/{name(job)}/gradients", {"step": step}), Gradients, safe=False)
+        there = sample.world_size and len(sample.ranks) >= sample.world_size
+        if there or sample.passed or time.monotonic() > end_s:
+            return sample
 
 
-def table(data: Json, *, by_rank: bool) -> list[str]:
+def table(sample: Gradients, *, by_rank: bool) -> list[str]:
     """The lines to print."""
-    ranks, world = data["ranks"], data["world_size"]
-    missing = f"; {world - len(ranks)} of {world} ranks have no sample of it" if len(ranks) < world else ""
-    lines = [f"{data['job']}: gradients and weights of step {data['step']}, {len(ranks)} ranks{missing}"]
-    lines += [f"  {node} does not answer: {why}" for node, why in data["unanswered"].items()]
-    wide = max([5, *(len(row["layer"]) for row in data["layers"])])
-    lines.append(f"{'layer':{wide}}  {'own gradient':>24}  {'mean':>10}  {'weights':>10}")
-    for row in data["layers"]:
-        own = _each(row["own"]) if by_rank else _span(list(row["own"].values()))
-        mean, weight = _first(row["mean"]), _first(row["weight"])
-        lines.append(f"{row['layer']:{wide}}  {own:>24}  {mean:>10}  {weight:>10}")
-    return [*lines, *(f"! {text}" for text in data["findings"] or [])] + (
-        [] if data["findings"] else ["nothing is wrong with them"]
+    ranks, world = len(sample.ranks), sample.world_size
+    missing = f"; {world - ranks} of {world} ranks have no sample of it" if ranks < world else ""
+    wide = max([5, *(len(row.layer) for row in sample.layers)])
+    lines = [
+        f"{sample.job}: gradients and weights of step {sample.step}, {ranks} ranks{missing}",
+        *(f"  {node} does not answer: {why}" for node, why in sample.unanswered.items()),
+        f"{'layer':{wide}}  {'own gradient':>24}  {'mean':>10}  {'weights':>10}",
+    ]
+    for row in sample.layers:
+        own = _each(row.own) if by_rank else _span(list(row.own.values()))
+        lines.append(f"{row.layer:{wide}}  {own:>24}  {_first(row.mean):>10}  {_first(row.weight):>10}")
+    return [*lines, *(f"! {text}" for text in sample.findings or ())] + (
+        [] if sample.findings else ["nothing is wrong with them"]
     )
 
 
@@ -94,9 +98,9 @@ def _span(values: Sequence[float]) -> str:
     return f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}"
 
 
-def _each(values: Json) -> str:
+def _each(values: Mapping[str, float]) -> str:
     return ", ".join(f"{rank}: {value:.4g}" for rank, value in values.items()) or "-"
 
 
-def _first(values: Json) -> str:
+def _first(values: Mapping[str, float]) -> str:
     return f"{next(iter(values.values())):.4g}" if values else "-"

@@ -141,7 +141,7 @@ def show(client: Client, explain: bool, as_json: bool) -> None:
         return print_json(data)
     from elasticd.ctl.show import render
 
-    return render.config(data, explain)
+    return render.config(read(data, answers.Config), explain)
 
 
 @config.command("check")
@@ -168,7 +168,9 @@ def check(file: Path | None) -> None:
 def diff(client: Client, every: bool, as_json: bool) -> None:
     """Settings in which the nodes of the cluster differ. Exit code 1: there are some."""
     data = client.get("/v1/config", {"nodes": 1}, timeout_s=ANSWER_S)
-    rows = differences({node: answer["settings"] for node, answer in data["nodes"].items() if "settings" in answer})
+    rows = differences(
+        {node: read(each, answers.Config).settings for node, each in data["nodes"].items() if "settings" in each}
+    )
     if not every:
         rows = {name: values for name, values in rows.items() if name not in OF_A_NODE}
     silent = {node: answer["error"] for node, answer in data["nodes"].items() if "error" in answer}
@@ -187,12 +189,11 @@ def diff(client: Client, every: bool, as_json: bool) -> None:
     sys.exit(ERROR if rows or silent else OK)
 
 
-def differences(settings: Mapping[str, list[Json]]) -> dict[str, dict[str, list[str]]]:
+def differences(settings: Mapping[str, list[answers.Setting]]) -> dict[str, dict[str, list[str]]]:
     """Setting -> value as text -> nodes, of the settings that are not the same on all nodes."""
     by_setting: dict[str, dict[str, list[str]]] = {}
     for node, rows in sorted(settings.items()):
         for row in rows:
-            value = row["value"]
-            text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-            by_setting.setdefault(row["name"], {}).setdefault(text, []).append(node)
+            text = ", ".join(map(str, row.value)) if isinstance(row.value, list) else str(row.value)
+            by_setting.setdefault(row.name, {}).setdefault(text, []).append(node)
     return {name: values for name, values in by_setting.items() if len(values) > 1}

@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 
-from elasticd.base.answers import EtcdContact, Incident, Job, JobDetail, Json, Node, Status, WorkerError
+from elasticd.base.answers import Config, EtcdContact, Incident, Job, JobDetail, Json, Node, Status, WorkerError
 from elasticd.base.safe_text import shown
 from elasticd.views import columns
 from elasticd.views.columns import Column, ago, clock, failed_first, incident_short, number
@@ -188,19 +188,19 @@ SETTINGS = (
 )
 
 
-def config(data: Json, explain: bool) -> None:
-    out, data = console(), shown(data)
+def config(data: Config, explain: bool) -> None:
+    out = console()
     rows: list[tuple[object, ...]] = []
-    for row in data["settings"]:
-        value = row["value"]
+    for row in data.settings:
+        value = row.value
         plain = ", ".join(value) if isinstance(value, list) else str(value).lower() if value in (True, False) else value
-        rows += [(row["name"], plain, row["source"])] + [("", Text(row["doc"], "dim"), "")] * explain
+        rows += [(row.name, plain, row.source)] + [("", Text(row.doc, "dim"), "")] * explain
     Rows(SETTINGS, rows).print(out)
     out.say("\nThe hierarchy of time-outs, checked at start:")
-    for row in data["hierarchy"]:
-        times = f"{row['factor']:g} × " if row["factor"] != 1 else ""
-        rule = f"{times}{row['below']} ({row['below_s']:g} s) < {row['above']} ({row['above_s']:g} s)"
-        out.say(Text.assemble(f"  {rule}", (f"  {row['why']}", "dim")))
+    for rule in data.hierarchy:
+        times = f"{rule.factor:g} × " if rule.factor != 1 else ""
+        text = f"  {times}{rule.below} ({rule.below_s:g} s) < {rule.above} ({rule.above_s:g} s)"
+        out.say(Text.assemble(text, (f"  {rule.why}", "dim")))
 
 
 def _job_counts(rows: Sequence[Job]) -> Iterable[Text]:
