@@ -7,9 +7,9 @@ import sys
 import click
 
 from elasticd.base.answers import JobDetail, Status
-from elasticd.ctl.client import Client, Failed, name
+from elasticd.ctl.client import Client, Failed, Json, name
 from elasticd.ctl.completion import JOB, job_names
-from elasticd.ctl.output import ERROR, OF_PHASE, OVER, Json, awaited, command, length, read, say
+from elasticd.ctl.output import ERROR, OF_PHASE, OVER, awaited, command, length, read, say
 
 from . import follow
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import click
 
 from elasticd.base import safe_text
-from elasticd.ctl.client import Client, Failed, Unreachable
-from elasticd.ctl.output import AS_USER, OVER, Json, as_json, say
+from elasticd.ctl.client import Client, Failed, Json, Unreachable
+from elasticd.ctl.output import AS_USER, OVER, as_json, say
 
 from . import follow, job_file, torchrun
 

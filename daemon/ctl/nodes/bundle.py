@@ -19,9 +19,9 @@ from pathlib import Path
 import click
 
 from elasticd.base import masking, safe_text
-from elasticd.ctl.client import Client, Failed, Unreachable, name
+from elasticd.ctl.client import Client, Failed, Json, Unreachable, name
 from elasticd.ctl.completion import job_names
-from elasticd.ctl.output import NO_DAEMON, OVER, Json
+from elasticd.ctl.output import NO_DAEMON, OVER
 
 ANSWER_S = 60.0
 JOURNAL_LINES = 5000

@@ -10,9 +10,9 @@ from pathlib import Path
 import click
 
 from elasticd.base import answers, safe_text
-from elasticd.ctl.client import Client, Failed, name
+from elasticd.ctl.client import Client, Failed, Json, name
 from elasticd.ctl.completion import NODE
-from elasticd.ctl.output import ABSENT, ERROR, OK, WITHOUT_DAEMON, Json, awaited, command, length, print_json, read, say
+from elasticd.ctl.output import ABSENT, ERROR, OK, WITHOUT_DAEMON, awaited, command, length, print_json, read, say
 
 CLEANED_S = 300.0
 """A node may have a hundred thousand log files."""

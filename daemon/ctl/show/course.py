@@ -16,9 +16,9 @@ import click
 
 from elasticd.base import answers, safe_text
 from elasticd.base.safe_text import line
-from elasticd.ctl.client import Client, Failed, name
+from elasticd.ctl.client import Client, Failed, Json, name
 from elasticd.ctl.completion import JOB, job_names, node_names
-from elasticd.ctl.output import Json, as_of, command, length, print_json, read
+from elasticd.ctl.output import as_of, command, length, print_json, read
 
 BLOCKS, ASCII = "▁▂▃▄▅▆▇█", "_.-~=+*#"
 FIELDS = ("wall_s", "step", "loss", "steps_per_s", "world_size")
