@@ -40,7 +40,7 @@ from elasticd.base.ownership import lent, private
 from elasticd.base.settings import Settings
 from elasticd.base.threads import Threads
 from elasticd.machine import host
-from elasticd.processes import launch, sandbox, shutdown
+from elasticd.processes import launch, shutdown
 
 from . import certificates
 from .closing import Closing
@@ -191,7 +191,7 @@ class EmbeddedEtcd:
                 launch.environment(),
                 self.dir,
                 self.dir / "etcd.log",
-                sandbox.of_etcd(user, self.dir, binary),
+                launch.of_etcd(user, self.dir, binary),
                 "elasticd: embedded etcd",
             )
         )

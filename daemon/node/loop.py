@@ -34,7 +34,7 @@ from elasticd.cluster.published_state import Contact, LocalAgent, PublishedState
 from elasticd.diagnosis.timeline import Timeline
 from elasticd.machine import host
 from elasticd.machine.gpus import Health
-from elasticd.processes import sandbox
+from elasticd.processes import launch
 
 from .chores import Chores
 from .event_queue import Event, EventQueue, NodeLeaseLost, NodeRegistered, Stop, Updated, Written
@@ -331,7 +331,7 @@ class DaemonLoop:
             )
             if spec.spec.limits != Limits() and not self.run_as.switches:
                 self._say(f"limits of {job}", "they do not hold on this node: elasticd is no service of systemd here")
-            self.agents.start(config, spec.spec.python, user, sandbox.properties(spec.spec, user))
+            self.agents.start(config, spec.spec.python, user, launch.of_agent(spec.spec, user))
 
     def _write_states(self) -> None:
         if overrules := (now_s := time.monotonic()) >= self._overrule_s:

@@ -1,4 +1,8 @@
-"""Start of processes that outlive this daemon: as a transient systemd unit, else in a session of their own."""
+"""Start of processes that outlive this daemon: as a transient systemd unit, else in a session of their own.
+
+An agent's unit, and that of the embedded etcd, have a user, limits and a sandbox: see systemd.exec(5) and
+systemd.resource-control(5). The limits hold for the agent and all its workers on this node together.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +10,22 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import shutil
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol
 
 from elastic.contract.agent_files import MARK_ENV, SYSTEMD_VARIABLES
+from elastic.contract.job.spec import JobSpec
 from elastic.util.processes import wait_until_gone
+from elasticd.access.authority import Account
 from elasticd.base.errors import CannotStart
 from elasticd.machine import host
 
@@ -286,3 +293,55 @@ def _has_open(pid: int, descriptor: int, *, unseen: bool) -> bool:
     except OSError:  # it is gone
         return False
     return False
+
+
+_IN_TMP = re.compile(r"(?:^|[=:,])/(?:var/)?tmp(?:/|$)")
+"""A text that names a file in a folder for temporary files."""
+
+INSTALLED = (sys.executable, __file__)
+"""The interpreter of agents whose job names none, and the package that they import."""
+
+
+def of_agent(spec: JobSpec, user: Account | None) -> tuple[str, ...]:
+    """`user`: the account that the agent runs as; None: elasticd's own."""
+    limits = spec.limits
+    lines = [
+        "UMask=0027",
+        "NoNewPrivileges=yes",
+        f"PrivateTmp={'no' if uses_tmp(spec) else 'yes'}",
+        f"TasksMax={limits.tasks}",
+    ]
+    if limits.memory:
+        lines.append(f"MemoryMax={limits.memory}")
+    if limits.cpu:
+        lines.append(f"CPUQuota={limits.cpu * 100:.0f}%")
+    if user is not None:
+        lines += [f"User={user.user}", f"Group={user.gid}"]
+    return tuple(lines)
+
+
+def of_etcd(user: Account | None, folder: Path, binary: str) -> tuple[str, ...]:
+    """Of the embedded etcd's unit, which writes to `folder` alone. `user`: None: there is none of its own."""
+    in_tmp = any(_IN_TMP.search(text) for text in (str(folder), binary, *INSTALLED))
+    lines = [
+        "TasksMax=infinity", "UMask=0077", "NoNewPrivileges=yes", "CapabilityBoundingSet=", "ProtectSystem=strict",
+        f"ReadWritePaths={folder}", "ProtectHome=read-only", f"PrivateTmp={'no' if in_tmp else 'yes'}",
+        "PrivateDevices=yes", "ProtectKernelTunables=yes", "ProtectKernelModules=yes", "ProtectKernelLogs=yes",
+        "ProtectControlGroups=yes", "ProtectClock=yes", "ProtectHostname=yes", "RestrictNamespaces=yes",
+        "RestrictRealtime=yes", "RestrictSUIDSGID=yes", "LockPersonality=yes", "MemoryDenyWriteExecute=yes",
+        "RestrictAddressFamilies=AF_UNIX AF_INET AF_INET6 AF_NETLINK", "SystemCallArchitectures=native",
+        "SystemCallFilter=@system-service", "SystemCallErrorNumber=EPERM",
+    ]  # fmt: skip
+    return (*lines, f"User={user.user}", f"Group={user.gid}") if user is not None else tuple(lines)
+
+
+def uses_tmp(spec: JobSpec) -> bool:
+    """Whether the job needs files in /tmp or /var/tmp, so that it is to see the machine's, not folders of its own: it
+    names some, or elasticd is installed there."""
+    return any(_IN_TMP.search(text) for text in (*_texts(spec), *INSTALLED))
+
+
+def _texts(spec: JobSpec) -> Iterator[str]:
+    yield from (spec.script, spec.workdir, spec.python, spec.env_file, spec.checkpoint.dir, spec.checkpoint.remote)
+    yield from spec.args
+    yield from spec.env.values()

@@ -25,7 +25,7 @@ from elasticd.agents.etcd_grants import EtcdGrants
 from elasticd.base import ownership
 from elasticd.base.errors import CannotStart
 from elasticd.base.threads import Threads
-from elasticd.processes import launch, sandbox
+from elasticd.processes import launch
 
 ALICE, BOB = Account(1500, 1600, "alice"), Account(1501, 1600, "bob")
 RAW: dict[str, Any] = {"name": "j", "script": "/data/t.py", "workdir": "/data"}
@@ -35,19 +35,19 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: it makes fil
 
 @pytest.fixture(autouse=True)
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox, "INSTALLED", ("/opt/elasticd/bin/python", "/opt/elasticd/lib/sandbox.py"))
+    monkeypatch.setattr(launch, "INSTALLED", ("/opt/elasticd/bin/python", "/opt/elasticd/lib/sandbox.py"))
 
 
 def test_unit_of_a_job_runs_as_its_user_within_its_limits() -> None:
     spec = parse_job(RAW | {"limits": {"memory": "64G", "cpu": 7.5, "tasks": 500}})
-    assert set(sandbox.properties(spec, ALICE)) == {
+    assert set(launch.of_agent(spec, ALICE)) == {
         "User=alice", "Group=1600", "UMask=0027", "NoNewPrivileges=yes", "PrivateTmp=yes", "MemoryMax=64G",
         "CPUQuota=750%", "TasksMax=500",
     }  # fmt: skip
 
 
 def test_unit_of_elasticds_own_user_has_defaults_and_no_user() -> None:
-    found = sandbox.properties(parse_job(RAW), None)
+    found = launch.of_agent(parse_job(RAW), None)
     assert set(found) == {"UMask=0027", "NoNewPrivileges=yes", "PrivateTmp=yes", "TasksMax=16384"}
 
 
@@ -65,14 +65,14 @@ def test_unit_of_elasticds_own_user_has_defaults_and_no_user() -> None:
 )
 def test_job_that_names_files_in_tmp_sees_the_machines(more: dict[str, Any], uses: bool) -> None:
     spec = parse_job(RAW | more)
-    assert sandbox.uses_tmp(spec) is uses
-    assert (f"PrivateTmp={'no' if uses else 'yes'}") in sandbox.properties(spec, None)
+    assert launch.uses_tmp(spec) is uses
+    assert (f"PrivateTmp={'no' if uses else 'yes'}") in launch.of_agent(spec, None)
 
 
 def test_job_of_an_elasticd_that_is_installed_in_tmp_sees_the_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its unit could not start the interpreter otherwise."""
-    monkeypatch.setattr(sandbox, "INSTALLED", ("/tmp/venv/bin/python", "/lib/sandbox.py"))
-    assert "PrivateTmp=no" in sandbox.properties(parse_job(RAW), None)
+    monkeypatch.setattr(launch, "INSTALLED", ("/tmp/venv/bin/python", "/lib/sandbox.py"))
+    assert "PrivateTmp=no" in launch.of_agent(parse_job(RAW), None)
 
 
 @pytest.mark.parametrize("memory", ["64G", "1073741824", "80%", "100%", "512M"])

@@ -8,7 +8,7 @@ import threading
 import msgspec
 
 from elastic.contract.agent_files import AgentStatus
-from elasticd.api.routes import stacks
+from elasticd.api.routes import job_routes as stacks
 from elasticd.cluster.published_state import LocalAgent
 
 
