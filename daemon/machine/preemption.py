@@ -16,7 +16,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import msgspec
 
@@ -98,9 +98,9 @@ class ScheduledEvent(msgspec.Struct, rename="pascal"):
     """One of Azure's. It is delivered to all machines of an availability set or scale set, and names those that it is
     for."""
 
-    event_type: str = ""
-    resources: list[str] = []
-    not_before: str | None = None
+    event_type: Any = ""
+    resources: Any = None
+    not_before: Any = None
 
 
 class ScheduledEvents(msgspec.Struct, rename="pascal"):
@@ -124,12 +124,14 @@ class Azure:
         return None
 
     def _is_for_this_machine(self, event: ScheduledEvent) -> bool:
+        if not isinstance(event.resources, list):
+            raise MetadataError(f"a scheduled event without its list of Resources: {event.resources!r}")
         if not self._name:
             url = f"{self.url}/metadata/instance/compute/name?api-version=2021-02-01&format=text"
             self._name = (_ask(url, {"Metadata": "true"}) or "").strip().lower()
         if not self._name:
             raise MetadataError("the service does not say what this machine is called")
-        return self._name in (resource.lower() for resource in event.resources)
+        return self._name in (str(resource).lower() for resource in event.resources)
 
 
 @dataclass(eq=False)
@@ -194,10 +196,10 @@ def _read(text: str, kind: type[S]) -> S:
         raise MetadataError(f"{error}: {text[:80]!r}") from None
 
 
-def _until(when: str, form: str, now_wall_s: float) -> float:
+def _until(when: object, form: str, now_wall_s: float) -> float:
     """Seconds until `when`, at least 1. Raises MetadataError."""
     try:
-        at = datetime.datetime.strptime(when, form).replace(tzinfo=datetime.UTC)
+        at = datetime.datetime.strptime(str(when), form).replace(tzinfo=datetime.UTC)
     except ValueError:
         raise MetadataError(f"no time of the form {form}: {when!r}") from None
     return max(1.0, at.timestamp() - now_wall_s)
