@@ -1,1 +1,1 @@
-"""Snapshot of the daemon as JSON: nodes, jobs, ranks, problems; for the API, the page and notifications. Pure."""
+"""What is said of nodes, jobs, ranks and problems: answers of the API, and the columns of screen and page. Pure."""

@@ -1,1 +1,1 @@
-"""HTTP/1.1 on a listening socket, and values of a query."""
+"""HTTP/1.1 on a listening socket."""
