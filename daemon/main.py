@@ -18,6 +18,7 @@ import msgspec
 import elastic
 from elastic.contract.agent_files import EtcdAccess
 from elastic.contract.timeouts import RELATIONS
+from elasticd.base.command_answers import Config, Relation, Setting
 from elasticd.base.errors import AlreadyRuns, CannotStart, DaemonError, InvalidConfig, Unsaved
 from elasticd.base.masking import masked_setting
 from elasticd.base.safe_text import block
@@ -28,7 +29,7 @@ from elasticd.processes.shutdown import stop_all, unsaved
 from elasticd.views.instant import Identity
 
 from .agents import job_folders
-from .base import answers, config, ownership
+from .base import config, ownership
 from .etcd import cluster_key, trust
 from .machine import addresses, host
 from .machine import first_process as lean
@@ -228,7 +229,7 @@ def _plain(settings: Settings, sources: Mapping[str, config.SettingSource]) -> d
     return {"settings": shown, "given": given}
 
 
-def describe(settings: Settings, sources: Mapping[str, config.SettingSource]) -> answers.Config:
+def describe(settings: Settings, sources: Mapping[str, config.SettingSource]) -> Config:
     """Every setting with its value, its source and its meaning; and the hierarchy of timeouts."""
     docs = config.explain()
 
@@ -239,10 +240,10 @@ def describe(settings: Settings, sources: Mapping[str, config.SettingSource]) ->
         return masked_setting(name, msgspec.to_builtins(current))
 
     times = settings.timeouts
-    return answers.Config(
-        settings=[answers.Setting(name, value(name), source, docs[name]) for name, source in sources.items()],
+    return Config(
+        settings=[Setting(name, value(name), source, docs[name]) for name, source in sources.items()],
         hierarchy=[
-            answers.Relation(f"timeouts.{a}", getattr(times, a), factor, f"timeouts.{b}", getattr(times, b), why)
+            Relation(f"timeouts.{a}", getattr(times, a), factor, f"timeouts.{b}", getattr(times, b), why)
             for a, factor, b, why in RELATIONS
         ],
     )

@@ -26,7 +26,7 @@ from elasticd.api.doctor import Doctor
 from elasticd.api.http.httpd import Server
 from elasticd.api.metrics.observations import Requests
 from elasticd.api.request import Service
-from elasticd.base.answers import Config
+from elasticd.base.command_answers import Config
 from elasticd.base.errors import CannotStart, Refused
 from elasticd.base.log import Log
 from elasticd.base.sd_notify import Notify

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from elastic.contract.keys import NAME, ClusterKeys
 from elastic.util.log_trim import trim
-from elasticd.base.answers import Cleanup, Removed
+from elasticd.base.command_answers import Cleanup, Removed
 from elasticd.base.folders import Folder
 from elasticd.base.log import Log
 from elasticd.base.settings import Settings

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from elastic.contract.agent_files import KEPT_CODE, LEFT
 from elastic.contract.keys import NAME
-from elasticd.base.answers import Removed
+from elasticd.base.command_answers import Removed
 from elasticd.base.settings import RetentionSettings
 from elasticd.cluster.cluster import Job
 

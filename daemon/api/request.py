@@ -16,7 +16,8 @@ from elasticd.access.audit import Audit
 from elasticd.access.authority import Authority, Peer
 from elasticd.agents.cleaner import Cleaner
 from elasticd.api.metrics.observations import Requests
-from elasticd.base.answers import Answer, Config, Json
+from elasticd.base.answers import Answer, Json
+from elasticd.base.command_answers import Config
 from elasticd.base.errors import Refused
 from elasticd.base.folders import Folder
 from elasticd.base.log import Log

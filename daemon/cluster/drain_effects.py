@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elastic.contract.records.node_records import DrainRecord
-from elasticd.base.answers import DrainEffect
+from elasticd.base.command_answers import DrainEffect
 
 from .assignment import plan
 from .cluster import Cluster, Job

@@ -28,6 +28,7 @@ from elasticd.access.authority import Authority, Peer
 from elasticd.agents.agents import Agents, Running
 from elasticd.agents.cleaner import Cleaner
 from elasticd.api.routes import node_routes
+from elasticd.base.command_answers import Cleanup
 from elasticd.base.errors import Refused
 from elasticd.base.settings import RetentionSettings, Settings
 from elasticd.base.threads import Threads
@@ -222,7 +223,7 @@ def test_names_that_are_no_jobs_are_passed_over(place: Place) -> None:
 
 def test_a_folder_that_was_moved_aside_goes(place: Place) -> None:
     folder = place.gone("~gone~1000~1700000000")
-    assert place.cleaner.clean().removed[0]["folder"] == folder.name
+    assert place.cleaner.clean().removed[0].folder == folder.name
     assert not folder.exists()
 
 
@@ -277,9 +278,7 @@ def test_what_cannot_be_removed_is_said_and_the_rest_goes(place: Place, monkeypa
 
 def test_without_a_jobs_folder_there_is_nothing_to_do(place: Place) -> None:
     place.jobs.rmdir()
-    assert place.cleaner.clean() == {
-        "node": "a", "dry_run": False, "removed": [], "freed_mb": 0, "problems": [], "jobs_known": True,
-    }  # fmt: skip
+    assert place.cleaner.clean() == Cleanup(node="a")
 
 
 class Asked:

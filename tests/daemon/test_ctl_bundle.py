@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from elasticd.base.answers import Setting
+from elasticd.base.command_answers import Setting
 from elasticd.ctl import main as ctl
 from elasticd.ctl.client import Client, Failed
 from elasticd.ctl.nodes.bundle import without_secrets

@@ -10,7 +10,8 @@ import pytest
 from support.pictures import job, progress, row, snapshot
 
 from elastic.contract.records.rank_records import RanksRecord, RankTimes
-from elasticd.base.answers import EtcdContact, JobDetail, Rank, SlowRank, StepTime, Top, printable
+from elasticd.base.answers import EtcdContact, JobDetail, Rank, SlowRank, StepTime, printable
+from elasticd.base.command_answers import Top
 from elasticd.cluster.published_state import Contact
 from elasticd.ctl.jobs import top as ctl_top
 from elasticd.ctl.show.screen import Console

@@ -13,6 +13,7 @@ from support.pictures import progress
 from elastic.contract.agent_files import GradientSamples, RankSample
 from elasticd.api.routes.job_routes import _passed, _shown
 from elasticd.api.routes.job_routes import samples as read
+from elasticd.base.command_answers import Gradients
 from elasticd.base.folders import Folder
 from elasticd.ctl.client import Client, Failed
 from elasticd.ctl.jobs import debug
@@ -38,19 +39,19 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(debug, "POLL_S", 0.0)
 
 
-def sampled(*answers: tuple[Sequence[int], bool]) -> tuple[dict[str, Any], int]:
+def sampled(*answers: tuple[Sequence[int], bool]) -> tuple[Gradients, int]:
     api = Api(*answers)
     return debug.sampled(cast(Client, api), "train"), api.requests
 
 
 def test_debug_requests_a_later_step_where_ranks_have_passed_the_first() -> None:
     data, requests = sampled(([0], True), ([0, 1], False))
-    assert (data["step"], data["ranks"], requests) == (200, [0, 1], 2)
+    assert (data.step, data.ranks, requests) == (200, [0, 1], 2)
 
 
 def test_debug_requests_three_times_at_most() -> None:
     data, requests = sampled(([], True), ([], True), ([1], True), ([0, 1], False))
-    assert (data["step"], data["ranks"], requests) == (300, [1], 3)
+    assert (data.step, data.ranks, requests) == (300, [1], 3)
     with pytest.raises(Failed, match="no rank of train has sampled step 300, the job is past it"):
         sampled(([], True), ([], True), ([], True))
 

@@ -19,7 +19,7 @@ from elasticd.agents.retention import (
     YOUNG_S,
     JobFolder,
     RegularFile,
-    Removal,
+    Removed,
     forgettable,
     removals,
 )
@@ -45,7 +45,7 @@ def gone(name: str = "train") -> JobFolder:
 
 def plan(
     *folders: JobFolder, known: frozenset[str] | None = frozenset(), settings: RetentionSettings = KEEPS
-) -> list[Removal]:
+) -> list[Removed]:
     return removals(folders, known, settings, NOW_S)
 
 

@@ -1,4 +1,4 @@
-"""The tables of fields in docs/api.md, made from `elasticd.base.answers`: `PYTHONPATH=tests python -m support.api_doc`
+"""The tables of fields in docs/api.md, made from the API's classes: `PYTHONPATH=tests python -m support.api_doc`
 rewrites them there. The text below a field's definition is what the table says of it."""
 
 from __future__ import annotations
@@ -9,13 +9,15 @@ from collections.abc import Iterator
 
 from support.source import ROOT
 
-SOURCE, PAGE = ROOT / "daemon" / "base" / "answers.py", ROOT / "docs" / "api.md"
+SOURCES = [ROOT / "daemon" / "base" / f"{name}.py" for name in ("answers", "command_answers")]
+PAGE = ROOT / "docs" / "api.md"
 BEGIN, END = "<!-- fields: made by tests/support/api_doc.py -->", "<!-- end of fields -->"
 PLAIN = {"str": "text", "int": "integer", "float": "number", "bool": "true or false", "Any": "any", "None": "null"}
 
 
 def tables() -> str:
-    classes = [node for node in ast.parse(SOURCE.read_text()).body if isinstance(node, ast.ClassDef)]
+    nodes = [node for source in SOURCES for node in ast.parse(source.read_text()).body]
+    classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
     titles = {each.name: _title(each) for each in classes}
     return "\n".join(line for each in classes if each.name != "Answer" for line in _table(each, titles))
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from elasticd.base.answers import Config, Incident, Job, JobDetail, Json, Node, Status, WorkerError, read
+from elasticd.base.answers import Incident, Job, JobDetail, Json, Node, Status, WorkerError, read
+from elasticd.base.command_answers import Config
 from elasticd.ctl.show import render
 from elasticd.ctl.show.screen import Console
 

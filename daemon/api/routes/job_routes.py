@@ -21,7 +21,8 @@ from elasticd.api import request
 from elasticd.api.actions import job_of
 from elasticd.api.request import Query, Request
 from elasticd.base import answers
-from elasticd.base.answers import Gradients, Json, Layer, Stack, Stacks
+from elasticd.base.answers import Json
+from elasticd.base.command_answers import Gradients, Layer, Stack, Stacks
 from elasticd.base.errors import Refused
 from elasticd.base.folders import Folder, read_file
 from elasticd.cluster.published_state import LocalAgent, Snapshot

@@ -9,7 +9,7 @@ import msgspec
 from elasticd.api import request
 from elasticd.api.actions import known_nodes, no_node
 from elasticd.api.request import LONGEST_WAIT_S, Query, Request
-from elasticd.base import answers
+from elasticd.base import answers, command_answers
 from elasticd.base.answers import Diagnosis, Json
 from elasticd.cluster import drain_effects
 from elasticd.cluster.published_state import Snapshot
@@ -26,12 +26,12 @@ def get_doctor_local(h: Request, query: Query) -> Json:
     return h.service.doctor.answer(query.get("connect", ""), h.service.published.now)
 
 
-def get_node(h: Request, query: Query, node: str) -> answers.NodeDetail:
+def get_node(h: Request, query: Query, node: str) -> command_answers.NodeDetail:
     snapshot = _with_node(h, node)
     if (wait_s := request.seconds(query, "wait_empty_s")) > 0:
         snapshot = h.service.published.wait(lambda s: s.cluster.is_empty(node), min(wait_s, LONGEST_WAIT_S))
     there = {"jobs": snapshot.cluster.jobs_on(node), "empty": snapshot.cluster.is_empty(node)}
-    return answers.NodeDetail(**msgspec.structs.asdict(row(snapshot, h.service.identity.node, node)) | there)
+    return command_answers.NodeDetail(**msgspec.structs.asdict(row(snapshot, h.service.identity.node, node)) | there)
 
 
 def row(snapshot: Snapshot, me: str, node: str) -> answers.Node:
@@ -46,20 +46,20 @@ def changed(h: Request, node: str) -> Json:
     return {"node": seen.node, "state": seen.state, "reason": seen.reason}
 
 
-def get_drain(h: Request, query: Query, node: str) -> answers.DrainPreview:
-    return answers.DrainPreview(node=node, jobs=drain_effects.effects(_with_node(h, node).cluster, node))
+def get_drain(h: Request, query: Query, node: str) -> command_answers.DrainPreview:
+    return command_answers.DrainPreview(node=node, jobs=drain_effects.effects(_with_node(h, node).cluster, node))
 
 
-def get_gc(h: Request, query: Query) -> answers.Cleanup:
+def get_gc(h: Request, query: Query) -> command_answers.Cleanup:
     """What would be removed here. Names of other users' jobs are in it: only for users that may remove these."""
     return _clean(h, dry_run=True)
 
 
-def post_gc(h: Request, query: Query) -> answers.Cleanup:
+def post_gc(h: Request, query: Query) -> command_answers.Cleanup:
     return _clean(h, dry_run=False)
 
 
-def _clean(h: Request, *, dry_run: bool) -> answers.Cleanup:
+def _clean(h: Request, *, dry_run: bool) -> command_answers.Cleanup:
     h.service.authority.check_node(h.peer(), h.service.identity.node, "clean up")
     return h.service.cleaner.clean(dry_run=dry_run)
 

@@ -12,7 +12,7 @@ from elasticd.access.accounts import named
 from elasticd.api import request
 from elasticd.api.actions import job_of, no_job
 from elasticd.api.request import LONGEST_WAIT_S, Drain, Forget, Query, Reason, Request, Scale, Submit, read_body
-from elasticd.base import answers, masking
+from elasticd.base import answers, command_answers, masking
 from elasticd.base.answers import SCHEMA, Json
 from elasticd.base.errors import Refused
 from elasticd.cluster.published_state import Snapshot
@@ -84,7 +84,7 @@ def get_events(h: Request, query: Query) -> Json | None:
     return {"etcd": views.etcd(published.now, h.service.identity, now()), "events": events}
 
 
-def get_config(h: Request, query: Query) -> answers.Config | Json:
+def get_config(h: Request, query: Query) -> command_answers.Config | Json:
     own = h.service.config()
     if not request.flag(query, "nodes"):
         return own

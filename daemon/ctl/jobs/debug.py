@@ -9,7 +9,7 @@ import click
 import msgspec
 
 from elasticd.base import safe_text
-from elasticd.base.answers import Gradients
+from elasticd.base.command_answers import Gradients
 from elasticd.ctl.client import Client, Failed, name
 from elasticd.ctl.completion import JOB
 from elasticd.ctl.output import command, print_json, read

@@ -8,6 +8,7 @@ import click
 import msgspec
 
 from elasticd.base import answers
+from elasticd.base.command_answers import Top
 from elasticd.ctl.client import Client, Failed, name
 from elasticd.ctl.completion import job_names
 from elasticd.ctl.output import OVER, command, print_json, read
@@ -51,7 +52,7 @@ def top(client: Client, job: str | None, once: bool, every_s: float, as_json: bo
     return None
 
 
-def look(client: Client, job: str | None) -> answers.Top:
+def look(client: Client, job: str | None) -> Top:
     """The state of one job, or of all that are not over, with all texts as they are."""
     status = read(client.get("/v1/status"), answers.Status, safe=False)
     jobs = []
@@ -61,10 +62,10 @@ def look(client: Client, job: str | None) -> answers.Top:
         except Failed as error:
             if job or error.status != 404:
                 raise  # else forgotten since the list was read
-    return answers.Top(cluster=status.cluster, wall_s=status.wall_s, etcd=status.etcd, nodes=status.nodes, jobs=jobs)
+    return Top(cluster=status.cluster, wall_s=status.wall_s, etcd=status.etcd, nodes=status.nodes, jobs=jobs)
 
 
-def screen(data: answers.Top, width: int, height: int | None = None, live: bool = True) -> list[Text]:
+def screen(data: Top, width: int, height: int | None = None, live: bool = True) -> list[Text]:
     """For a screen of `width` cells; cut at `height` lines."""
     etcd = "" if data.etcd.connected else "  etcd cannot be reached: other nodes as last seen"
     lines = [Text(f"cluster {data.cluster}  {columns.clock(data.wall_s)}{etcd}{'  Ctrl-C ends' if live else ''}")]

@@ -6,7 +6,7 @@ import sys
 
 import click
 
-from elasticd.base import answers, safe_text
+from elasticd.base import answers, command_answers, safe_text
 from elasticd.ctl.client import Client, name
 from elasticd.ctl.completion import JOB
 from elasticd.ctl.output import DEGRADED, ERROR, OK, command, print_json, read
@@ -62,7 +62,7 @@ def stacks(client: Client, job: str, rank: int | None, as_json: bool) -> None:
     if as_json:
         print_json(data)
     else:
-        for row in read(data, answers.Stacks).stacks:
+        for row in read(data, command_answers.Stacks).stacks:
             who = f"rank {row.rank}" if row.rank >= 0 else "no rank"
             head = f"── {who} on {row.node}, slot {row.slot}, process {row.pid}: {row.phase}, step {row.step}"
             click.secho(head, bold=True)

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import click
 
-from elasticd.base import answers, safe_text
+from elasticd.base import safe_text
+from elasticd.base.command_answers import Cleanup, Config, DrainPreview, NodeDetail, Removed, Setting
 from elasticd.ctl.client import Client, Failed, Json, name
 from elasticd.ctl.completion import NODE
 from elasticd.ctl.output import ABSENT, ERROR, OK, WITHOUT_DAEMON, awaited, command, length, print_json, read, say
@@ -32,7 +33,7 @@ def gc(client: Client, dry_run: bool, as_json: bool) -> None:
     if as_json:
         print_json(data)
     else:
-        cleanup = read(data, answers.Cleanup)
+        cleanup = read(data, Cleanup)
         for line in lines(cleanup):
             click.echo(line)
         if not cleanup.jobs_known:
@@ -42,7 +43,7 @@ def gc(client: Client, dry_run: bool, as_json: bool) -> None:
     sys.exit(ERROR if data["problems"] else OK)
 
 
-def lines(cleanup: answers.Cleanup) -> list[str]:
+def lines(cleanup: Cleanup) -> list[str]:
     """One line for each removal, and a summary."""
     rows = [f"{row.folder}: {_what(row)}, {row.mb:g} MB: {row.why}" for row in cleanup.removed]
     if not rows:
@@ -50,7 +51,7 @@ def lines(cleanup: answers.Cleanup) -> list[str]:
     return [*rows, f"{cleanup.node}: {cleanup.freed_mb:g} MB {'would be freed' if cleanup.dry_run else 'freed'}"]
 
 
-def _what(row: answers.Removed) -> str:
+def _what(row: Removed) -> str:
     if row.what == "middle":
         return row.names[0]
     many = row.names[0] if len(row.names) == 1 else f"{len(row.names)} files"
@@ -79,7 +80,7 @@ def drain(
     """
     data = client.get(f"/v1/nodes/{name(node)}/drain")
     if not as_json:
-        for row in read(data, answers.DrainPreview).jobs:
+        for row in read(data, DrainPreview).jobs:
             click.echo(f"{'! ' if row.effect == 'stops' else ''}{row.text}", err=not dry_run)
     if dry_run:
         if as_json:
@@ -111,11 +112,11 @@ def drain(
     sys.exit(OK if done else ERROR)
 
 
-def until_empty(client: Client, node: str, timeout_s: float) -> answers.NodeDetail:
+def until_empty(client: Client, node: str, timeout_s: float) -> NodeDetail:
     """The node once no agent runs there or its elasticd is lost, or at the timeout."""
-    detail = answers.NodeDetail()
+    detail = NodeDetail()
     for data in awaited(client, f"/v1/nodes/{name(node)}", "wait_empty_s", timeout_s):
-        if (detail := read(data, answers.NodeDetail)).empty:
+        if (detail := read(data, NodeDetail)).empty:
             break
     return detail
 
@@ -141,7 +142,7 @@ def show(client: Client, explain: bool, as_json: bool) -> None:
         return print_json(data)
     from elasticd.ctl.show import render
 
-    return render.config(read(data, answers.Config), explain)
+    return render.config(read(data, Config), explain)
 
 
 @config.command("check")
@@ -168,9 +169,8 @@ def check(file: Path | None) -> None:
 def diff(client: Client, every: bool, as_json: bool) -> None:
     """Settings in which the nodes of the cluster differ. Exit code 1: there are some."""
     data = client.get("/v1/config", {"nodes": 1}, timeout_s=ANSWER_S)
-    rows = differences(
-        {node: read(each, answers.Config).settings for node, each in data["nodes"].items() if "settings" in each}
-    )
+    settings = {node: answer for node, answer in data["nodes"].items() if "settings" in answer}
+    rows = differences({node: read(answer, Config).settings for node, answer in settings.items()})
     if not every:
         rows = {name: values for name, values in rows.items() if name not in OF_A_NODE}
     silent = {node: answer["error"] for node, answer in data["nodes"].items() if "error" in answer}
@@ -189,7 +189,7 @@ def diff(client: Client, every: bool, as_json: bool) -> None:
     sys.exit(ERROR if rows or silent else OK)
 
 
-def differences(settings: Mapping[str, list[answers.Setting]]) -> dict[str, dict[str, list[str]]]:
+def differences(settings: Mapping[str, list[Setting]]) -> dict[str, dict[str, list[str]]]:
     """Setting -> value as text -> nodes, of the settings that are not the same on all nodes."""
     by_setting: dict[str, dict[str, list[str]]] = {}
     for node, rows in sorted(settings.items()):

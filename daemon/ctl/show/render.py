@@ -9,13 +9,17 @@ import contextlib
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
-from elasticd.base.answers import Config, EtcdContact, Incident, Job, JobDetail, Json, Node, Status, WorkerError
+from elasticd.base.answers import EtcdContact, Incident, Job, JobDetail, Json, Node, Status, WorkerError
 from elasticd.base.safe_text import shown
 from elasticd.views import columns
 from elasticd.views.columns import Column, ago, clock, failed_first, incident_short, number
 
 from .screen import HOME_AND_CLEAR, Console, Rows, Text, WatchScreen, coloured
+
+if TYPE_CHECKING:
+    from elasticd.base.command_answers import Config
 
 
 def console() -> Console:
