@@ -145,7 +145,7 @@ def get_gradients(h: Request, query: Query, job: str) -> Gradients:
         job=job, step=step, world_size=world_size,
         passed=len(chosen) < world_size and _passed(step, newest_progress(snapshot, current)),
         ranks=[row["rank"] for row in chosen], layers=msgspec.convert(gradients.layers(chosen), list[Layer]),
-        findings=gradients.findings(gradients.in_short(chosen)), samples=rows, unanswered=unanswered,
+        findings=list(gradients.findings(gradients.in_short(chosen))), samples=rows, unanswered=unanswered,
     )  # fmt: skip
 
 
