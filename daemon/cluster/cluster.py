@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -21,6 +22,8 @@ from elastic.contract.records.job_records import (
     ProgressRecord,
     ProtocolVersionMismatch,
     SpecRecord,
+    decode,
+    encode,
 )
 from elastic.contract.records.node_records import AskedRecord, CordonRecord, DrainRecord, KnownNode, NodeRecord
 from elastic.contract.records.phases import PhaseTrigger, after, allows
@@ -226,8 +229,11 @@ def _told(job: JobKeys, mine: Mapping[str, KeyValue], take: _Take) -> _Told:
 
 
 def _incidents(told: _Told) -> tuple[IncidentRecord, ...]:
-    """Oldest first."""
-    found = [fitted(incident) for incident in incidents(*told[:3])]
+    """Oldest first. A job's user can write numbers with which a daemon cannot compute: such an incident is left out."""
+    found = []
+    for incident in map(fitted, incidents(*told[:3])):
+        with contextlib.suppress(msgspec.ValidationError):
+            found.append(decode(IncidentRecord, encode(incident)))
     found += [msgspec.structs.replace(record, id=key.rpartition("/")[2]) for key, record in told[3]]
     return tuple(sorted(found, key=lambda incident: incident.wall_s)[-KEPT_INCIDENTS:])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pathlib
 import signal
 from dataclasses import dataclass, replace
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,7 +13,9 @@ import pytest
 from elastic.contract.agent_files import AgentStatus
 from elastic.contract.job.spec import JobSpec, Restarts
 from elastic.contract.keys import ClusterKeys
+from elastic.contract.origin import Origin
 from elastic.contract.records.decoding import Member
+from elastic.contract.records.incident_account import IncidentAccount, Outcome, Sync
 from elastic.contract.records.job_records import (
     BrokenRecord,
     Failure,
@@ -21,6 +24,7 @@ from elastic.contract.records.job_records import (
     MemberRecord,
     Phase,
     SpecRecord,
+    decode,
     encode,
 )
 from elastic.contract.records.node_records import CordonRecord, DrainRecord, NodeRecord
@@ -85,6 +89,47 @@ def test_incidents_are_in_the_order_of_their_time() -> None:
     ]
     seen = read(*(KV(job.save_incident(2, "a", i.step or 0), encode(i)) for i in failed))
     assert [i.step for i in seen.jobs["j"].incidents] == [9, 10, 100]
+
+
+def test_what_agents_tell_of_an_incident_is_put_together_once_for_as_long_as_it_does_not_change() -> None:
+    job, reader = KEYS.job("j"), ClusterReader(KEYS)
+    begun = IncidentAccount(first=1, last=1, by="a", noticed_wall_s=5.0)
+    over = IncidentAccount(first=1, last=2, by="b", noticed_wall_s=6.0, outcome=Outcome.STEPPING)
+    report = BrokenRecord(generation=1, node="a", kind="exit", detail="killed", slots=(0,), ranks=(0,))
+    kvs = [
+        KV(job.account(1, "b", "b"), encode(over), create_revision=9),
+        KV(job.account(1, "a", "a"), encode(begun), create_revision=8),
+        KV(job.broken(1), encode(report), create_revision=7),
+    ]
+    first, second = (reader.read({kv.key: kv for kv in kvs}, revision) for revision in (10, 11))
+    (incident,) = first.jobs["j"].incidents
+    assert (incident.id, incident.kind, incident.open, incident.wall_s) == ("0000000002", "exit", False, 5.0)
+    assert second.jobs["j"].incidents is first.jobs["j"].incidents
+    third = reader.read({kv.key: kv for kv in kvs[1:]}, 12)
+    assert [incident.open for incident in third.jobs["j"].incidents] == [True]
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"noticed_wall_s": 253_000_000_000.0, "timeline_s": {"stepping": 1e18}},
+        {"last": 2**63 - 1, "outcome": Outcome.GIVEN_UP},
+        {"last": 2**62, "planned": True, "syncs": (Sync(2**62, 0, 0, Origin.LIVE, ""),)},
+        {"left_wall_s": -60_000_000_000.0, "noticed_wall_s": 253_000_000_000.0},
+    ],
+)
+def test_an_account_with_any_numbers_harms_no_other(facts: dict[str, Any]) -> None:
+    job = KEYS.job("j")
+    hostile = IncidentAccount(**{"first": 1, "last": 2, "outcome": Outcome.STEPPING, "by": "a"} | facts)
+    beside = IncidentRecord(generation=2, kind="checkpoint", node="a", ranks=(), detail="", wall_s=1.0)
+    seen = read(
+        KV(job.account(1, "a", "a"), encode(hostile)),
+        KV(job.save_incident(2, "a", 7), encode(beside)),
+    )
+    incidents = seen.jobs["j"].incidents
+    assert [incident.kind for incident in incidents if incident.kind == "checkpoint"] == ["checkpoint"]
+    for incident in incidents:
+        decode(IncidentRecord, encode(incident))
 
 
 def test_a_drain_weighs_more_than_a_cordon() -> None:
