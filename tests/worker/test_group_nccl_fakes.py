@@ -272,7 +272,7 @@ def test_a_group_that_nccl_cannot_abort_ends_the_process(
         raise dist.DistBackendError("NCCL error: unhandled system error")
 
     monkeypatch.setattr(group.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(group.nccl, "strike_off", lambda: None)
+    monkeypatch.setattr(group.torch_private, "forget_all_groups", lambda: None)
     world[FakeGroup(refuse)] = "a"
     made = make()
     made.abort("a rank died")
@@ -531,7 +531,7 @@ def test_an_aborted_group_is_struck_off_and_not_shut_down(monkeypatch: pytest.Mo
     monkeypatch.setattr(group.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(group.dist, "is_nccl_available", lambda: False)
     monkeypatch.setattr(group.dist, "destroy_process_group", lambda: log.append("destroy"))
-    monkeypatch.setattr(group.nccl, "strike_off", lambda: log.append("strike off"))
+    monkeypatch.setattr(group.torch_private, "forget_all_groups", lambda: log.append("strike off"))
     aborted = make()
     aborted.abort("a rank died")
     aborted.close()
@@ -549,7 +549,7 @@ def test_no_book_of_torchs_is_left_out_when_groups_are_struck_off() -> None:
     books.discard("pg_config_info")  # made of the others for each caller
     filled = {name for name in books if hasattr(getattr(world, name), "clear") and getattr(world, name)}
     assert {"pg_map", "pg_names"} <= filled
-    nccl.strike_off()
+    torch_private.forget_all_groups()
     assert not dist.is_initialized()
     assert {name for name in filled if getattr(world, name)} == set()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -212,7 +212,7 @@ class Group:
         if self._abandoned:
             _keep_for_ever(torch_private.registered_groups())
         if self.backend == "nccl" and self._aborted.is_set():
-            nccl.strike_off()  # destroying it would wait for its kernels and join its watchdog
+            torch_private.forget_all_groups()  # to destroy it would wait for its kernels and join its watchdog
             if self._aborts.failed:
                 said = cuda_failure(self.device) or "; ".join(self._aborts.failed)
                 raise RuntimeError(f"this process cannot abort its NCCL group: {said}")

@@ -206,15 +206,6 @@ def _drain(device: torch.device, idle: threading.Event) -> None:
     idle.set()
 
 
-def strike_off() -> None:
-    """Remove every group from torch's registries, so that a new default group can be created. Main thread only.
-
-    Like torch's `_abort_process_group`, but without its second abort of each backend, which would wait for the first.
-    The groups themselves are destroyed when nothing references them any more.
-    """
-    torch_private.forget_all_groups()
-
-
 def communicators() -> list[Any]:
     """The GPU backends of all groups, the newest group first, of any class except gloo's."""
     if not dist.is_nccl_available():
@@ -249,7 +240,7 @@ def watch_time_out(
 
     def look() -> None:
         while not over.wait(LOOK_S):
-            if any(_timed_out(communicator) for communicator in communicators()):
+            if any(map(torch_private.has_timed_out, communicators())):
                 if over.wait(GIVE_WAY_S * rank):
                     return
                 what = f"a collective of generation {generation} took longer than timeouts.group_s ({timeout_s:g} s)"
@@ -260,7 +251,3 @@ def watch_time_out(
     thread = threading.Thread(target=look, name="elastic-time-out", daemon=True)
     thread.start()
     return thread
-
-
-def _timed_out(communicator: Any) -> bool:
-    return torch_private.has_timed_out(communicator)

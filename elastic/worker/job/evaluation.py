@@ -85,7 +85,9 @@ def evaluate(
     elif rows:
         table[numbers.start : numbers.stop] = torch.stack(rows).cpu()
     if world_size > 1:
-        table = _summed(table)
+        table = table.to(control_device())
+        dist.all_reduce(table)
+        table = table.cpu()
     if bool(table[-1].any()):
         raise MisuseValueError(
             f"job.evaluate: measure returned {agreed} on rank 0 and other names elsewhere (here: {names})"
@@ -144,9 +146,3 @@ def _row(sums: Mapping[str, Any], names: Sequence[str], device: torch.device) ->
             )
         values.append(torch.as_tensor(value, dtype=torch.float64, device=device).reshape(()).detach())
     return torch.stack(values) if values else torch.zeros(0, dtype=torch.float64, device=device)
-
-
-def _summed(table: torch.Tensor) -> torch.Tensor:
-    moved = table.to(control_device())
-    dist.all_reduce(moved)
-    return moved.cpu()

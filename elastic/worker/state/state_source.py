@@ -60,7 +60,6 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     version: Version
     needs: tuple[int, ...]
     """Ranks that receive, ascending; never the source."""
-    reason: str
 
 
 def reached(offers: Sequence[Offer]) -> int:
@@ -142,12 +141,7 @@ def _choice(origin: Origin, source: int, version: Version, offers: Sequence[Offe
         return origin is Origin.LIVE and offer.clean and offer.established and offer.version == version
 
     needs = tuple(sorted(o.rank for o in offers if o.rank != source and not has_it(o)))
-    reason = (
-        f"{origin} state of rank {source}, step {version[1]} of generation {version[0]}, is the newest of {len(offers)}"
-    )
-    if origin is Origin.SETUP:
-        reason = f"no rank has state, snapshot or checkpoint: rank {source}'s set-up goes to all"
-    return Choice(origin=origin, source=source, version=version, needs=needs, reason=reason)
+    return Choice(origin=origin, source=source, version=version, needs=needs)
 
 
 def _lacks(offer: Offer) -> str:

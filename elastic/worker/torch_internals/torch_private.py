@@ -58,7 +58,9 @@ def restart_group_names() -> None:
 
 
 def forget_all_groups() -> None:
-    """Remove every group from torch's registries: `_abort_process_group` without its second abort of each back end."""
+    """Remove every group from torch's registries, so that a new default group can be created: `_abort_process_group`
+    without its second abort of each back end, which would wait for the first. Main thread only. The groups themselves
+    are destroyed when nothing references them any more."""
     c10d._update_default_pg(None)
     for registry in REGISTRIES:
         if (entries := getattr(c10d._world, registry, None)) is not None:
