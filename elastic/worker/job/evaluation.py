@@ -87,7 +87,6 @@ def evaluate(
     if world_size > 1:
         table = table.to(control_device())
         dist.all_reduce(table)
-        table = table.cpu()
     if bool(table[-1].any()):
         raise MisuseValueError(
             f"job.evaluate: measure returned {agreed} on rank 0 and other names elsewhere (here: {names})"

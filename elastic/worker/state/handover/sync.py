@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import torch
-import torch.distributed as dist
 
 from elastic.checkpoint.format.errors import NoGoodCheckpoint
 from elastic.checkpoint.memory.memcpy import device_type
@@ -33,7 +32,7 @@ from elastic.worker.state.state_source import (
 )
 from elastic.worker.torch_internals import gc_pause
 
-from . import broadcast, pull
+from . import broadcast, pull, shared_values
 
 LookAgain = Callable[[Sequence[UnreadableRange]], tuple[Version | None, int]]
 """Returns the newest checkpoint, and the id of its storage, by now and without those that other ranks have
@@ -315,33 +314,10 @@ def _live(offers: Sequence[Offer], generation: int) -> bool:
 
 
 def _gather(offer: Offer, world_size: int) -> list[Offer]:
-    snapshot, checkpoint = offer.snapshot or _NONE, offer.checkpoint or _NONE
-    numbers = [*offer.version, int(offer.clean), int(offer.established), offer.known_step, *offer.reached]
-    numbers += [*snapshot, *checkpoint, offer.storage_id, offer.described]
-    if world_size == 1:
-        return [offer]
-    device = p2p.control_device()
-    sent = torch.tensor(numbers, dtype=torch.int64, device=device)
-    rows = [torch.empty_like(sent) for _ in range(world_size)]
-    dist.all_gather(rows, sent)
-    return [_offer(rank, row.tolist()) for rank, row in enumerate(rows)]
-
-
-def _offer(rank: int, numbers: Sequence[int]) -> Offer:
-    generation, step, clean, established, known_step, reached_in, reached_step, *kept = numbers
-    snapshot, checkpoint = (kept[0], kept[1]), (kept[2], kept[3])
-    return Offer(
-        rank=rank,
-        version=(generation, step),
-        clean=bool(clean),
-        established=bool(established),
-        known_step=known_step,
-        reached=(reached_in, reached_step),
-        snapshot=None if snapshot == _NONE else snapshot,
-        checkpoint=None if checkpoint == _NONE else checkpoint,
-        storage_id=kept[4],
-        described=kept[5],
-    )
+    """Every rank's, by rank."""
+    own, cpu = msgspec.to_builtins(offer), torch.device("cpu")
+    offers = shared_values.gather(own, rank=offer.rank, world_size=world_size, device=cpu)
+    return [msgspec.convert(each, Offer) for each in offers]
 
 
 def _received(kind: type[Message], previous: int, following: int | None) -> Message:
