@@ -21,62 +21,36 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from elastic.contract.agent_files import EtcdAccess
+from elastic.contract.agent_files import EtcdAccess as EtcdAccess
 
 from . import pages, protobuf
-from .keepers import Lease, Newest, Watch
+from .keepers import Lease as Lease
+from .keepers import Newest
+from .keepers import Watch as Watch
 from .renewal import Renewal
-from .signing import KEY_BYTES, ClusterSigner, JobSigner, Signer, key_id, stripped
-from .types import (
-    KV,
-    Absent,
-    Compare,
-    Delete,
-    EtcdDenied,
-    EtcdError,
-    EtcdForged,
-    EtcdFull,
-    EtcdUnavailable,
-    LeaseGone,
-    MemberHealth,
-    ModIs,
-    Op,
-    Present,
-    Put,
-    Refusal,
-    TxnResult,
-    View,
-)
-
-__all__ = [
-    "KEY_BYTES",
-    "KV",
-    "Absent",
-    "ClusterSigner",
-    "Compare",
-    "Delete",
-    "Etcd",
-    "EtcdAccess",
-    "EtcdDenied",
-    "EtcdError",
-    "EtcdForged",
-    "EtcdFull",
-    "EtcdUnavailable",
-    "JobSigner",
-    "Lease",
-    "LeaseGone",
-    "MemberHealth",
-    "ModIs",
-    "Op",
-    "Present",
-    "Put",
-    "Refusal",
-    "TxnResult",
-    "View",
-    "Watch",
-    "key_id",
-    "scrub_environment",
-]
+from .signing import KEY_BYTES as KEY_BYTES
+from .signing import ClusterSigner as ClusterSigner
+from .signing import JobSigner as JobSigner
+from .signing import Signer, stripped
+from .signing import key_id as key_id
+from .types import KV as KV
+from .types import Absent as Absent
+from .types import Compare as Compare
+from .types import Delete as Delete
+from .types import EtcdDenied as EtcdDenied
+from .types import EtcdError as EtcdError
+from .types import EtcdForged as EtcdForged
+from .types import EtcdFull as EtcdFull
+from .types import EtcdUnavailable as EtcdUnavailable
+from .types import LeaseGone as LeaseGone
+from .types import MemberHealth as MemberHealth
+from .types import ModIs as ModIs
+from .types import Op as Op
+from .types import Present as Present
+from .types import Put as Put
+from .types import Refusal as Refusal
+from .types import TxnResult as TxnResult
+from .types import View as View
 
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # it logs every lost connection to stderr

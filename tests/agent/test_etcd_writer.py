@@ -48,7 +48,7 @@ from elasticd.views.views import steps_lost
 KEYS = ClusterKeys("c").job("job")
 
 
-class AtOnce:
+class AtOnce(WriteQueue):
     """A queue that carries out orders as they are asked for, and again as often as the test says."""
 
     def __init__(self, name: str) -> None:

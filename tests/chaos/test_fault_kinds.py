@@ -20,7 +20,7 @@ from chaos.fault_kinds import KINDS, SCRIPT, Result, table
 from support.wait import eventually
 
 import elastic  # noqa: F401 - likewise
-from elastic.agent.workers import stacks
+from elastic.agent.workers import descendants, stacks
 from elastic.agent.workers.process import Exited
 from elastic.agent.workers.worker_error import last_lines, read_error
 from elastic.contract.records.job_records import IncidentRecord
@@ -94,7 +94,7 @@ def hang(folder: Path, name: str) -> Verdict:
     try:
         eventually(lambda: (folder / "begun").exists(), 30.0, f"{name} begins")
         time.sleep(0.3)
-        state = stacks.process_state(pid)
+        state = descendants.state(pid)
         detail = reason(Code.STOPPED) if state == "T" else reason(Code.NO_PROGRESS)
         stack = "" if state == "T" else stacks.stack(pid, native=True)
     finally:

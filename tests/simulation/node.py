@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from support.fake_etcd import FakeClient, FakeWatch
 
+from elastic.agent import write_queue
 from elastic.agent.etcd.writer import EtcdWriter
 from elastic.contract.records.job_records import ProgressRecord
 from elastic.contract.records.reasons import Code, reason
@@ -35,7 +36,7 @@ AT_REST = ("",)
 Order = Callable[[], None]
 
 
-class WriteQueue:
+class WriteQueue(write_queue.WriteQueue):
     """As `agent.write_queue.WriteQueue`: orders by key, one after another, again until done."""
 
     def __init__(self, node: Node) -> None:

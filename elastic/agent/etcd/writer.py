@@ -6,13 +6,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import msgspec
 import structlog
 
 from elastic.agent.snapshots import saved_generations
-from elastic.agent.write_queue import Write, WriteQueue
+from elastic.agent.write_queue import WriteQueue
 from elastic.contract.keys import JobKeys
 from elastic.contract.records.incident_account import IncidentAccount
 from elastic.contract.records.job_records import (
@@ -63,14 +62,6 @@ KEPT_BESIDE = 50
 """This many failed checkpoints and late exits of one agent are kept in etcd."""
 
 
-class TakesWrites(Protocol):
-    """See `write_queue.WriteQueue`."""
-
-    def start(self) -> None: ...
-    def ask(self, key: str, order: Write, *, persist: bool) -> None: ...
-    def close(self, wait_s: float) -> None: ...
-
-
 @dataclass
 class EtcdWriter:
     """The writes of one agent. Methods but `leave` return at once; the outcome arrives by `post` or by the watch."""
@@ -81,7 +72,7 @@ class EtcdWriter:
     stores: OpensStores
     post: Post
     spec: SpecRecord
-    queue: Callable[[str], TakesWrites] = WriteQueue
+    queue: Callable[[str], WriteQueue] = WriteQueue
     wall: Callable[[], float] = time.time
 
     def __post_init__(self) -> None:

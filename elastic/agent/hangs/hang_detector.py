@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import msgspec
 import structlog
 
+from elastic.agent.workers.descendants import state as state_of
 from elastic.agent.workers.pool import Pool, Process
-from elastic.agent.workers.stacks import UNSEEN, is_in_part, process_state, stack
+from elastic.agent.workers.stacks import UNSEEN, is_in_part, stack
 from elastic.contract.job.spec import Hang
 from elastic.contract.records.reasons import Code, Text, listed, reason
 from elastic.contract.records.standings import Standing
@@ -136,7 +137,7 @@ class HangDetector:
             if beat.beat_at_s < process.started_s:  # a worker cannot beat before it is forked
                 beat = msgspec.structs.replace(beat, beat_at_s=process.started_s)
             soon = now_s - beat.beat_at_s < min(self.rules.floor_s, self.rules.ceiling_s) / 2
-            state = "" if soon else process_state(process.pid)
+            state = "" if soon else state_of(process.pid)
             then, since_s = self._in_collective.get(worker.worker_id, (-1, 0.0))
             found.append(LastBeat(worker, process, beat, state, since_s if then == beat.beats else None))
         return found
@@ -279,7 +280,7 @@ class HangDetector:
         def examine() -> None:
             stacks = _stacks(targets)
             self._unexamined_until_s[process.worker_id] = again_s
-            resumed = state == STOPPED_STATE and process_state(process.pid) != STOPPED_STATE
+            resumed = state == STOPPED_STATE and state_of(process.pid) != STOPPED_STATE
             if resumed or process.page.read().beats != beats_then:
                 self._unexamined_until_s.pop(process.worker_id)
                 log.info("worker.went_on", slot=process.slot, pid=process.pid)

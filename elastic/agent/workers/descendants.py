@@ -201,28 +201,29 @@ def _seen(pid: int) -> SeenProcess | None:
     return SeenProcess(pid, int(fields[19])) if fields and fields[0] not in "ZX" else None
 
 
+def _stat_number(pid: int, field: int) -> int:
+    """A field of /proc/PID/stat, counted from the state; 0: the process is gone."""
+    fields = stat_fields(pid)
+    return int(fields[field]) if fields else 0
+
+
 def started(pid: int) -> int:
     """Clock ticks since boot, of a zombie too; 0: it is gone."""
-    fields = stat_fields(pid)
-    return int(fields[19]) if fields else 0
+    return _stat_number(pid, 19)
 
 
 def group(pid: int) -> int:
-    """0: it is gone."""
-    fields = stat_fields(pid)
-    return int(fields[2]) if fields else 0
+    return _stat_number(pid, 2)
 
 
 def session(pid: int) -> int:
-    """0: it is gone."""
-    fields = stat_fields(pid)
-    return int(fields[3]) if fields else 0
+    return _stat_number(pid, 3)
 
 
 def state(pid: int) -> str:
-    """The kernel's letter for its state; '': it is gone."""
+    """The kernel's letter for its state; X: there is no such process."""
     fields = stat_fields(pid)
-    return fields[0] if fields else ""
+    return fields[0] if fields else "X"
 
 
 def _marked(pid: int) -> int:

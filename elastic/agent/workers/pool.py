@@ -38,7 +38,6 @@ from .process import ProcessStarted as ProcessStarted
 from .process import WorkerMessage as WorkerMessage
 from .process import ZygoteUp as ZygoteUp
 from .shortage import is_shortage
-from .stacks import process_state
 from .zygote import CLOSE_S, Zygote, ZygoteDied, ZygoteUnfit
 
 CLOSED_S = 10.0
@@ -268,7 +267,7 @@ class Pool:
             return  # else killed when it appears
         if graceful:
             process.terminate_deadline_s = time.monotonic() + self._grace_s
-        process.stopped = process_state(process.pid) == STOPPED_STATE
+        process.stopped = descendants.state(process.pid) == STOPPED_STATE
         signal_process(process.pid, signal.SIGTERM) if graceful else descendants.end_group(process.pid)
 
     def give_grace(self, process: Process) -> None:

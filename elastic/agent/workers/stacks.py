@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 from elastic.recovery.hangs.collective_frames import is_blocked_in_collective
-from elastic.util.processes import stat_fields
 
 from .shortage import is_shortage
 
@@ -56,9 +55,3 @@ def _dump(tool: str, option: str, pid: int, limit_s: float) -> str:
         return ""
     # Always UTF-8, whatever this process's locale is.
     return done.stdout.decode(errors="replace")[:STACK_CHARS] if done.returncode == 0 else ""
-
-
-def process_state(pid: int) -> str:
-    """The state letter of /proc/PID/stat; X: there is no such process."""
-    fields = stat_fields(pid)
-    return fields[0] if fields else "X"
