@@ -48,19 +48,19 @@ def read_spec(etcd: Etcd, keys: JobKeys, config: AgentConfig) -> KV | None:
     for, and does not count that against the node.
     """
     deadline_s = time.monotonic() + ETCD_S
-    file, said = StatusFile(Path(config.agent_dir)), ""
+    file, problem = StatusFile(Path(config.agent_dir)), ""
     while True:
         try:
             return etcd.get(keys.spec)
         except EtcdError as error:
             if time.monotonic() >= deadline_s:
                 raise
-            if str(error) != said:
-                said = str(error)
-                log.warning("agent.waits_for_etcd", error=said)
+            if str(error) != problem:
+                problem = str(error)
+                log.warning("agent.waits_for_etcd", error=problem)
             # The daemon sends SIGHUP for new orders to an agent with a status. A handler, as children inherit SIG_IGN.
             signal.signal(signal.SIGHUP, lambda *_: None)
-            file.write(_status(config, f"etcd does not answer: {said}"))
+            file.write(_status(config, f"etcd does not answer: {problem}"))
         threading.Event().wait(AGAIN_S)
 
 

@@ -53,18 +53,18 @@ def show(args: argparse.Namespace) -> int:
     hashes = args.command == "verify"
     if hashes and _is_checkpoint(args.path):
         try:
-            found = [{"path": args.path, "state": "good", "detail": "", **_facts(verify(args.path))}]
+            checkpoint_rows = [{"path": args.path, "state": "good", "detail": "", **_facts(verify(args.path))}]
         except Damaged as damage:
-            found = [{"path": args.path, "state": damage.reason, "detail": damage.detail}]
+            checkpoint_rows = [{"path": args.path, "state": damage.reason, "detail": damage.detail}]
     else:
-        found = rows(args.path, hashes=hashes)
+        checkpoint_rows = rows(args.path, hashes=hashes)
     if args.json:
-        print(json.dumps(found))
+        print(json.dumps(checkpoint_rows))
     else:
-        for row in found:
+        for row in checkpoint_rows:
             size = f"{row['nbytes'] / 1e6:10.1f} MB" if "nbytes" in row else ""
             print(f"{os.path.basename(row['path']):28s} {row['state']:16s} {size:14s} {row['detail']}".rstrip())
-    checkpoints = [row for row in found if is_final(os.path.basename(row["path"])) or "nbytes" in row]
+    checkpoints = [row for row in checkpoint_rows if is_final(os.path.basename(row["path"])) or "nbytes" in row]
     return int(not checkpoints or any(row["state"] != "good" for row in checkpoints))
 
 

@@ -254,7 +254,7 @@ class Etcd:
         """
         from .wire import Connection, why_no_quorum
 
-        found = []
+        healths = []
         for endpoint in self.access.endpoints:
             with self._lock:
                 connection = self._asking.pop(endpoint, None) or Connection(endpoint, self.access)
@@ -262,19 +262,19 @@ class Etcd:
                 ask = lambda pb: pb.StatusRequest()  # noqa: E731
                 status = connection.call("Maintenance.Status", ask, within_s or self.call_s, login=False)
                 error = "" if status.leader else "has no leader"
-                found.append(MemberHealth(endpoint, status.version, bool(status.leader), error, status.dbSize / 1e6))
+                healths.append(MemberHealth(endpoint, status.version, bool(status.leader), error, status.dbSize / 1e6))
             except EtcdUnavailable as failure:
-                found.append(MemberHealth(endpoint, "", False, str(failure)))
+                healths.append(MemberHealth(endpoint, "", False, str(failure)))
             except EtcdError:  # newer members tell their status to etcd's root only
                 error = why_no_quorum(connection, within_s or self.call_s)
-                found.append(MemberHealth(endpoint, "", not error, error))
+                healths.append(MemberHealth(endpoint, "", not error, error))
             with self._lock:  # reused: a TLS handshake per query would be most of the cost
                 keep = not (connection.silent or self._closed.is_set() or endpoint in self._asking)
                 if keep:
                     self._asking[endpoint] = connection
             if not keep:
                 connection.close()
-        return found
+        return healths
 
     def anonymous_endpoint(self) -> str | None:
         """An endpoint that answers a request without password and certificate, so that anyone may write to etcd there;

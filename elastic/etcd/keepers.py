@@ -216,13 +216,13 @@ class Watch:
 
     def _unchanged(self, view: View, newest: Newest) -> bool:
         kvs = {**view.kvs, **{key: refusal.kv for key, refusal in view.refused.items()}} if view.refused else view.kvs
-        known = kvs.get(newest.key)
+        newest_kv = kvs.get(newest.key)
         return (
             newest.cluster == self._cluster
             and newest.revision >= view.revision
             and newest.count == len(kvs)
             and newest.mod_revision == max((kv.mod_revision for kv in kvs.values()), default=0)
-            and newest.mod_revision == (known.mod_revision if known else 0)
+            and newest.mod_revision == (newest_kv.mod_revision if newest_kv else 0)
         )
 
     def _follow(self) -> None:

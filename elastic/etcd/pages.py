@@ -33,7 +33,7 @@ def read(ask: Ask, prefix: str, before: str = "") -> tuple[list[KV], int]:
 
 
 def _read(ask: Ask, span: dict[str, Any]) -> tuple[list[KV], int]:
-    found: list[KV] = []
+    kvs: list[KV] = []
     revision, limit, most = 0, FIRST_KEYS, MOST_KEYS
     while True:
         try:
@@ -44,10 +44,10 @@ def _read(ask: Ask, span: dict[str, Any]) -> tuple[list[KV], int]:
             limit, most = FIRST_KEYS, limit // GROWTH  # values much larger than those before
             continue
         page = [protobuf.kv(raw) for raw in answer.kvs]
-        found += page
+        kvs += page
         revision = revision or answer.header.revision
         if not answer.more:
-            return found, revision
+            return kvs, revision
         span = {**span, "key": answer.kvs[-1].key + b"\0"}
         each_bytes = 1 + sum(len(kv.value) for kv in page) // len(page)
         limit = max(FIRST_KEYS, min(limit * GROWTH, most, PAGE_BYTES // each_bytes))

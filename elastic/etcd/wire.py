@@ -273,15 +273,15 @@ def alarms_of(status: Any) -> tuple[str, ...]:
 
 def _files(access: EtcdAccess) -> tuple[tuple[int, int, int] | None, ...]:
     """(inode, mtime, size) of each TLS file, to detect replacement; None: it cannot be read."""
-    found: list[tuple[int, int, int] | None] = []
+    identities: list[tuple[int, int, int] | None] = []
     for name in filter(None, (access.ca_file, access.cert_file, access.key_file)):
         try:
             file = os.stat(name)
         except OSError:
-            found.append(None)
+            identities.append(None)
         else:
-            found.append((file.st_ino, file.st_mtime_ns, file.st_size))
-    return tuple(found)
+            identities.append((file.st_ino, file.st_mtime_ns, file.st_size))
+    return tuple(identities)
 
 
 def _channel(endpoint: str, access: EtcdAccess) -> grpc.Channel:

@@ -48,11 +48,11 @@ def read_file(path: Path, most_bytes: int = MAX_READ_BYTES, *, from_end: bool = 
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
             raise PermissionError(f"{path} is no regular file")
         if from_end:
-            return os.pread(descriptor, most_bytes, max(0, found.st_size - most_bytes))
+            return os.pread(descriptor, most_bytes, max(0, status.st_size - most_bytes))
         return read_descriptor(descriptor, most_bytes, str(path))
     finally:
         os.close(descriptor)

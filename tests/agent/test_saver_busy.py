@@ -152,7 +152,7 @@ def test_a_checkpoint_that_is_durable_has_not_failed_when_the_agent_leaves(bench
 def test_more_arenas_than_a_message_takes_are_none(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     arena = bench.saver._slots[0].arenas[0]
     for count in (MAX_KEPT, MAX_KEPT + 1):
-        monkeypatch.setattr(bench.saver, "_whole", lambda count=count: [arena] * count)
+        monkeypatch.setattr(bench.saver, "_complete_snapshot", lambda count=count: [arena] * count)
         bench.saver.ask_kept(1, 3)
     assert [fds for _, fds in bench.told] == [MAX_KEPT, 0]
 

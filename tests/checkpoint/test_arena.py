@@ -96,9 +96,9 @@ def test_arena_is_whole_only_from_seal_to_the_next_layout() -> None:
     arena.fill(list(tensors.values()))
     assert arena.header().state is Fullness.FILLING
     arena.seal(1, 1)
-    assert arena.header().whole
+    assert arena.header().complete
     arena.layout(table_of(tensors))  # as before: nothing changes
-    assert arena.header().whole
+    assert arena.header().complete
     arena.fill(list(tensors.values()))
     with pytest.raises(IncompleteSnapshot, match="filling"):
         arena.tensors()
@@ -130,7 +130,7 @@ def test_arena_stays_incomplete_when_its_filling_process_dies_and_the_other_stay
         assert new.header().state is Fullness.FILLING
         with pytest.raises(IncompleteSnapshot):
             new.tensors()
-        assert old.header().whole
+        assert old.header().complete
         assert torch.equal(old.tensors()["weight"], state_at(1)["weight"])
 
 
@@ -142,7 +142,7 @@ def test_arena_left_half_filled_can_be_filled_by_the_next_owner() -> None:
         heir.fill(list(state_at(3).values()))
         heir.seal(3, 2)
         heir.close()
-        assert arena.header().whole
+        assert arena.header().complete
         assert torch.equal(arena.tensors()["weight"], state_at(3)["weight"])
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.checkpoint.format import manifest as m
-from elastic.checkpoint.format.shard_plan import assign_shards, newest_whole
+from elastic.checkpoint.format.shard_plan import assign_shards, newest_complete
 from elastic.contract.worker.tensor_table import TensorInfo
 
 
@@ -105,8 +105,8 @@ def test_no_shard_at_all_is_refused() -> None:
 
 
 def test_the_newest_whole_snapshot_counts_shards_and_generations() -> None:
-    assert newest_whole([]) is None
+    assert newest_complete([]) is None
     whole = [(1, 50, 0, 2), (1, 50, 1, 2)]
-    assert newest_whole([*whole, (1, 60, 0, 2)]) == (1, 50, 2)
-    assert newest_whole([*whole, (2, 40, 0, 1)]) == (2, 40, 1)
-    assert newest_whole([(1, 60, 0, 2), (1, 60, 1, 3)]) is None
+    assert newest_complete([*whole, (1, 60, 0, 2)]) == (1, 50, 2)
+    assert newest_complete([*whole, (2, 40, 0, 1)]) == (2, 40, 1)
+    assert newest_complete([(1, 60, 0, 2), (1, 60, 1, 3)]) is None

@@ -82,7 +82,7 @@ def test_errors_come_back_in_words(writer: WriterProcess, tmp_path: Path) -> Non
         writer.submit(write(tmp_path, step=21), arena)
         first, second = writer.wait(20)
     assert first.error.startswith("Not a directory: ")
-    assert second.error == "the arena is whole with step 20 of generation 1"
+    assert second.error == "the arena is complete with step 20 of generation 1"
 
 
 def test_an_error_of_any_length_is_one_line_that_fits_into_a_packet() -> None:

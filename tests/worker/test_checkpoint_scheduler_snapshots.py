@@ -89,7 +89,7 @@ def test_each_node_has_all_of_it(agents: list[Agent], nodes: tuple[int, ...]) ->
         scheduler._put(state, save=True)
     first = 0
     for count in nodes:
-        arenas = [next(a for a in agent.arenas if a.header().whole) for agent in agents[first : first + count]]
+        arenas = [next(a for a in agent.arenas if a.header().complete) for agent in agents[first : first + count]]
         written += [info.name for arena in arenas for info in arena.table()]
         newcomer = build(2)
         HeldSnapshots(arenas).load(newcomer)
@@ -214,7 +214,7 @@ def test_rollback_drops_memory_only_snapshots(reported: bool) -> None:
     told.saver.ask_kept(1, 2)
     told.saver.ask_kept(1, 3, saved=True)
     assert [len(fds) for message, fds in told.told if isinstance(message, messages.InMemorySnapshot)] == [1, 1]
-    assert [arena.header().step for arena in told.saver._whole()] == [10]
+    assert [arena.header().step for arena in told.saver._complete_snapshot()] == [10]
     told.saver.close()
 
 

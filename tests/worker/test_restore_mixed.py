@@ -67,7 +67,7 @@ def same(one: State, other: State) -> bool:
 def test_from_the_memory_of_the_agents(agents: list[Agent], only_on: int | None) -> None:
     """Values come from one rank, where the ranks have others: the first of the node."""
     states, newcomer = saved(agents, only_on=only_on), build(2)
-    HeldSnapshots([arena for agent in agents for arena in agent.arenas if arena.header().whole]).load(newcomer)
+    HeldSnapshots([arena for agent in agents for arena in agent.arenas if arena.header().complete]).load(newcomer)
     assert newcomer.version == (1, 1)
     assert same(states[0], newcomer)
 
@@ -76,7 +76,7 @@ def test_from_the_memory_of_the_agents(agents: list[Agent], only_on: int | None)
 def test_from_the_memory_of_one_of_two_nodes(agents: list[Agent], only_on: int | None) -> None:
     states = saved(agents, nodes=2, only_on=only_on)
     for agent, state in zip(agents, states, strict=True):
-        HeldSnapshots([arena for arena in agent.arenas if arena.header().whole]).load(newcomer := build(2))
+        HeldSnapshots([arena for arena in agent.arenas if arena.header().complete]).load(newcomer := build(2))
         assert same(state, newcomer)
 
 
@@ -84,7 +84,7 @@ def test_from_the_memory_of_one_of_two_nodes(agents: list[Agent], only_on: int |
 def test_from_disk(agents: list[Agent], tmp_path: Path, only_on: int | None) -> None:
     states, newcomer = saved(agents, only_on=only_on), build(2)
     for agent in agents:
-        write_shard(next(arena for arena in agent.arenas if arena.header().whole), str(tmp_path), "job")
+        write_shard(next(arena for arena in agent.arenas if arena.header().complete), str(tmp_path), "job")
     commit(str(tmp_path), "job", step=1, generation=1, shards=2, world_size=2)
     Disk(str(tmp_path), "job").load(newcomer)
     assert same(states[0], newcomer)

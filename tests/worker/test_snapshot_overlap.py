@@ -30,7 +30,7 @@ def newest(agent: Agent) -> int:
     """Step of the newest whole snapshot, all of whose bytes are of that step. -1: there is none."""
     found = -1
     for arena in agent.arenas:
-        if (header := arena.header()).whole:
+        if (header := arena.header()).complete:
             for name, tensor in arena.tensors().items():
                 assert bool((tensor == header.step).all()), f"{name} is not of step {header.step}: {tensor}"
             found = max(found, header.step)
@@ -108,7 +108,7 @@ def test_the_step_only_begins_the_copy(gpu: Device, agent: Agent) -> None:  # no
         "copy", "copy", "copy", "event on side",
     ]  # fmt: skip
     assert [m.step for m in agent.filled] == [1]
-    assert sorted(arena.header().state for arena in agent.arenas) == [Fullness.FILLING, Fullness.WHOLE]
+    assert sorted(arena.header().state for arena in agent.arenas) == [Fullness.FILLING, Fullness.COMPLETE]
     scheduler.settle()
     assert [m.step for m in agent.filled] == [1, 2]
     assert newest(agent) == 2

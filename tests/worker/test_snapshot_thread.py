@@ -111,7 +111,7 @@ class Training:
         """Steps of the whole snapshots, each of which is bit by bit the state as it was committed."""
         steps = []
         for arena in self.agent.arenas:
-            if (header := arena.header()).whole:
+            if (header := arena.header()).complete:
                 steps.append(header.step)
                 there = arena.tensors()
                 assert there.keys() == self.truth[header.step].keys()

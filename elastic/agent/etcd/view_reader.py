@@ -65,9 +65,9 @@ class ViewReader:
         """Raises ProtocolVersionMismatch while the agent is in no generation. Later it returns the previous job view
         instead: training continues as it is, and records of a newer version do not concern this agent."""
         try:
-            whole = view.prefix != self._head
-            job = self._reader.read(view.kvs, view.revision, whole)
-            if self.known_step is None and whole:
+            has_all_members = view.prefix != self._head
+            job = self._reader.read(view.kvs, view.revision, has_all_members)
+            if self.known_step is None and has_all_members:
                 told = view.kvs.get(self._progress_key)
                 self.known_step = decode(ProgressRecord, told.value).step if told else 0
         except ProtocolVersionMismatch as error:

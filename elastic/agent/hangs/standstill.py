@@ -29,14 +29,14 @@ class Others:
         if members == self._members or not agent.etcd.view.has_all_members:
             return self._known
         before = {(k.node, k.standing): k for k in self._known}
-        found = []
+        ranks = []
         for node, member in members.items():
             if node == agent.policy.node:
                 continue
             for standing in member.record.standings:
                 known = before.get((node, standing))
-                found.append(known or StillRank(node, standing, now_s - standing.silent_s))
-        self._members, self._known = members, tuple(found)
+                ranks.append(known or StillRank(node, standing, now_s - standing.silent_s))
+        self._members, self._known = members, tuple(ranks)
         return self._known
 
 
@@ -56,15 +56,15 @@ def with_stillness(
         or agent.etcd.view.state.phase.over
     ):
         return record
-    mine = [w for w in agent.local.workers.values() if w.slot in generation.ranks(agent.policy.node)]
-    if not mine:  # none of the ranks is here: repeat what their agents report
+    workers = [w for w in agent.local.workers.values() if w.slot in generation.ranks(agent.policy.node)]
+    if not workers:  # none of the ranks is here: repeat what their agents report
         said = agent.etcd.view.progress
         return replace(record, still=said.still) if said and said.generation == generation.number else record
     since_s = max(
         agent.progress.stepped_at_s,
         agent.formed.formed_at_s if agent.progress.step_s <= 0 else agent.progress.stepped_at_s,
     )
-    if now_s - since_s < still_s(agent.progress.step_s, rules) or all(w.stage is Stage.DONE for w in mine):
+    if now_s - since_s < still_s(agent.progress.step_s, rules) or all(w.stage is Stage.DONE for w in workers):
         return record
     since_wall_s = round(wall_s - (now_s - since_s), 3)
     if agent.formed.broken >= generation.number:

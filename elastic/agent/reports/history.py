@@ -47,14 +47,14 @@ class HistoryFile:
     def note(self, agent: Agent, progress: ProgressRecord, now_s: float, *, last: bool = False) -> None:
         """Add the job as it is in `progress`, and write the file from time to time and at the end. An agent without a
         rank has nothing to add: its record repeats the leader's."""
-        generation, known = agent.formed.generation, self._history
+        generation, history = agent.formed.generation, self._history
         if generation is not None and generation.ranks(agent.policy.node) and progress.step:
             loss = progress.loss if progress.loss is not None and math.isfinite(progress.loss) else None
             point = Point(
                 wall_s=round(progress.wall_s, 1), step=progress.step, loss=loss, steps_per_s=progress.steps_per_s,
                 world_size=progress.world_size,
             )  # fmt: skip
-            self._history = added(known, point, last=last)
+            self._history = added(history, point, last=last)
         if self._history.points and (last or now_s >= self._due_s):
             self._due_s = now_s + WRITE_S
             self._write()

@@ -93,12 +93,12 @@ def _bytes(field: int, content: bytes) -> bytes:
 
 
 def _varint(value: int) -> bytes:
-    found = bytearray()
+    encoded = bytearray()
     while value > 0x7F:
-        found.append(value & 0x7F | 0x80)
+        encoded.append(value & 0x7F | 0x80)
         value >>= 7
-    found.append(value)
-    return bytes(found)
+    encoded.append(value)
+    return bytes(encoded)
 
 
 KEPT_ROWS = 2000
@@ -307,7 +307,7 @@ class MetricWriter:
             self._ending.set()
 
     def _run(self, folder: Path) -> None:
-        files, told = MetricFiles(folder), ""
+        files, reported = MetricFiles(folder), ""
         while (order := self._queue.get()) is not None:
             generation, begun, row, repeated = order
             while True:
@@ -315,9 +315,9 @@ class MetricWriter:
                     files.take(generation, begun, row, repeated=repeated)
                     break
                 except OSError as error:
-                    if str(error) != told:
-                        told = str(error)
-                        log.warning("metrics.not_written", folder=str(folder), error=told, next="trying again")
+                    if str(error) != reported:
+                        reported = str(error)
+                        log.warning("metrics.not_written", folder=str(folder), error=reported, next="trying again")
                     files.close()
                     if self._ending.wait(RETRY_S):
                         return

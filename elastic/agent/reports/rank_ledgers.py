@@ -41,9 +41,9 @@ class RankLedgers:
         self._due_s = 0.0
 
     def turned(self, agent: Agent, now_ms: int) -> None:
-        whole = seen(agent)
+        job = seen(agent)
         for slot in range(agent.policy.slots):
-            after = seen_slot(agent, whole, slot)
+            after = seen_slot(agent, job, slot)
             before = self._seen.get(slot)
             if before is None:
                 before = after

@@ -102,10 +102,10 @@ def progress(
     leaves = agent.drain.leaving is not None  # why it goes is no matter of the job's, which goes on elsewhere
     runs = phase_of(agent) == "running" and Code.SAVING not in codes(agent.lead.reason)
     leads = "" if leaves or runs else agent.lead.reason
-    known = agent.etcd.view.progress
+    record = agent.etcd.view.progress
     mine = max((row.step for row in rows), default=agent.progress.step)
     step, loss = _reached(agent, mine, step_rate.loss)
-    repeats = known is not None and step == known.step and (step != mine or not step_rate.step_wall_s)
+    repeats = record is not None and step == record.step and (step != mine or not step_rate.step_wall_s)
     view = agent.etcd.view
     # A leader of before, or one that has led before, may have saved more since than this agent itself.
     own = saved.step is not None and (saved.generation, saved.step) >= (view.saved_generation, view.saved_step)
@@ -116,16 +116,16 @@ def progress(
         steps_per_s=round(step_rate.per_s(), 3),
         loss=loss,
         wall_s=time.time(),
-        step_wall_s=known.step_wall_s if known is not None and repeats else step_rate.step_wall_s,
-        stepped_in=max(agent.progress.settled, known.stepped_in if known is not None else 0),
+        step_wall_s=record.step_wall_s if record is not None and repeats else step_rate.step_wall_s,
+        stepped_in=max(agent.progress.settled, record.stepped_in if record is not None else 0),
         waiting_for=leads or _waits_for(agent, time.monotonic()),
         ranks=rows,
         checkpoint_step=saved.step if own else view.saved_step or None,
         checkpoint_generation=saved.generation if own else view.saved_generation,
-        checkpoint_wall_s=saved.wall_s if own or known is None else known.checkpoint_wall_s,
-        checkpoint_write_s=saved.seconds if own else known.checkpoint_write_s if known else None,
+        checkpoint_wall_s=saved.wall_s if own or record is None else record.checkpoint_wall_s,
+        checkpoint_write_s=saved.seconds if own else record.checkpoint_write_s if record else None,
         checkpoint_error=saved.error,
-        checkpoint_interval=saved.interval or (known.checkpoint_interval if known else ""),
+        checkpoint_interval=saved.interval or (record.checkpoint_interval if record else ""),
         checkpoint_skipped=saved.skipped,
         snapshot_step=saved.kept_step,
         snapshot_mb=round(saved.kept_mb, 3),
@@ -137,13 +137,13 @@ def progress(
 def _reached(agent: Agent, step: int, loss: float | None) -> tuple[int, float | None]:
     """Step and loss to report: those of the local workers, if one of them holds the job's state. An agent whose workers
     have not received it (it joined late, perhaps when the others had finished already) repeats what is on record."""
-    known = agent.etcd.view.progress
+    record = agent.etcd.view.progress
     number = agent.formed.generation.number if agent.formed.generation else 0
     holding = (Stage.RUNNING, Stage.STOPPING_AT_STEP, Stage.DONE)
     holds = any(w.generation == number and w.stage in holding for w in agent.local.workers.values())
-    if known is None:
+    if record is None:
         return step, loss
-    return (step if holds else max(step, known.step)), known.loss if loss is None else loss
+    return (step if holds else max(step, record.step)), record.loss if loss is None else loss
 
 
 def _starting(agent: Agent) -> list[int]:

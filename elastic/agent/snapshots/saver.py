@@ -16,7 +16,7 @@ from pathlib import Path
 import structlog
 
 from elastic.checkpoint.format.errors import ArenaError
-from elastic.checkpoint.format.shard_plan import newest_whole
+from elastic.checkpoint.format.shard_plan import newest_complete
 from elastic.checkpoint.memory.arena import Arena
 from elastic.checkpoint.saving import orders
 from elastic.checkpoint.saving.client import Busy, WriterProcess
@@ -168,8 +168,8 @@ class Saver:
 
         `optional`: none are sent if they would take memory that the training may need.
         """
-        held = self._slots.get(slot)
-        if held is None or not held.arenas or held.arenas[0].capacity < nbytes:
+        buffers = self._slots.get(slot)
+        if buffers is None or not buffers.arenas or buffers.arenas[0].capacity < nbytes:
             wanted = 2 * nbytes * self.slots
             if optional and not plenty(wanted, available_nbytes=available_nbytes()):
                 log.warning("snapshot.no_memory", wanted_mb=round(wanted / 1e6))
@@ -186,21 +186,21 @@ class Saver:
                 self._fail(0, 0, f"no shared memory for snapshots: {error}")
                 self.tell(worker_id, messages.Arena(nbytes=0, request=request), ())
                 return
-            if held is not None:
+            if buffers is not None:
                 self._outdated = True
                 self._forget()
-                for arena in held.arenas:
+                for arena in buffers.arenas:
                     arena.close()
-            held = self._slots[slot] = _Slot(worker_id, fresh)
+            buffers = self._slots[slot] = _Slot(worker_id, fresh)
             # Writes that still read the old buffers must not free the new ones.
             for ticket, (of, step, buffer) in tuple(self._writes.items()):
                 if of == slot:
                     self._writes[ticket] = (-1, step, buffer)
             self._look_for_kept()
-        held.worker_id = worker_id
+        buffers.worker_id = worker_id
         self.last.kept_mb = sum(arena.capacity for one in self._slots.values() for arena in one.arenas) / 1e6
         writing = {buffer for of, _, buffer in self._writes.values() if of == slot}
-        for buffer, arena in enumerate(held.arenas):
+        for buffer, arena in enumerate(buffers.arenas):
             offer = messages.Arena(nbytes=arena.capacity, request=request, buffer=buffer, busy=buffer in writing)
             self.tell(worker_id, offer, (arena.fd,))
 
@@ -215,8 +215,8 @@ class Saver:
         """A snapshot is complete in its arena. If it is to be saved: write its shard, and with `lead` commit, once per
         step. `copies`: this node, and no other, copies the checkpoint to the remote end."""
         self.last.interval, self.last.skipped = message.interval, message.skipped
-        held = self._slots.get(slot)
-        if held is None or not held.arenas:
+        buffers = self._slots.get(slot)
+        if buffers is None or not buffers.arenas:
             return
         self.last.kept_interval = message.kept or self.last.kept_interval
         self._look_for_kept()
@@ -227,7 +227,7 @@ class Saver:
             if lead:
                 self._fail(message.generation, message.step, why)
             return
-        held.to_disk[message.buffer] = (message.generation, message.step)
+        buffers.to_disk[message.buffer] = (message.generation, message.step)
         if copies:
             self._to_copy = (message.generation, message.step)
         try:
@@ -238,7 +238,7 @@ class Saver:
                 generation=message.generation,
                 alone=not self.rules.shared,
             )
-            ticket = self.writer.submit(order, held.arenas[message.buffer])
+            ticket = self.writer.submit(order, buffers.arenas[message.buffer])
         except (Busy, OSError) as error:
             self._fail(message.generation, message.step, str(error))
             self._free(slot, message.step, message.buffer, str(error))
@@ -290,8 +290,10 @@ class Saver:
         self._free(slot, step, buffer, result.error, result.seconds)
 
     def _free(self, slot: int, step: int, buffer: int, error: str, seconds: float = 0.0) -> None:
-        if held := self._slots.get(slot):
-            self.tell(held.worker_id, messages.SaveResult(step=step, buffer=buffer, error=error, seconds=seconds), ())
+        if buffers := self._slots.get(slot):
+            self.tell(
+                buffers.worker_id, messages.SaveResult(step=step, buffer=buffer, error=error, seconds=seconds), ()
+            )
 
     def _committed(self, result: orders.Result) -> None:
         copies = self._committing.pop((result.generation, result.step), True)
@@ -358,11 +360,11 @@ class Saver:
         and as bad as the state that the job goes back from.
         """
         if saved:
-            for held in self._slots.values():
+            for buffers in self._slots.values():
                 # By what the buffer holds: a worker that dies right after it has sealed one reports nothing.
-                for buffer, arena in enumerate(held.arenas):
+                for buffer, arena in enumerate(buffers.arenas):
                     header = arena.header()
-                    if header.whole and held.to_disk.get(buffer) != (header.generation, header.step):
+                    if header.complete and buffers.to_disk.get(buffer) != (header.generation, header.step):
                         arena.clear()
             self._look_for_kept()
         self._asking[worker_id] = (generation, time.monotonic())
@@ -376,7 +378,7 @@ class Saver:
             if (self._writes and waited_s < KEPT_WRITE_S) or (self._committing and waited_s < KEPT_COMMIT_S):
                 continue
             del self._asking[worker_id]
-            arenas = self._whole()
+            arenas = self._complete_snapshot()
             if len(arenas) > MAX_KEPT:
                 log.warning("checkpoint.kept_too_many", arenas=len(arenas), limit=MAX_KEPT)
                 arenas = []
@@ -384,17 +386,17 @@ class Saver:
             self.tell(worker_id, answer, tuple(arena.fd for arena in arenas))
 
     def _look_for_kept(self) -> None:
-        arenas = self._whole()
+        arenas = self._complete_snapshot()
         self.last.kept_step = arenas[0].header().step if arenas else None
 
-    def _whole(self) -> list[Arena]:
+    def _complete_snapshot(self) -> list[Arena]:
         """The arenas of the newest snapshot of which this node has every part."""
-        arenas = [arena for held in self._slots.values() for arena in held.arenas]
-        found = [(header, arena) for arena in arenas if (header := arena.header()).whole]
-        newest = newest_whole([(h.generation, h.step, h.part, h.parts) for h, _ in found])
+        arenas = [arena for buffers in self._slots.values() for arena in buffers.arenas]
+        complete = [(header, arena) for arena in arenas if (header := arena.header()).complete]
+        newest = newest_complete([(h.generation, h.step, h.part, h.parts) for h, _ in complete])
         if newest is None:
             return []
-        chosen = {h.part: arena for h, arena in found if (h.generation, h.step, h.parts) == newest}
+        chosen = {h.part: arena for h, arena in complete if (h.generation, h.step, h.parts) == newest}
         return [chosen[part] for part in sorted(chosen)]
 
     # ── the end ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -432,7 +434,7 @@ class Saver:
             if not self.cut(generation):
                 self._fail(generation, step, "the agent has left before it was durable")
         self.writer.close()
-        for held in self._slots.values():
-            for arena in held.arenas:
+        for buffers in self._slots.values():
+            for arena in buffers.arenas:
                 arena.close()
         self._slots.clear()

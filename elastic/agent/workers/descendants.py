@@ -178,21 +178,21 @@ def end_group(leader: int) -> None:
 
 
 def children(pid: int) -> list[int]:
-    found: list[int] = []
+    pids: list[int] = []
     with contextlib.suppress(OSError):
         for task in os.listdir(f"/proc/{pid}/task"):
             with contextlib.suppress(OSError):
-                found += map(int, kernel_file(f"/proc/{pid}/task/{task}/children").split())
-    return found
+                pids += map(int, kernel_file(f"/proc/{pid}/task/{task}/children").split())
+    return pids
 
 
 def _descendants(pid: int) -> list[int]:
-    found, left = [], [pid]
+    pids, left = [], [pid]
     while left:
         below = children(left.pop())
-        found += below
+        pids += below
         left += below
-    return found
+    return pids
 
 
 def _seen(pid: int) -> SeenProcess | None:

@@ -148,12 +148,12 @@ def _forked(config: AgentConfig, spec: SpecRecord, env: Mapping[str, str]) -> Fi
         ours.close()
         theirs.close()
         return None
-    mine, other = (ours, theirs) if pid else (theirs, ours)
+    own_end, other = (ours, theirs) if pid else (theirs, ours)
     other.close()
     return FirstZygote(
         pid=pid,
         agent_pid=agent_pid,
-        control=mine,
+        control=own_end,
         incarnation=incarnation,
         python=sys.executable,
         env=env,

@@ -37,14 +37,14 @@ class Gate:
         if not self._dead or not 0 <= slot < len(self._gpus):
             return False
         gpu = self._gpus[slot]
-        held = self._holders(gpu)
+        memory = self._holders(gpu)
         waits = False
         for pid, died_s in tuple(self._dead.items()):
-            if pid in held and now_s - died_s < self._limit_s:
+            if pid in memory and now_s - died_s < self._limit_s:
                 waits = True
-            elif pid in held:
+            elif pid in memory:
                 log.warning(
-                    "gpu.zombie", gpu=gpu, pid=pid, held_mb=held[pid] >> 20, dead_for_s=round(now_s - died_s, 1)
+                    "gpu.zombie", gpu=gpu, pid=pid, held_mb=memory[pid] >> 20, dead_for_s=round(now_s - died_s, 1)
                 )
                 del self._dead[pid]
             elif now_s - died_s >= self._limit_s:

@@ -56,11 +56,11 @@ class OomWatch:
 def start_fresh(python: str, order: Fork, descriptors: Sequence[int]) -> subprocess.Popen[bytes]:
     """Start the worker that `order` describes; `descriptors` as for the zygote. Raises OSError."""
     with contextlib.ExitStack() as files:
-        told = files.enter_context(tempfile.TemporaryFile())  # the order may exceed the capacity of a pipe
-        told.write(messages.encode(order))
-        told.seek(0)
+        order_file = files.enter_context(tempfile.TemporaryFile())  # the order may exceed the capacity of a pipe
+        order_file.write(messages.encode(order))
+        order_file.seek(0)
         channel, page, log = descriptors
-        passed = [told.fileno(), channel, page, log]
+        passed = [order_file.fileno(), channel, page, log]
         return subprocess.Popen(
             [python, "-m", "elastic.worker.boot.fresh", str(os.getpid()), *map(str, passed)],
             env=order.env,

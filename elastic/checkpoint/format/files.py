@@ -64,21 +64,21 @@ def _follow(folder: int, name: str, path: str, links: int) -> tuple[int, list[st
     """Resolve `name`, which is not a directory: a descriptor, and the names that remain to be walked from it."""
     link = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
     try:
-        found = os.fstat(link)
-        if not stat.S_ISLNK(found.st_mode):
+        status = os.fstat(link)
+        if not stat.S_ISLNK(status.st_mode):
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
         if links > _MOST_LINKS:
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
-        if found.st_uid in (0, os.geteuid()):
+        if status.st_uid in (0, os.geteuid()):
             target = os.readlink("", dir_fd=link)
             return os.open("/" if target.startswith("/") else ".", _FOLDER, dir_fd=folder), target.split("/")
     finally:
         os.close(link)
     below = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=folder)
-    if os.fstat(below).st_uid != found.st_uid:
+    if os.fstat(below).st_uid != status.st_uid:
         os.close(below)
         raise PermissionError(
-            errno.EPERM, f"{name} is a link of uid {found.st_uid} to a folder that is not theirs: not followed", path
+            errno.EPERM, f"{name} is a link of uid {status.st_uid} to a folder that is not theirs: not followed", path
         )
     return below, []
 

@@ -17,7 +17,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 def plain(tensors: Tensors, extra: Mapping[str, Any]) -> dict[str, Any]:
     """`{"step": 40, "model": {…}, "optimizer": {…}, …}`. `extra` is `State.extra()` of the same state."""
-    kinds, found = extra.get("kinds", {}), {"step": extra["step"]}
+    kinds, result = extra.get("kinds", {}), {"step": extra["step"]}
     for part, rest in extra["parts"].items():
         inner = tensors_named(rest)
         mine = {
@@ -27,17 +27,17 @@ def plain(tensors: Tensors, extra: Mapping[str, Any]) -> dict[str, Any]:
         }
         kind = kinds.get(part) or _kind(mine, rest)
         if kind == "optimizer":
-            found[part] = _optimizer(mine, rest, tensors)
+            result[part] = _optimizer(mine, rest, tensors)
         elif kind == "module":
             tied = {
                 alias.removeprefix(f"{part}."): tensors[first]
                 for alias, first in extra.get("tied", {}).items()
                 if alias.startswith(f"{part}.")
             }
-            found[part] = {**mine, **tied, **{key: _decoded(item, tensors) for key, item in (rest or {}).items()}}
+            result[part] = {**mine, **tied, **{key: _decoded(item, tensors) for key, item in (rest or {}).items()}}
         else:
-            found[part] = _decoded(rest, tensors)
-    return found
+            result[part] = _decoded(rest, tensors)
+    return result
 
 
 def _kind(mine: Tensors, rest: Any) -> str:

@@ -54,7 +54,7 @@ def beside_shards(shard: int, shards: int, part: int, parts: int) -> tuple[int, 
     return tuple(others[part::parts])
 
 
-def newest_whole(snapshots: Iterable[Snapshot]) -> tuple[int, int, int] | None:
+def newest_complete(snapshots: Iterable[Snapshot]) -> tuple[int, int, int] | None:
     """(generation, step, parts) of the newest complete snapshot; None if there is none."""
     seen: defaultdict[tuple[int, int, int], set[int]] = defaultdict(set)
     for generation, step, part, parts in snapshots:

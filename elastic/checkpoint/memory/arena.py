@@ -53,7 +53,7 @@ _FAULT_IN_BYTES = 16 * 1024 * 1024
 class Fullness(enum.IntEnum):
     EMPTY = 0
     FILLING = 1
-    WHOLE = 2
+    COMPLETE = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +76,8 @@ class Header:
     """The arena is part `part` of `parts` of a snapshot that one node holds completely."""
 
     @property
-    def whole(self) -> bool:
-        return self.state is Fullness.WHOLE
+    def complete(self) -> bool:
+        return self.state is Fullness.COMPLETE
 
 
 class Arena:
@@ -266,7 +266,7 @@ class Arena:
         self._put(self._extra_at, raw)
         ints = self._ints
         ints[_EXTRA], ints[_STEP], ints[_GENERATION] = len(raw), step, generation
-        ints[_STATE] = Fullness.WHOLE
+        ints[_STATE] = Fullness.COMPLETE
         ints[_SEQUENCE] += 1
 
     def clear(self) -> None:
@@ -304,7 +304,7 @@ class Arena:
 
     def _placed(self) -> tuple[Table, list[int]]:
         """All stored tensors, and the offset of each. Raises IncompleteSnapshot."""
-        self._must_be_whole()
+        self._must_be_complete()
         table, beside = self.table(), self.beside().table
         ends = itertools.accumulate((tensor.nbytes for tensor in table), initial=self._ints[_DATA_AT])
         behind = pad(self._ints[_NBYTES])
@@ -332,7 +332,7 @@ class Arena:
 
     def view(self, *, padded: bool = False) -> memoryview:
         """The bytes of the file; `padded` up to the next page boundary, for O_DIRECT. Raises IncompleteSnapshot."""
-        nbytes = self._must_be_whole().nbytes
+        nbytes = self._must_be_complete().nbytes
         return memoryview(self._memory)[PAGE_BYTES : PAGE_BYTES + (pad(nbytes) if padded else nbytes)]
 
     def close(self) -> None:
@@ -383,8 +383,8 @@ class Arena:
             self._ints[_SEQUENCE] += 1
         self._ints[_STATE] = Fullness.FILLING
 
-    def _must_be_whole(self) -> Header:
-        if not (header := self.header()).whole:
+    def _must_be_complete(self) -> Header:
+        if not (header := self.header()).complete:
             raise IncompleteSnapshot(f"the arena is {header.state.name.lower()}")
         return header
 
@@ -399,9 +399,9 @@ class Arena:
 
         from elastic.checkpoint.format.dtypes import dtype_of
 
-        whole = torch.frombuffer(self._memory, dtype=torch.uint8)
+        memory = torch.frombuffer(self._memory, dtype=torch.uint8)
         return {
-            tensor.name: whole[PAGE_BYTES + at : PAGE_BYTES + at + tensor.nbytes]
+            tensor.name: memory[PAGE_BYTES + at : PAGE_BYTES + at + tensor.nbytes]
             .view(dtype_of(tensor.dtype))
             .view(tensor.shape)
             for tensor, at in zip(table, offsets, strict=True)

@@ -94,4 +94,4 @@ class Buffers:
 
 def _age(arena: Arena) -> tuple[int, int]:
     header = arena.header()
-    return (header.generation, header.step) if header.whole else (-1, -1)
+    return (header.generation, header.step) if header.complete else (-1, -1)

@@ -142,15 +142,15 @@ def register(address: int, nbytes: int, device: torch.device, progress: Progress
     Returns '', or the reason for a failure: copies then still work, but each blocks the host. Runs in a thread of its
     own, since CUDA keeps an error for the thread's next caller and torch has no way to clear it.
     """
-    said: list[str] = []
+    refusal: list[str] = []
 
     def act() -> None:
         try:
             with torch.cuda.device(device):  # a new thread starts with the first GPU
                 code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))  # type: ignore[no-untyped-call]
-            said.append(f"CUDA error {code}" if code else "")
+            refusal.append(f"CUDA error {code}" if code else "")
         except RuntimeError as error:
-            said.append(str(error).partition("\n")[0])
+            refusal.append(str(error).partition("\n")[0])
 
     thread = threading.Thread(target=act, name="elastic-register")
     thread.start()
@@ -159,7 +159,7 @@ def register(address: int, nbytes: int, device: torch.device, progress: Progress
         thread.join(REPORT_EVERY_S)
         progress(0)
     thread.join()
-    return said[0]
+    return refusal[0]
 
 
 def unregister(address: int) -> None:

@@ -136,11 +136,11 @@ class WriterProcess:
         """The results received since the last call."""
         if self._ready:
             os.read(self._wake_r, 64)
-        found, self._ready = self._ready, []
-        return found + self._drain()
+        results, self._ready = self._ready, []
+        return results + self._drain()
 
     def _drain(self) -> list[orders.Result]:
-        found: list[orders.Result] = []
+        results: list[orders.Result] = []
         while self._channel is not None:
             try:
                 raw = self._channel.recv(MAX_PACKET_BYTES)
@@ -149,20 +149,20 @@ class WriterProcess:
             except ConnectionResetError:
                 continue  # it died with an order unread; the results it had sent come first, then the end
             if not raw:
-                return found + self._died()
+                return results + self._died()
             result = orders.decode_result(raw)
             if self._waiting.pop(result.id, None) is not None:
-                found.append(result)
-        return found
+                results.append(result)
+        return results
 
     def wait(self, timeout_s: float) -> list[orders.Result]:
         """Block until every order has its result or the time is up; returns the results received."""
         deadline_s = time.monotonic() + timeout_s
-        found = self.results()
+        results = self.results()
         while self._waiting and (left_s := deadline_s - time.monotonic()) > 0:
             self._poller.poll(left_s)
-            found += self.results()
-        return found
+            results += self.results()
+        return results
 
     def close(self, timeout_s: float = 5.0) -> None:
         """End the process: it finishes its current order, or is killed after `timeout_s`. Safe to call twice."""

@@ -214,12 +214,12 @@ def _rename_to_a_free_name(folder: str, directory: str, names: Sequence[str], fi
 
 def _note(folder: str, job: str, shard: int, shards: int, files: Files) -> m.Shard:
     try:
-        found = m.decode_note(files.read(os.path.join(folder, m.shard_note(shard, shards))))
+        shard_note = m.decode_note(files.read(os.path.join(folder, m.shard_note(shard, shards))))
     except m.BadManifest as error:
         raise SaveFailed(f"shard {shard} of {shards}: {error.detail}") from error
-    if found.job != job:
-        raise SaveFailed(f"shard {shard} of {shards}: it belongs to job {found.job!r}, not {job!r}")
-    return found
+    if shard_note.job != job:
+        raise SaveFailed(f"shard {shard} of {shards}: it belongs to job {shard_note.job!r}, not {job!r}")
+    return shard_note
 
 
 def _committed(directory: str, job: str, step: int, generation: int, files: Files) -> str | None:

@@ -112,7 +112,7 @@ class CheckpointWriter:
         try:
             arena = self._arena(fd)
             header = arena.header()
-            if not header.whole or (header.step, header.generation) != (order.step, order.generation):
+            if not header.complete or (header.step, header.generation) != (order.step, order.generation):
                 state = header.state.name.lower()
                 raise SaveFailed(f"the arena is {state} with step {header.step} of generation {header.generation}")
             shard = write_shard(arena, order.directory, order.job, threads=order.threads)

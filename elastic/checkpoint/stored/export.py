@@ -39,14 +39,14 @@ def read_all(path: str) -> dict[str, Any]:
 
 def to_torch_save(path: str, target: str) -> None:
     """One file that `torch.load(target, weights_only=True)` reads. Raises Damaged, OSError, SaveFailed."""
-    whole = read_all(path)
-    if "parts" in (extra := whole["extra"].get("state") or {}):
-        whole = plain(whole["state"], extra)
+    content = read_all(path)
+    if "parts" in (extra := content["extra"].get("state") or {}):
+        content = plain(content["state"], extra)
     aside = f"{target}.{os.getpid()}.part"
     try:
         try:
             with open(REAL.create(aside), "wb") as file:
-                torch.save(whole, file)
+                torch.save(content, file)
                 file.flush()
                 os.fsync(file.fileno())
         except RuntimeError as error:  # raised by torch's zip writer on a full disk
@@ -63,10 +63,10 @@ def to_dcp(path: str, target: str) -> None:
 
     if os.path.exists(target):
         raise SaveFailed(f"{target} exists")
-    whole = read_all(path)
+    content = read_all(path)
     aside = f"{os.path.normpath(target)}.{os.getpid()}.part"
     try:
-        dcp.save(whole, storage_writer=dcp.FileSystemWriter(aside), no_dist=True)  # type: ignore[attr-defined]
+        dcp.save(content, storage_writer=dcp.FileSystemWriter(aside), no_dist=True)  # type: ignore[attr-defined]
         os.rename(aside, target)
     except dcp.CheckpointException as error:  # type: ignore[attr-defined]
         raise SaveFailed(f"{target}: {error}") from error

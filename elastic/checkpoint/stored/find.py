@@ -124,12 +124,12 @@ def _refuse_a_silent_start(directory: str, job: str, aside: list[Aside], files: 
 
 def peek(directory: str, job: str | None = None, *, files: Files = REAL) -> list[tuple[int, int, str]]:
     """(step, generation, path) of each checkpoint, newest first, from manifests alone: nothing is verified or moved."""
-    found = []
+    checkpoints = []
     for name in files.names(directory):
         path = os.path.join(directory, name)
         if is_final(name) and (head := head_of(path, files)) and job in (None, head.job):
-            found.append((head.step, head.generation, path))
-    return sorted(found, key=lambda f: (f[1], f[0]), reverse=True)
+            checkpoints.append((head.step, head.generation, path))
+    return sorted(checkpoints, key=lambda f: (f[1], f[0]), reverse=True)
 
 
 def unusable_step(directory: str, job: str, *, files: Files = REAL) -> int:

@@ -68,14 +68,14 @@ def _load_local(
     directory: str, job: str, prepare: Callable[[Found], Into], threads: int, files: Files, progress: Progress
 ) -> Found | None:
     aside: tuple[Aside, ...] = ()
-    while found := newest_good(directory, job, hashes=False, skip=aside, files=files):
-        before = files.identity(found.path)
+    while checkpoint := newest_good(directory, job, hashes=False, skip=aside, files=files):
+        before = files.identity(checkpoint.path)
         try:
-            load(found, prepare(found), threads=threads, progress=progress)
+            load(checkpoint, prepare(checkpoint), threads=threads, progress=progress)
         except Damaged as damage:
-            aside = (*found.aside, set_aside(found.path, damage, before=before, files=files))
+            aside = (*checkpoint.aside, set_aside(checkpoint.path, damage, before=before, files=files))
         else:
-            return found
+            return checkpoint
     return None
 
 
@@ -177,15 +177,15 @@ class _Target:
 
     def _overlaps(self, at: int, end: int) -> list[tuple[_Place, int, int]]:
         """Destinations that overlap with [at, end) of the file, with the range in each."""
-        found = []
+        overlaps = []
         for i in range(max(0, bisect.bisect_right(self._starts, at) - 1), len(self._starts)):
             start, place = self._starts[i], self._places[i]
             if start >= end:
                 break
             begin, to = max(at, start) - start, min(end, start + place.nbytes) - start
             if begin < to:
-                found.append((place, begin, to))
-        return found
+                overlaps.append((place, begin, to))
+        return overlaps
 
     def _memory(self, place: _Place) -> torch.Tensor:
         assert place.target is not None

@@ -41,7 +41,7 @@ class RemoteError(CheckpointError):
 
 
 @contextmanager
-def _said(what: str) -> Iterator[None]:
+def _as_remote_error(what: str) -> Iterator[None]:
     try:
         yield
     except CheckpointError:
@@ -81,18 +81,18 @@ def copy_up(path: str, url: str, *, keep: int = 0, keep_every_steps: int = 0) ->
 
 
 def _copy_up(path: str, url: str, name: str, manifest: m.Manifest, keep: int, keep_every_steps: int) -> None:
-    with _said(f"copying {os.path.basename(path)} to {url}"):
+    with _as_remote_error(f"copying {os.path.basename(path)} to {url}"):
         filesystem, root = _open(url)
         target = posixpath.join(root, name)
-        whole = _is_whole(filesystem, target, manifest)
-        if whole is False:  # invalid until it is replaced
+        complete = _is_complete(filesystem, target, manifest)
+        if complete is False:  # invalid until it is replaced
             _remove_manifest(filesystem, target)
-        if not whole:
+        if not complete:
             _put(filesystem, path, target, manifest)
         if keep:
-            found = list_remote(url, manifest.job)
-            doomed = plan(found, keep, keep_every_steps, lambda _: True)
-            kept = found[:keep] if len(found) >= keep else []
+            copies = list_remote(url, manifest.job)
+            doomed = plan(copies, keep, keep_every_steps, lambda _: True)
+            kept = copies[:keep] if len(copies) >= keep else []
             for each in (*doomed, *_broken_off(filesystem, root, manifest.job, kept)):
                 if posixpath.join(url, each) not in _under_way:
                     _remove(filesystem, posixpath.join(root, each))
@@ -107,7 +107,7 @@ def _broken_off(filesystem: Any, root: str, job: str, kept: list[Entry]) -> list
     return [name for name in older if not filesystem.exists(posixpath.join(root, name, m.MANIFEST))]
 
 
-def _is_whole(filesystem: Any, target: str, manifest: m.Manifest) -> bool | None:
+def _is_complete(filesystem: Any, target: str, manifest: m.Manifest) -> bool | None:
     """Whether the copy that is there is complete, and of the same bytes; None: there is none, or another node is making
     it. Without a shared folder two nodes may both take themselves for the leader, and copy: one's manifest over shards
     of the other's would be damage that shows only when it is fetched."""
@@ -115,14 +115,14 @@ def _is_whole(filesystem: Any, target: str, manifest: m.Manifest) -> bool | None
     if not filesystem.exists(manifest_at):
         return None
     try:
-        found = m.decode(filesystem.cat_file(manifest_at))
-        sizes = [filesystem.size(posixpath.join(target, shard.file)) for shard in found.shards]
+        copy = m.decode(filesystem.cat_file(manifest_at))
+        sizes = [filesystem.size(posixpath.join(target, shard.file)) for shard in copy.shards]
     except (m.BadManifest, FileNotFoundError):
         return False
     hashes = [(shard.file, shard.xxh3) for shard in manifest.shards]
-    same = (found.job, found.step, found.generation) == (manifest.job, manifest.step, manifest.generation)
-    same = same and hashes == [(shard.file, shard.xxh3) for shard in found.shards]
-    return same and sizes == [shard.nbytes for shard in found.shards]
+    same = (copy.job, copy.step, copy.generation) == (manifest.job, manifest.step, manifest.generation)
+    same = same and hashes == [(shard.file, shard.xxh3) for shard in copy.shards]
+    return same and sizes == [shard.nbytes for shard in copy.shards]
 
 
 def _put(filesystem: Any, path: str, target: str, manifest: m.Manifest) -> None:
@@ -144,10 +144,10 @@ def _look_again(filesystem: Any, target: str, manifest: m.Manifest) -> None:
     for shard in manifest.shards:
         there = posixpath.join(target, shard.file)
         try:
-            whole = filesystem.size(there) == shard.nbytes
+            complete = filesystem.size(there) == shard.nbytes
         except FileNotFoundError:
-            whole = False
-        if not whole:
+            complete = False
+        if not complete:
             _remove_manifest(filesystem, target)
             raise SaveFailed(f"{there} was removed or replaced by another node while this one made the copy")
 
@@ -183,8 +183,8 @@ def unusable_step(url: str, job: str) -> int:
 
 def _heads(url: str) -> list[tuple[str, m.Head | None]]:
     """Names of the checkpoints of all jobs at `url`, and the heads of their manifests; None: it is damaged."""
-    found: list[tuple[str, m.Head | None]] = []
-    with _said(f"listing {url}"):
+    heads: list[tuple[str, m.Head | None]] = []
+    with _as_remote_error(f"listing {url}"):
         filesystem, root = _open(url)
         if not filesystem.exists(root):
             return []
@@ -194,10 +194,10 @@ def _heads(url: str) -> list[tuple[str, m.Head | None]]:
             if not is_final(name) or not filesystem.exists(manifest_at):
                 continue
             try:
-                found.append((name, m.decode_head(filesystem.cat_file(manifest_at))))
+                heads.append((name, m.decode_head(filesystem.cat_file(manifest_at))))
             except m.BadManifest:
-                found.append((name, None))
-    return found
+                heads.append((name, None))
+    return heads
 
 
 def fetch(url: str, name: str, directory: str, job: str) -> str:
@@ -222,7 +222,7 @@ def fetch(url: str, name: str, directory: str, job: str) -> str:
     try:
         if os.fstat(folder).st_uid != os.geteuid():
             raise PermissionError(errno.EPERM, "belongs to another user by now", aside)
-        with _said(f"fetching {name} from {url}"):
+        with _as_remote_error(f"fetching {name} from {url}"):
             filesystem, root = _open(url)
             for there in filesystem.ls(posixpath.join(root, name), detail=False):
                 here = f"/proc/self/fd/{folder}/{posixpath.basename(there)}"

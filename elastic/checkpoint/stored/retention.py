@@ -42,16 +42,16 @@ def plan(found: Sequence[Entry], keep: int, keep_every_steps: int, good: Callabl
 def leftovers(names: Iterable[str], job: str, newest: Entry | None) -> list[str]:
     """Directories of saves of `job` that will never be committed, given its newest commit; and of its interrupted
     fetches. And `.gone` directories of any job: their checkpoints are no longer complete."""
-    found = []
+    folders = []
     for name in names:
         # Fetches end before training starts, so none is in progress once there is a new commit.
         if is_gone(name) or (newest is not None and is_fetch(name, job)):
-            found.append(name)
+            folders.append(name)
         elif newest is not None and (save := tmp_of(name, job)):
             step, generation = save
             if (generation, step) <= (newest[1], newest[0]):
-                found.append(name)
-    return found
+                folders.append(name)
+    return folders
 
 
 def prune(

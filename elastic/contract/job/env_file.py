@@ -10,7 +10,7 @@ def parse(text: str) -> dict[str, str]:
     """Blank lines and lines that begin with '#' are skipped, an `export ` before a name is dropped, and one pair of
     quotes around a whole value. Nothing is expanded. Raises ValueError, which names the line and never its value: it
     may be a secret."""
-    found: dict[str, str] = {}
+    variables: dict[str, str] = {}
     for number, raw in enumerate(text.splitlines(), 1):
         line = raw.strip()
         if not line or line.startswith("#"):
@@ -23,5 +23,5 @@ def parse(text: str) -> dict[str, str]:
             value = value[1:-1]
         if environment_complaint({name: value}):
             raise ValueError(f"line {number}: the value of {name} holds a NUL, or is too long")
-        found[name] = value
-    return found
+        variables[name] = value
+    return variables

@@ -286,13 +286,13 @@ def _nearest(name: str, known: Collection[str]) -> list[str]:
 def refuse_unknown(table: type[msgspec.Struct], raw: Mapping[str, Any], path: str = "") -> None:
     """Raise InvalidSpec for a field that `table` does not have, naming the nearest one."""
     hints = typing.get_type_hints(table)
-    known = {f.encode_name: hints[f.name] for f in msgspec.structs.fields(table)}
+    kinds = {f.encode_name: hints[f.name] for f in msgspec.structs.fields(table)}
     for name, value in raw.items():
-        if name not in known:
-            near = _nearest(name, known)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(sorted(known))}"
+        if name not in kinds:
+            near = _nearest(name, kinds)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(sorted(kinds))}"
             raise InvalidSpec(f"{path}{name} = {value!r}: no such field{hint}")
-        kind = known[name]
+        kind = kinds[name]
         if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and not isinstance(kind, types.GenericAlias):
             if not isinstance(value, Mapping):
                 raise InvalidSpec(f"{path}{name} = {value!r}: expected a table [{path}{name}]")

@@ -48,10 +48,10 @@ class Decoder:
         """`name`: the key, or another name for what is read from different keys. Raises ProtocolVersionMismatch for a
         record of another version, msgspec.DecodeError and UnicodeDecodeError for a malformed one."""
         raw = kv.value
-        known = self._known.get(name) or self._before.get(name)
-        if known is None or (known[0] is not raw and known[0] != raw) or not isinstance(known[1], kind):
-            known = raw, decoder(raw) if decoder else decode(kind, raw)
-        self._known[name] = known
-        record = known[1]
+        cached = self._known.get(name) or self._before.get(name)
+        if cached is None or (cached[0] is not raw and cached[0] != raw) or not isinstance(cached[1], kind):
+            cached = raw, decoder(raw) if decoder else decode(kind, raw)
+        self._known[name] = cached
+        record = cached[1]
         assert isinstance(record, kind)
         return record

@@ -200,7 +200,7 @@ class GenerationHead(Record, frozen=True, kw_only=True):
         return self.previous or self.number - 1
 
 
-FEW = 4
+LINEAR_SEARCH_MAX = 4
 """This many nodes are searched for one by one; for more, an index of all nodes costs less."""
 
 _node, _slots = operator.attrgetter("node"), operator.attrgetter("slots")
@@ -232,7 +232,7 @@ class GenerationRecord(GenerationHead, frozen=True, kw_only=True, dict=True):
         """Node rank of `node`; None: it is not a member."""
         known = self.asked[0]
         if node not in known:
-            if len(known) >= FEW or "order" in self.__dict__:
+            if len(known) >= LINEAR_SEARCH_MAX or "order" in self.__dict__:
                 return self.order.get(node)
             nodes = list(map(_node, self.nodes))
             known[node] = nodes.index(node) if node in nodes else None

@@ -59,7 +59,7 @@ class HeldSnapshots:
         if not self._arenas:
             return None
         header = self._arenas[0].header()
-        return (header.generation, header.step) if header.whole else None
+        return (header.generation, header.step) if header.complete else None
 
     @gc_pause.paused()
     def load(self, state: State, progress: Progress = unreported) -> str:
