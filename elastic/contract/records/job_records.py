@@ -302,7 +302,7 @@ class BrokenRecord(Record, frozen=True, kw_only=True):
         return frozenset([*first, *(slot for loss in self.also if loss.node == node for slot in loss.slots)])
 
 
-class Cause(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+class Cause(msgspec.Struct, frozen=True, kw_only=True):
     """One failure of an incident."""
 
     generation: Int  # the generation that it broke
