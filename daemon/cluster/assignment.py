@@ -83,25 +83,25 @@ def plan(
     alive = [job for job in cluster.by_age() if not job.over]
     for job in sorted(alive, key=lambda job: not _is_incomplete(job, staying[job.name])):
         assert job.spec is not None
-        mine, spec = places[job.name], job.spec.spec
+        has, spec = places[job.name], job.spec.spec
         if job.state.phase is not Phase.STOPPING:
             room = spec.max_nodes - len(staying[job.name])
-            new = _candidates(cluster, job, mine, used, silent)[:room] if room > 0 else []
-            if len(staying[job.name]) + len(new) < spec.min_nodes and (not mine or job.generation is None):
+            new = _candidates(cluster, job, has, used, silent)[:room] if room > 0 else []
+            if len(staying[job.name]) + len(new) < spec.min_nodes and (not has or job.generation is None):
                 new = []
                 if not _could_run(remembered, _on_gpus(cluster, job, {}), job):
                     never.add(job.name)
-                elif not mine:
+                elif not has:
                     queue.append(job)
                     if wall_s - job.state.since_wall_s >= RESERVED_AFTER_S and not used.held:
                         _reserve(cluster, job, used)
             for each in new:
-                mine[each.name] = slots_wanted(job.spec, each.record.slots)
-                used.add(job, each.name, mine[each.name])
-        if extra := _surplus(job, staying[job.name], list(mine)):
+                has[each.name] = slots_wanted(job.spec, each.record.slots)
+                used.add(job, each.name, has[each.name])
+        if extra := _surplus(job, staying[job.name], list(has)):
             surplus[job.name] = extra
-        if len(mine) < spec.min_nodes:
-            waiting[job.name] = _why(cluster, job, mine, used, job.name in never)
+        if len(has) < spec.min_nodes:
+            waiting[job.name] = _why(cluster, job, has, used, job.name in never)
     by_age = tuple(job.name for job in sorted(queue, key=lambda job: job.submitted))
     return Assignment(places, surplus, waiting, by_age, frozenset(never))
 
@@ -180,7 +180,7 @@ def _wants_gpus(job: Job) -> bool:
     return job.spec is None or job.spec.spec.backend != "gloo"
 
 
-def _on_gpus(cluster: Cluster, job: Job, mine: Mapping[str, int]) -> bool:
+def _on_gpus(cluster: Cluster, job: Job, has: Mapping[str, int]) -> bool:
     """Whether each of the job's workers is to have a GPU of its own: NCCL refuses two ranks on one.
 
     With backend auto as on the nodes that the job has; else if any node of the cluster has GPUs, even if none is free:
@@ -189,7 +189,7 @@ def _on_gpus(cluster: Cluster, job: Job, mine: Mapping[str, int]) -> bool:
     assert job.spec is not None
     if job.spec.spec.backend != "auto":
         return job.spec.spec.backend == "nccl"
-    nodes = [cluster.nodes[name] for name in mine if name in cluster.nodes][:1] or list(cluster.nodes.values())
+    nodes = [cluster.nodes[name] for name in has if name in cluster.nodes][:1] or list(cluster.nodes.values())
     return any(node.record.gpus for node in nodes)
 
 
@@ -204,15 +204,15 @@ def _standing(cluster: Cluster, job: Job, running: Mapping[str, int], me: str) -
 
 def _taken(cluster: Cluster, job: Job, node: str, slots: int) -> int:
     """`slots` of a member record, within what an agent there can have: the job's user can write any number."""
-    known = cluster.nodes.get(node)
-    there = known.record.slots if known else MAX_WORKERS_PER_NODE
+    row = cluster.nodes.get(node)
+    there = row.record.slots if row else MAX_WORKERS_PER_NODE
     return max(1, min(slots, there, slots_wanted(job.spec, there) if job.spec else there))
 
 
 def _leaving(cluster: Cluster, job: Job, node: str) -> bool:
     """Whether the job is about to lose this node, so that it needs another one."""
-    member, known = job.members.get(node), cluster.nodes.get(node)
-    draining = bool(known and (known.drain or known.record.draining)) or bool(member and member.record.draining)
+    member, row = job.members.get(node), cluster.nodes.get(node)
+    draining = bool(row and (row.drain or row.record.draining)) or bool(member and member.record.draining)
     return draining or node in job.state.excluded_nodes
 
 
@@ -232,22 +232,22 @@ def _surplus(job: Job, staying: list[str], planned: list[str]) -> dict[str, Reas
 
 
 def _candidates(
-    cluster: Cluster, job: Job, mine: Mapping[str, int], used: _Used, silent: Collection[tuple[str, str]] = ()
+    cluster: Cluster, job: Job, has: Mapping[str, int], used: _Used, silent: Collection[tuple[str, str]] = ()
 ) -> list[Node]:
-    on_gpus = _on_gpus(cluster, job, mine)
+    on_gpus = _on_gpus(cluster, job, has)
     others = sorted(cluster.nodes.values(), key=lambda n: ((job.name, n.name) in silent, n.create_revision))
-    return [n for n in others if n.name not in mine and next(_against(job, n, used, on_gpus), None) is None]
+    return [n for n in others if n.name not in has and next(_against(job, n, used, on_gpus), None) is None]
 
 
-def _why(cluster: Cluster, job: Job, mine: Mapping[str, int], used: _Used, never: bool) -> Text:
+def _why(cluster: Cluster, job: Job, has: Mapping[str, int], used: _Used, never: bool) -> Text:
     """Why each node that the job does not have is not assigned to it."""
     assert job.spec is not None
-    spec, on_gpus = job.spec.spec, _on_gpus(cluster, job, mine)
+    spec, on_gpus = job.spec.spec, _on_gpus(cluster, job, has)
     if never:
         short = reason(Code.NEVER, needs=_size(spec), capacity=_capacity(cluster, on_gpus))
     else:
-        short = reason(Code.TOO_FEW, count=len(mine), least=spec.min_nodes)
-    others = [node for name, node in sorted(cluster.nodes.items()) if name not in mine]
+        short = reason(Code.TOO_FEW, count=len(has), least=spec.min_nodes)
+    others = [node for name, node in sorted(cluster.nodes.items()) if name not in has]
     why_not = [next(_against(job, node, used, on_gpus), None) for node in others]
     gone = [reason(Code.NODE_IS, node=name, state="off" if n.left else "lost") for name, n in cluster.absent.items()]
     return listed(short, *filter(None, why_not), *gone)

@@ -72,10 +72,10 @@ def of_ranks(
 ) -> dict[tuple[str, int], answers.SlotTime]:
     """(node, slot) -> where its time went, as its own agent has counted it. `local`: of this node, newer. `still`: the
     job stands still."""
-    known = _newest(records, local)
+    newest = _newest(records, local)
     return {
         (node, each.slot): answers.SlotTime(**_times(each, still))
-        for node, record in known.items()
+        for node, record in newest.items()
         for each in record.ranks
     }
 
@@ -88,8 +88,8 @@ def summed(
     `still`: the job stands still."""
     from elastic.contract.records.ledger import Bucket
 
-    known = _newest(records, local)
-    rows = [(node, times) for node, record in known.items() for times in record.ranks]
+    newest = _newest(records, local)
+    rows = [(node, times) for node, record in newest.items() for times in record.ranks]
     spent_ms = {bucket: sum(times.ranks_ms.get(bucket, 0) for _, times in rows) for bucket in Bucket}
     open_ms = sum(times.open_ms for _, times in rows)
     total_ms = sum(spent_ms.values()) + open_ms
@@ -133,22 +133,22 @@ def _times(times: RankTimes, still: bool) -> dict[str, Any]:
     }
 
 
-def text(known: answers.Goodput | answers.RankTime | None) -> str:
+def text(goodput: answers.Goodput | answers.RankTime | None) -> str:
     """'98.7 % of 2 h; badput: forming groups 0.9 %, checkpoint stall 0.4 %'; the largest first. '' if not known."""
-    if known is None:
+    if goodput is None:
         return ""
-    bad = sorted(known.badput.items(), key=lambda item: -item[1])
+    bad = sorted(goodput.badput.items(), key=lambda item: -item[1])
     causes = ", ".join(f"{WORDS.get(name, name)} {percent(share)}" for name, share in bad)
-    return f"{percent(known.goodput)} of {length(known.wall_s)}" + (f"; badput: {causes}" if causes else "")
+    return f"{percent(goodput.goodput)} of {length(goodput.wall_s)}" + (f"; badput: {causes}" if causes else "")
 
 
-def summed_text(known: answers.RankTime | None) -> str:
+def summed_text(ranks_time: answers.RankTime | None) -> str:
     """'97.1 % of 4 ranks over 2.0 h; badput: …', of what `summed` makes. '' if not known."""
-    if known is None:
+    if ranks_time is None:
         return ""
-    of, _, causes = text(known).partition(";")
+    of, _, causes = text(ranks_time).partition(";")
     share, _, lasted = of.partition(" of ")
-    ranks = f"{known.ranks} rank{'' if known.ranks == 1 else 's'}"
+    ranks = f"{ranks_time.ranks} rank{'' if ranks_time.ranks == 1 else 's'}"
     return f"{share} of {ranks} over {lasted}" + (f";{causes}" if causes else "")
 
 

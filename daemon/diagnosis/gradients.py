@@ -16,21 +16,21 @@ NAMED = 4
 def layers(samples: Sequence[Json]) -> list[Json]:
     """A row for each layer, in the model's order: norms by rank of its gradients and weights. `samples`: of one step,
     with their rows."""
-    found: dict[str, Json] = {}
+    rows: dict[str, Json] = {}
     for sample in samples:
         rank = str(sample["rank"])
         squares: dict[str, dict[str, float]] = {}
         for name, own, mean, weight, *_ in sample["rows"]:
             layer = name.rpartition(".")[0] or name
-            held = squares.setdefault(layer, {})
+            sums = squares.setdefault(layer, {})
             for what, value in (("own", own), ("mean", mean), ("weight", weight)):
                 if value is not None:
-                    held[what] = held.get(what, 0.0) + value * value
-        for layer, held in squares.items():
-            row = found.setdefault(layer, {"layer": layer, "own": {}, "mean": {}, "weight": {}})
-            for what, square in held.items():
+                    sums[what] = sums.get(what, 0.0) + value * value
+        for layer, sums in squares.items():
+            row = rows.setdefault(layer, {"layer": layer, "own": {}, "mean": {}, "weight": {}})
+            for what, square in sums.items():
                 row[what][rank] = square**0.5
-    return list(found.values())
+    return list(rows.values())
 
 
 def in_short(samples: Iterable[Json]) -> dict[int, Sample]:
@@ -47,17 +47,17 @@ def in_short(samples: Iterable[Json]) -> dict[int, Sample]:
 
 def newest(records: Mapping[str, RanksRecord], generation: int, world_size: int) -> tuple[int, dict[int, Sample]]:
     """(step, rank -> sample) of the newest step that all ranks have sampled; (0, {}): there is none."""
-    held = {
+    short = {
         each.rank: each.sample
         for record in records.values()
         if record.generation == generation
         for each in record.ranks
         if each.rank >= 0 and each.sample is not None
     }
-    steps = {sample.step for sample in held.values()}
-    if len(held) < world_size or len(steps) != 1:
+    steps = {sample.step for sample in short.values()}
+    if len(short) < world_size or len(steps) != 1:
         return 0, {}
-    return steps.pop(), held
+    return steps.pop(), short
 
 
 def findings(samples: Mapping[int, Sample]) -> Iterator[str]:

@@ -46,8 +46,8 @@ def lead(turn: Turn) -> None:
     if not view.has_all_members:
         _follow(turn)
         return
-    known = turn.formed.generation
-    if known is not None and view.generation != known:
+    formed = turn.formed.generation
+    if formed is not None and view.generation != formed:
         return  # etcd has lost it, and it is not restored yet
     me = view.members.get(turn.policy.node)
     if me is None or me.record.incarnation != turn.policy.incarnation:
@@ -158,8 +158,8 @@ def _has_stepped(turn: Turn) -> bool | None:
     """Whether any step of the job is known, of its earlier agents too; None: it is plain, of which none would be."""
     progress, view = turn.progress, turn.etcd.view
     recorded = view.progress.step if view.progress else 0
-    known = bool(progress.step or progress.reached[1] or view.saved_step or recorded)
-    return known if known or turn.policy.managed else None
+    stepped = bool(progress.step or progress.reached[1] or view.saved_step or recorded)
+    return stepped if stepped or turn.policy.managed else None
 
 
 def _publish(turn: Turn, change: Change) -> None:
@@ -167,11 +167,11 @@ def _publish(turn: Turn, change: Change) -> None:
     ahead = max(2, math.ceil(LEAD_S / turn.progress.step_s)) if turn.progress.step_s > 0 else 2
     at_step = turn.progress.step + ahead if change.planned and turn.policy.managed else None
     broken = _reported(turn)
-    told = (
+    reported = (
         broken is not None and turn.formed.generation is not None and broken.generation == turn.formed.generation.number
     )
     charged = Charge(view.state)
-    if broken is not None and told:
+    if broken is not None and reported:
         before = turn.formed.generation.before if turn.formed.generation else None
         charged = charge(
             view.state, broken, turn.policy.spec.restarts, turn.wall_s, _spare(turn), before=before,
@@ -192,7 +192,7 @@ def _publish(turn: Turn, change: Change) -> None:
     if state.phase is not Phase.RUNNING:
         state = after(state, PhaseTrigger.PUBLISHED, "", turn.wall_s)
     new = state if state != view.state else None
-    counted = bool(told and broken and broken.charged)
+    counted = bool(reported and broken and broken.charged)
     turn.do(Publish(number, change, view.generation_revision, at_step, new, counted, turn.policy.managed))
 
 
@@ -235,8 +235,8 @@ def _show_reason(turn: Turn, reason: str) -> None:
 def _reported(turn: Turn) -> BrokenRecord | None:
     """The failure report in etcd, with what this agent has reported and etcd may not show yet: after an outage of etcd
     another agent's failed collective may be there first, and the bad numbers from which the job is to go back not."""
-    shown, known = turn.etcd.view.broken, turn.formed.broken_record
-    return known if shown is not None and known is not None and known.generation == shown.generation else shown
+    shown, own = turn.etcd.view.broken, turn.formed.broken_record
+    return own if shown is not None and own is not None and own.generation == shown.generation else shown
 
 
 def _spare(turn: Turn) -> int:

@@ -411,12 +411,12 @@ class Pool:
     def _orphans(self) -> list[int]:
         """Children that neither this process nor the zygote has started. Processes started here (py-spy, the writer)
         are in this session; a program that embeds a pool may have had other children before."""
-        known = {p.pid for p in (*self.processes.values(), *self._dying.values())} | {self._zygote.pid}
+        own = {p.pid for p in (*self.processes.values(), *self._dying.values())} | {self._zygote.pid}
         session = os.getsid(0)
         return [
             pid
             for pid in descendants.children(os.getpid())
-            if pid not in known
+            if pid not in own
             and descendants.session(pid) != session
             and self._others.get(pid) != descendants.started(pid)
         ]

@@ -52,10 +52,10 @@ def other_script(members: Mapping[str, Member], current: GenerationRecord | None
     with a place, else the oldest. Workers of both in one group would train two programs."""
     seated = [members[p.node] for p in current.nodes if p.node in members] if current else []
     seated = [m for m in seated if current and current.node_of(*m.id) is not None]
-    known = [m for m in [*seated, *sorted(members.values(), key=_seniority)] if m.record.code]
-    if not known:
+    scripted = [m for m in [*seated, *sorted(members.values(), key=_seniority)] if m.record.code]
+    if not scripted:
         return {}
-    others = {m.record.node: known[0].record.node for m in known if m.record.code != known[0].record.code}
+    others = {m.record.node: scripted[0].record.node for m in scripted if m.record.code != scripted[0].record.code}
     return {node: right for node, right in others.items() if all(m.record.node != node for m in seated)}
 
 
@@ -91,8 +91,8 @@ def watch_list(
         near = reachability.neighbours(at, len(current.nodes)) if current and at is not None else ()
         ring = {current.nodes[i].node for i in near} if current else set()
         wanted = ring | ({chief} if chief else set()) | set(complaints)
-    found = [members[node] for node in wanted if node != me and node in members]
-    return [m for m in found if m.id not in dead]
+    watched = [members[node] for node in wanted if node != me and node in members]
+    return [m for m in watched if m.id not in dead]
 
 
 def by_preference(current: GenerationRecord) -> Iterable[GenerationNode]:

@@ -88,10 +88,10 @@ def patience_s(beat: Beat, rules: Hang) -> float:
     return min(rules.ceiling_s, max(rules.floor_s, rules.factor * beat.step_s))
 
 
-def patience_there_s(beat: Beat, rules: Hang, found: int) -> float:
-    """The patience of a worker at a place in `train` where its rank was found to be hung `found` times before. If its
+def patience_there_s(beat: Beat, rules: Hang, times: int) -> float:
+    """The patience of a worker at a place in `train` where its rank was found to be hung `times` times before. If its
     replacement takes long there, too, the script most likely does: it has four times as long, up to the ceiling."""
-    return min(rules.ceiling_s, patience_s(beat, rules) * LONGER_THERE ** min(found, 16))
+    return min(rules.ceiling_s, patience_s(beat, rules) * LONGER_THERE ** min(times, 16))
 
 
 def judge(

@@ -49,15 +49,15 @@ def same(one: Standing, other: Standing) -> bool:
 
 
 def worth_telling(
-    standings: tuple[Standing, ...], told: tuple[Standing, ...], *, crowd: bool
+    standings: tuple[Standing, ...], before: tuple[Standing, ...], *, crowd: bool
 ) -> tuple[Standing, ...] | None:
-    """What to publish instead of `told`; None: nothing new. In a large job the first few nodes publish ranks that wait;
-    the others (`crowd`: this is one of them) publish only what may be the cause."""
+    """What to publish instead of `before`; None: nothing new. In a large job the first few nodes publish ranks that
+    wait; the others (`crowd`: this is one of them) publish only what may be the cause."""
     if crowd:
         standings = tuple(s for s in standings if not s.waits or s.deaf)
     if not standings:
         return None  # what was published shows by its positions that it is stale: not worth a write
-    if len(standings) == len(told) and all(map(same, standings, told)):
+    if len(standings) == len(before) and all(map(same, standings, before)):
         return None
     return standings
 
@@ -83,10 +83,10 @@ def all_ahead(here: Position, others: Collection[StillRank], world_size: int) ->
     return len({k.standing.rank for k in others if k.standing.position[:2] > here[:2]}) >= world_size - 1
 
 
-def explain(known: Collection[StillRank], nodes: Mapping[int, str], generation: int, wall_s: float = 0.0) -> Stillness:
+def explain(still: Collection[StillRank], nodes: Mapping[int, str], generation: int, wall_s: float = 0.0) -> Stillness:
     """Why no step is made since `wall_s`, and at which rank that probably lies. `nodes`: rank -> node, for all ranks of
     `generation`."""
-    current = [k for k in known if k.standing.position[0] == generation and nodes.get(k.standing.rank) == k.node]
+    current = [k for k in still if k.standing.position[0] == generation and nodes.get(k.standing.rank) == k.node]
     newest = max((k.standing.position[1] for k in current), default=-1)
     # Ranks are at most one step apart: older positions were written in an earlier standstill.
     ranks = {k.standing.rank: k for k in current if k.standing.position[1] >= newest - 1}
