@@ -100,9 +100,9 @@ class AgentLoop:
         self._inbox = inbox
         self._store_overfull = store_overfull
         self.pool = pool
-        newest_saved = NewestSavedFinder(self._spec, inbox.post)
+        self._newest_saved = NewestSavedFinder(self._spec, inbox.post)
         self._effects = EffectRunner(
-            config, self._spec, etcd_writer, newest_saved, self.pool, on_incident, self._newest
+            config, self._spec, etcd_writer, self._newest_saved, self.pool, on_incident, self._newest
         )
         self._hang_detector = HangDetector(self.pool, self._spec.hang, inbox.post, config.timeouts.group_s)
         self._trimmer = Trimmer(self._spec.log_limit_mb, str(folder / "agent.log"))
@@ -147,6 +147,7 @@ class AgentLoop:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         self._finish_saving()
         self.saver.close()
+        self._newest_saved.close()
         self._reports.close(self.agent, self._ended)
         self.pool.close()
         self._reports.messages.close()

@@ -184,7 +184,7 @@ def _publish(turn: Turn, change: Change) -> None:
     if charged.stopped:
         turn.ask(PutState(charged.state, view.state_revision), f"failed {view.state_revision}")
         return
-    if (number := _number(turn, change)) is None:
+    if (number := number_of(turn, change)) is None:
         return
     again = bool(turn.lead.publishing)
     turn.lead = replace(turn.lead, publishing=number, publishing_since_s=turn.now_s, publishing_again=again)
@@ -196,7 +196,7 @@ def _publish(turn: Turn, change: Change) -> None:
     turn.do(Publish(number, change, view.generation_revision, at_step, new, counted, turn.policy.managed))
 
 
-def _number(turn: Turn, change: Change) -> int | None:
+def number_of(turn: Turn, change: Change) -> int | None:
     """Of the next generation; None: the newest checkpoint is to be found first.
 
     The record in etcd says how far the numbers are, unless etcd has lost its data or was set back to a backup: then no

@@ -85,7 +85,8 @@ class NewestSavedFinder:
         self._post(saved)
 
     def close(self) -> None:
-        self._queue.close(0.0)
+        if self._spec.checkpoint.dir:
+            self._queue.close(0.0)
 
 
 def newest_saved(spec: JobSpec, remote: RemoteEnd | None) -> int:
