@@ -1023,3 +1023,12 @@ def test_a_failure_after_etcd_has_lost_a_false_alarm_has_one_record() -> None:
 def test_steps_of_before_a_set_back_are_not_counted_by_a_node_that_joins_as_planned() -> None:
     """The progress on record is of the generation before the one that began again from setup."""
     assert play(draw(786425160)).failure == ""
+
+
+def test_a_node_that_learns_late_of_a_planned_change_and_then_of_a_loss_tells_the_loss_apart() -> None:
+    """It continued the record of the change, which was closed, and nothing told what the loss had cost."""
+    assert play(draw(677826875)).failure == ""
+
+
+def test_one_loss_that_two_leaders_tell_is_one_incident() -> None:
+    assert play(draw(225099662)).failure == ""
