@@ -83,3 +83,8 @@ def test_a_history_is_the_same_each_time() -> None:
     """A printed seed is enough to see a failure again."""
     for seed in range(40, 60):
         assert play(draw(seed)) == play(draw(seed))
+
+
+def test_a_node_that_joined_as_another_left_does_not_begin_anew_while_that_one_has_the_state() -> None:
+    """The joining node leads alone after a death, and the progress record does not show the step before the change."""
+    assert play(draw(919062492)).failure == ""

@@ -165,7 +165,9 @@ def adopt(turn: Turn) -> None:
     seen, held, spec = turn.etcd.view.generation, turn.formed.generation, turn.etcd.view.spec
     older = held is not None and (seen is None or seen.number < held.number)
     if seen is not None and (held is None or seen.number > held.number):
-        if held is not None and turn.policy.managed and _has_stepped(turn, held):
+        # A planned change is made of a generation that steps, also where the progress record does not show it yet.
+        steps = held is not None and seen.at_step is not None and seen.before == held.number
+        if held is not None and turn.policy.managed and (steps or _has_stepped(turn, held)):
             turn.formed = replace(turn.formed, last_committed=held)
         turn.formed = replace(turn.formed, generation=seen, formed_at_s=turn.now_s)
         turn.local = replace(turn.local, suspicious_since_s=None)
