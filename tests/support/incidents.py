@@ -11,7 +11,7 @@ import msgspec
 
 from elastic.contract.keys import JobKeys
 from elastic.contract.records.decoding import Stored
-from elastic.contract.records.incident_account import IncidentAccount, weight
+from elastic.contract.records.incident_account import IncidentAccount, Outcome, weight
 from elastic.contract.records.incident_fold import incidents
 from elastic.contract.records.job_records import BrokenRecord, IncidentRecord, ProgressRecord, decode
 
@@ -195,18 +195,27 @@ def _wall_s(monotonic_s: float) -> float:
 
 
 def check_written(writes: Iterable[tuple[str, Mapping[str, Any] | None]], *, clock: bool = True) -> None:
-    """Of all writes of a job, in their order: the beginning of an incident stays, and what is over stays so,
-    but for causes that are reported later. `clock`: all clocks are right."""
-    last: dict[str, Mapping[str, Any]] = {}
+    """Of all writes of a job, in their order: an account that tells the end is not written again, the beginning of an
+    incident stays, and what is over stays so, but for causes that are reported later. `clock`: all clocks are right."""
+    accounts: dict[str, IncidentAccount] = {}
+    reports: dict[str, BrokenRecord] = {}
+    last: dict[str, IncidentRecord] = {}
     for key, record in writes:
-        if not key.startswith("incidents/") or record is None or record["kind"] in AT_ONCE:
-            continue
-        if (known := last.get(key)) is not None:
-            more = [c for c in record["causes"] if c not in known["causes"]]
-            assert known.get("open") or (more and not record.get("open")), f"{key} was over: {known} → {record}"
-            gone = [c for c in known["causes"] if c not in record["causes"] and weight(c["kind"]) > 0]
-            assert known.get("open") or not gone, f"{key} has lost {gone}"
-            moved_s = abs(record["wall_s"] - known["wall_s"])
-            stays = moved_s < 0.1 or record["kind"] == "planned" or not clock
-            assert stays, f"{key} began {moved_s} s earlier or later"
-        last[key] = record
+        if record is None:
+            accounts.pop(key, None), reports.pop(key, None)
+        elif key.startswith("broken/"):
+            reports[key] = msgspec.convert(record, BrokenRecord)
+        elif key.startswith("incidents/") and ".by." in key:
+            account = msgspec.convert(record, IncidentAccount)
+            before = accounts.get(key, account)
+            assert before.outcome is Outcome.OPEN or before == account, f"{key} was over: {before} → {account}"
+            accounts[key] = account
+        for incident in incidents(list(accounts.values()), reports.values()):
+            known = last.get(incident.id, incident)
+            assert known.open or not incident.open, f"it was over: {known} → {incident}"
+            gone = [c for c in known.causes if c not in incident.causes and weight(c.kind) > 0]
+            assert known.open or not gone, f"it has lost {gone}"
+            moved_s = abs(incident.wall_s - known.wall_s)
+            stays = moved_s < 0.1 or incident.kind == "planned" or not clock
+            assert stays, f"{incident.id} began {moved_s} s earlier or later"
+            last[incident.id] = incident
