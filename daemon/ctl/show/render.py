@@ -1,4 +1,4 @@
-"""The output of elasticctl.
+"""What each command of elasticctl shows, and how it is laid out; the columns themselves: `elasticd.views.columns`.
 
 Texts are safe (`answers.read`), and the console reads no markup: no text in an answer can break the output.
 """

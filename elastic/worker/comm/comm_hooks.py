@@ -1,4 +1,4 @@
-"""How the ranks' gradients are exchanged: as they are, in 16 bits, or by a hook of the script's own.
+"""How gradients travel between ranks: as they are, in 16 bits, or by a hook of the script's own; their weights: `ddp`.
 
 All of it stands in elastic's own communication hook, which multiplies a bucket by this rank's weight, reports progress,
 and keeps gradients from being applied if an exchange has failed. DDP takes one hook per model, so others are given to

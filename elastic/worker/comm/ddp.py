@@ -1,5 +1,5 @@
-"""DistributedDataParallel, with gradients that are an exact mean over the global batch and bit-identical after
-re-forming.
+"""How much each rank's gradients weigh: DistributedDataParallel with gradients that are an exact mean over the global
+batch, and bit-identical after re-forming.
 
 Stock DDP averages the ranks' gradients with equal weights. That is the mean over the global batch only if every rank
 has the same number of samples; here the parts may differ by one and may be empty. So a communication hook multiplies

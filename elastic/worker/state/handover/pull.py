@@ -1,4 +1,4 @@
-"""Ranks on the source's host read the state directly from its memory: one copy, and no socket.
+"""A short cut beside `broadcast`: ranks on the source's host read the state directly from its memory, without a socket.
 
 `process_vm_readv` requires what ptrace requires: the same user, and a security module that allows it. Whether it works
 is not guessed but tried: the source publishes a random number and its address, and a rank that can read it there is on
