@@ -1,4 +1,4 @@
-"""The state on its way to the ranks that lack it, along a chain: in slices, from storage to storage, each with a checksum.
+"""The state on its way to the ranks that lack it, along a chain: in slices, from storage to storage, with checksums.
 
 A chain moves every byte once over every link, and ranks are numbered node by node, so each network link carries the
 state once. Ranks outside the chain take no part. Large tensors are sent in slices of their own memory; small and
