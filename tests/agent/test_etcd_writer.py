@@ -62,7 +62,7 @@ class AtOnce(WriteQueue):
     def close(self, wait_s: float) -> None: ...
 
 
-class Office:
+class WriterHarness:
     def __init__(self, **checkpoint: object) -> None:
         spec = JobSpec(name="job", script="x.py", checkpoint=msgspec.convert(checkpoint, Checkpoint))
         self.policy = policy("n", spec=spec)
@@ -95,43 +95,43 @@ BROKEN = BrokenRecord(generation=0, node="n", kind="exit", detail="ValueError", 
 
 
 def test_error_record_with_invalid_utf8_text_is_written() -> None:
-    office = Office()
+    harness = WriterHarness()
     error = WorkerError(node="n", slot=0, rank=0, message="FileNotFoundError: 'caf\udce9.png'", traceback="\udce9")
     record = msgspec.structs.replace(BROKEN, generation=1, detail="caf\udce9", error=error)
-    office.writer.put_broken(record, None)
+    harness.writer.put_broken(record, None)
     state = JobState(restarts=1, error=error)
-    office.client.put(KEYS.member("n"), b"")
-    office.writer.put_state(PutState(state, 0))
-    for queue in office.queues.values():
+    harness.client.put(KEYS.member("n"), b"")
+    harness.writer.put_state(PutState(state, 0))
+    for queue in harness.queues.values():
         for order in queue.orders:
             order()
-    written = decode(BrokenRecord, office.client.server.kvs[KEYS.broken(1)].value)
+    written = decode(BrokenRecord, harness.client.server.kvs[KEYS.broken(1)].value)
     assert written.error is not None
     assert (written.detail, written.error.message) == ("caf\\udce9", "FileNotFoundError: 'caf\\udce9.png'")
-    assert office.state().restarts == 1
-    assert office.state().error is not None
+    assert harness.state().restarts == 1
+    assert harness.state().error is not None
 
 
 def test_state_is_written_only_over_the_revision_that_it_was_decided_on() -> None:
-    office = Office()
-    office.client.put(KEYS.member("n"), b"")
-    office.client.put(KEYS.state, encode(JobState(phase=Phase.SUCCEEDED)))
-    office.writer.put_state(PutState(JobState(phase=Phase.FAILED), 1))
-    office.queues["urgent"].orders[-1]()
-    assert office.state().phase is Phase.SUCCEEDED
+    harness = WriterHarness()
+    harness.client.put(KEYS.member("n"), b"")
+    harness.client.put(KEYS.state, encode(JobState(phase=Phase.SUCCEEDED)))
+    harness.writer.put_state(PutState(JobState(phase=Phase.FAILED), 1))
+    harness.queues["urgent"].orders[-1]()
+    assert harness.state().phase is Phase.SUCCEEDED
 
 
 def test_the_end_of_a_job_is_written_together_with_its_last_step() -> None:
-    office = Office()
-    office.client.put(KEYS.member("n"), b"")
+    harness = WriterHarness()
+    harness.client.put(KEYS.member("n"), b"")
     last = ProgressRecord(generation=1, world_size=2, step=160, steps_per_s=1.0, loss=None, wall_s=1.0)
-    office.writer.put_state(PutState(JobState(phase=Phase.WAITING), 0), lambda: last)
-    office.queues["urgent"].orders.pop()()
-    assert KEYS.progress not in office.client.server.kvs
-    revision = office.client.get(KEYS.state).mod_revision  # type: ignore[union-attr]
-    office.writer.put_state(PutState(JobState(phase=Phase.SUCCEEDED), revision), lambda: last)
-    office.queues["lazy"].orders.pop()()
-    written = office.client.server.kvs
+    harness.writer.put_state(PutState(JobState(phase=Phase.WAITING), 0), lambda: last)
+    harness.queues["urgent"].orders.pop()()
+    assert KEYS.progress not in harness.client.server.kvs
+    revision = harness.client.get(KEYS.state).mod_revision  # type: ignore[union-attr]
+    harness.writer.put_state(PutState(JobState(phase=Phase.SUCCEEDED), revision), lambda: last)
+    harness.queues["lazy"].orders.pop()()
+    written = harness.client.server.kvs
     assert decode(ProgressRecord, written[KEYS.progress].value) == last
     assert written[KEYS.progress].mod_revision == written[KEYS.state].mod_revision
 
@@ -139,85 +139,85 @@ def test_the_end_of_a_job_is_written_together_with_its_last_step() -> None:
 def test_a_job_that_has_succeeded_shows_no_open_incident() -> None:
     """A rank that is killed at the end of `train` is replaced, and the job is complete at once: a script that waits for
     the phase reads the incidents next."""
-    office = Office()
-    office.client.put(KEYS.member("n"), b"")
+    harness = WriterHarness()
+    harness.client.put(KEYS.member("n"), b"")
     over = IncidentAccount(first=1, last=2, outcome=Outcome.STEPPING)
     for account in (msgspec.structs.replace(over, outcome=Outcome.OPEN), over):
-        office.writer.put_account(account)
-    office.writer.put_state(PutState(JobState(phase=Phase.SUCCEEDED), 0))
+        harness.writer.put_account(account)
+    harness.writer.put_state(PutState(JobState(phase=Phase.SUCCEEDED), 0))
     for name in ("urgent", "lazy"):  # the one thread is ahead of the other
-        for order in office.queues[name].orders:
+        for order in harness.queues[name].orders:
             order()
-    written = office.client.server.kvs
-    own = written[KEYS.account(1, "n", office.policy.incarnation)]
+    written = harness.client.server.kvs
+    own = written[KEYS.account(1, "n", harness.policy.incarnation)]
     assert decode(IncidentAccount, own.value) == over
     assert own.mod_revision < written[KEYS.state].mod_revision
 
 
 def test_failure_counted_at_the_same_moment_does_not_displace_the_end_of_the_job() -> None:
     """`on_bad_numbers = stop` is written once: displaced in the queue, the job would go on."""
-    office = Office()
-    office.client.put(KEYS.member("n"), b"")
-    office.client.put(KEYS.state, encode(JobState(phase=Phase.RUNNING)))
-    revision = office.client.get(KEYS.state).mod_revision  # type: ignore[union-attr]
-    writer = dataclasses.replace(office.writer, queue=WriteQueue)
+    harness = WriterHarness()
+    harness.client.put(KEYS.member("n"), b"")
+    harness.client.put(KEYS.state, encode(JobState(phase=Phase.RUNNING)))
+    revision = harness.client.get(KEYS.state).mod_revision  # type: ignore[union-attr]
+    writer = dataclasses.replace(harness.writer, queue=WriteQueue)
     writer.put_state(PutState(JobState(phase=Phase.FAILED, reason="nan at step 3"), revision))
     writer.put_state(PutState(JobState(phase=Phase.RUNNING, restarts=1), revision))
     writer.start()
     writer.leave()
-    assert office.state().reason == "nan at step 3"
+    assert harness.state().reason == "nan at step 3"
 
 
-def publish(office: Office) -> Write:
+def publish(harness: WriterHarness) -> Write:
     effect = Publish(1, Change((), "first", planned=False), 0, None, None)
-    office.writer.publish(effect, JobView())
-    return office.queues["urgent"].orders[-1]
+    harness.writer.publish(effect, JobView())
+    return harness.queues["urgent"].orders[-1]
 
 
 def test_a_publication_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    office = Office()
+    harness = WriterHarness()
 
     def broken(generation: int, basis: object) -> tuple[str, int]:
         raise RuntimeError("no store")
 
-    monkeypatch.setattr(office.stores, "open", broken)
+    monkeypatch.setattr(harness.stores, "open", broken)
     with pytest.raises(RuntimeError):
-        publish(office)()
-    assert office.posted == [PublishFailed(1)]
-    monkeypatch.setattr(office.client, "txn", lambda *_: (_ for _ in ()).throw(EtcdUnavailable("x", maybe_done=False)))
-    office.writer.stores = Stores("203.0.113.1")
+        publish(harness)()
+    assert harness.posted == [PublishFailed(1)]
+    monkeypatch.setattr(harness.client, "txn", lambda *_: (_ for _ in ()).throw(EtcdUnavailable("x", maybe_done=False)))
+    harness.writer.stores = Stores("203.0.113.1")
     with pytest.raises(EtcdUnavailable):
-        publish(office)()
-    assert office.posted == [PublishFailed(1)] * 2
+        publish(harness)()
+    assert harness.posted == [PublishFailed(1)] * 2
 
 
 @pytest.mark.parametrize("member", [True, False])
 def test_only_a_member_publishes_and_changes_the_phase(member: bool) -> None:
     """A wiped etcd may be back at the revision that was decided on; we are no member in it before we rejoin."""
-    office = Office()
+    harness = WriterHarness()
     if member:
-        office.client.put(KEYS.member("n"), b"ours")
-    office.writer.put_state(PutState(JobState(phase=Phase.WAITING), 0))
-    phase = office.queues["urgent"].orders[-1]
-    publish(office)()
-    assert (office.client.get(KEYS.generation) is not None) is member
-    assert office.posted == ([] if member else [PublishFailed(1)])
-    office.client.delete(KEYS.state)
+        harness.client.put(KEYS.member("n"), b"ours")
+    harness.writer.put_state(PutState(JobState(phase=Phase.WAITING), 0))
+    phase = harness.queues["urgent"].orders[-1]
+    publish(harness)()
+    assert (harness.client.get(KEYS.generation) is not None) is member
+    assert harness.posted == ([] if member else [PublishFailed(1)])
+    harness.client.delete(KEYS.state)
     phase()
-    assert office.state().phase is (Phase.WAITING if member else Phase.PENDING)
-    office.stores.close()
+    assert harness.state().phase is (Phase.WAITING if member else Phase.PENDING)
+    harness.stores.close()
 
 
 def test_each_generation_has_a_secret_of_its_own() -> None:
     found = []
     for _ in range(2):
-        office = Office()
-        office.client.put(KEYS.member("n"), b"ours")
-        publish(office)()
-        kv = office.client.get(KEYS.generation)
+        harness = WriterHarness()
+        harness.client.put(KEYS.member("n"), b"ours")
+        publish(harness)()
+        kv = harness.client.get(KEYS.generation)
         assert kv is not None
         found.append(decode(GenerationRecord, kv.value).store_secret)
-        office.stores.close()
+        harness.stores.close()
     assert [len(bytes.fromhex(secret)) for secret in found] == [store_secret.NBYTES] * 2
     assert found[0] != found[1]
 
@@ -232,58 +232,58 @@ def test_a_store_opens_whether_its_address_can_be_reached_or_not() -> None:
     stores.close()
 
 
-def port_of(office: Office) -> int:
-    kv = office.client.server.kvs[KEYS.generation]
+def port_of(harness: WriterHarness) -> int:
+    kv = harness.client.server.kvs[KEYS.generation]
     return decode(GenerationRecord, kv.value).store_port
 
 
 def test_a_publication_that_was_not_heard_of_is_tried_again_with_its_store() -> None:
-    office = Office()
-    office.client.put(KEYS.member("n"), b"ours")
-    office.client.lose_answers = True
+    harness = WriterHarness()
+    harness.client.put(KEYS.member("n"), b"ours")
+    harness.client.lose_answers = True
     with pytest.raises(EtcdUnavailable):
-        publish(office)()
-    office.client.lose_answers = False
-    there = port_of(office)
+        publish(harness)()
+    harness.client.lose_answers = False
+    there = port_of(harness)
     for key in (KEYS.generation, KEYS.state):
-        office.client.delete(key)
-    publish(office)()
-    assert port_of(office) == there
-    office.stores.close()
+        harness.client.delete(key)
+    publish(harness)()
+    assert port_of(harness) == there
+    harness.stores.close()
 
 
 def test_generation_number_reused_after_etcd_wipe_gets_a_fresh_store() -> None:
-    office = Office()
-    office.client.put(KEYS.member("n"), b"ours")
-    office.client.lose_answers = True
+    harness = WriterHarness()
+    harness.client.put(KEYS.member("n"), b"ours")
+    harness.client.lose_answers = True
     with pytest.raises(EtcdUnavailable):
-        publish(office)()
-    office.client.lose_answers = False
-    there = port_of(office)
-    office.client.server.wipe()
-    office.writer.restore(None, JobState(), None)
-    office.queues["urgent"].orders[-1]()
-    office.client.put(KEYS.member("n"), b"ours")
-    state = office.client.server.kvs[KEYS.state].mod_revision
-    office.writer.publish(Publish(1, Change((), "first", planned=False), 0, None, None), JobView(state_revision=state))
-    office.queues["urgent"].orders[-1]()
-    assert port_of(office) != there
-    office.stores.close()
+        publish(harness)()
+    harness.client.lose_answers = False
+    there = port_of(harness)
+    harness.client.server.wipe()
+    harness.writer.restore(None, JobState(), None)
+    harness.queues["urgent"].orders[-1]()
+    harness.client.put(KEYS.member("n"), b"ours")
+    state = harness.client.server.kvs[KEYS.state].mod_revision
+    harness.writer.publish(Publish(1, Change((), "first", planned=False), 0, None, None), JobView(state_revision=state))
+    harness.queues["urgent"].orders[-1]()
+    assert port_of(harness) != there
+    harness.stores.close()
 
 
 @pytest.mark.parametrize(("nodes", "large"), [(LARGE_JOB_NODES, False), (LARGE_JOB_NODES + 2, True)])
 def test_large_generation_record_contains_its_changes(nodes: int, large: bool) -> None:
     """So that a reader of the one before decodes next to nothing."""
-    office = Office()
-    office.client.put(KEYS.member("n"), b"ours")
+    harness = WriterHarness()
+    harness.client.put(KEYS.member("n"), b"ours")
     before = generation(1, [place(f"n{i}") for i in range(nodes)])
-    revision = office.client.put(KEYS.generation, encode(before))
+    revision = harness.client.put(KEYS.generation, encode(before))
     after = before.nodes[1:]
     effect = Publish(2, Change(after, "n0 is gone", planned=False), revision, None, None)
-    office.writer.publish(effect, JobView(generation=before, generation_revision=revision))
-    office.queues["urgent"].orders[-1]()
-    office.stores.close()
-    written = office.client.server.kvs[KEYS.generation].value
+    harness.writer.publish(effect, JobView(generation=before, generation_revision=revision))
+    harness.queues["urgent"].orders[-1]()
+    harness.stores.close()
+    written = harness.client.server.kvs[KEYS.generation].value
     assert (decode(GenerationRecord, written).changes is not None) is large
     reader = GenerationReader()
     known = reader.read(encode(before)).nodes[1:]
@@ -304,38 +304,38 @@ def test_a_store_is_another_on_another_basis() -> None:
 
 def test_a_new_agents_record_is_younger_than_its_predecessors_and_then_keeps_its_age() -> None:
     """A fast restart finds the old record still there; by its age the others tell that a store there is gone."""
-    office, key = Office(), KEYS.member("n")
-    office.client.put(key, b"its predecessor's")
-    ages = [office.client.server.kvs[key].create_revision]
+    harness, key = WriterHarness(), KEYS.member("n")
+    harness.client.put(key, b"its predecessor's")
+    ages = [harness.client.server.kvs[key].create_revision]
     for _ in range(2):
-        office.writer.rejoin(MemberRecord(node="n", incarnation="i", host="h", port=1, slots=1))
-        office.queues["urgent"].orders[-1]()
-        ages.append(office.client.server.kvs[key].create_revision)
+        harness.writer.rejoin(MemberRecord(node="n", incarnation="i", host="h", port=1, slots=1))
+        harness.queues["urgent"].orders[-1]()
+        ages.append(harness.client.server.kvs[key].create_revision)
     assert ages[0] < ages[1] == ages[2]
 
 
 def test_an_agent_writes_what_it_tells_of_each_incident_under_a_key_of_its_own() -> None:
-    office = Office()
+    harness = WriterHarness()
     begun = IncidentAccount(first=1, last=1)
     over = msgspec.structs.replace(begun, outcome=Outcome.STEPPING)
     accounts = [begun, over, msgspec.structs.replace(over, repeat=1), msgspec.structs.replace(begun, first=2, last=2)]
     for account in accounts:
-        office.writer.put_account(account)
-        office.queues["lazy"].orders[-1]()
-    kvs = office.client.get_prefix(KEYS.incidents).kvs
+        harness.writer.put_account(account)
+        harness.queues["lazy"].orders[-1]()
+    kvs = harness.client.get_prefix(KEYS.incidents).kvs
     assert [decode(IncidentAccount, kvs[key].value) for key in sorted(kvs)] == accounts[1:]
-    assert all(KEYS.is_account(key) and f".n.{office.policy.incarnation}." in key for key in kvs)
+    assert all(KEYS.is_account(key) and f".n.{harness.policy.incarnation}." in key for key in kvs)
 
 
 def test_late_exits_write_one_incident_each_with_no_steps_lost() -> None:
-    office = Office()
-    agent = Agent(office.policy)
+    harness = WriterHarness()
+    agent = Agent(harness.policy)
     for worker_id, slot in ((4, 0), (5, 1)):  # before their first generation: neither has a rank
         record = late_exit(agent, slot, Exited(worker_id, 0, None, 0, late_s=3.0), "", None, 10.0)
         assert record is not None
-        office.writer.put_exit_incident(record, worker_id)
-        office.queues["lazy"].orders[-1]()
-    found = [decode(IncidentRecord, kv.value) for kv in office.client.get_prefix(KEYS.incidents).kvs.values()]
+        harness.writer.put_exit_incident(record, worker_id)
+        harness.queues["lazy"].orders[-1]()
+    found = [decode(IncidentRecord, kv.value) for kv in harness.client.get_prefix(KEYS.incidents).kvs.values()]
     assert sorted(i.text.partition(" had")[0] for i in found) == ["the process of slot 0", "the process of slot 1"]
     assert {(i.open, i.ended_wall_s, steps_lost(i)) for i in found} == {(False, 10.0, "0 steps")}
     assert late_exit(agent, 0, Exited(4, 1, None, 0, late_s=3.0), "", None, 10.0) is None, (
@@ -344,36 +344,36 @@ def test_late_exits_write_one_incident_each_with_no_steps_lost() -> None:
 
 
 def test_checkpoints_that_fail_without_end_do_not_fill_etcd() -> None:
-    office = Office()
+    harness = WriterHarness()
     for step in range(1, KEPT_BESIDE + 3):
-        office.writer.put_save_incident(save_failed(Agent(office.policy), step, "no space left", 10.0))
-        office.queues["lazy"].orders[-1]()
-    kvs = office.client.get_prefix(KEYS.incidents).kvs.values()
+        harness.writer.put_save_incident(save_failed(Agent(harness.policy), step, "no space left", 10.0))
+        harness.queues["lazy"].orders[-1]()
+    kvs = harness.client.get_prefix(KEYS.incidents).kvs.values()
     assert {decode(IncidentRecord, kv.value).step for kv in kvs} == set(range(3, KEPT_BESIDE + 3)), "the newest stay"
 
 
 def test_checkpoints_of_a_node_that_joins_late_are_told_once_if_the_job_goes_on_without_them(tmp_path: Path) -> None:
     """They outrank the job's own by their numbers."""
-    office = Office(dir=str(tmp_path), shared=False)
+    harness = WriterHarness(dir=str(tmp_path), shared=False)
     (tmp_path / tmp_name(60, 7, "job")).mkdir()
-    office.writer.rejoin(member("n").record)
-    office.queues["urgent"].orders[-1]()
+    harness.writer.rejoin(member("n").record)
+    harness.queues["urgent"].orders[-1]()
     others, joined = generation(6, [place("m")]), generation(7, [place("m"), place("n")])
-    outside = changed(Agent(office.policy), generation=others)
+    outside = changed(Agent(harness.policy), generation=others)
     inside = changed(outside, generation=joined)
-    saved = office.writer.saved_generation
+    saved = harness.writer.saved_generation
     told = stray_checkpoints(outside, inside, saved, 10.0)
     assert told is not None
     assert (told.kind, told.node, told.open, told.steps_lost) == ("checkpoint", "n", False, 0)
     assert f"{tmp_path} on n has a checkpoint of generation 7; the job is in generation 7" in told.text
-    office.writer.put_stray_incident(told)
-    office.queues["lazy"].orders[-1]()
-    assert decode(IncidentRecord, office.client.server.kvs[KEYS.stray_incident(7, "n")].value) == told
+    harness.writer.put_stray_incident(told)
+    harness.queues["lazy"].orders[-1]()
+    assert decode(IncidentRecord, harness.client.server.kvs[KEYS.stray_incident(7, "n")].value) == told
     assert stray_checkpoints(inside, changed(inside, generation=joined), saved, 10.0) is None, "it was there before"
     assert stray_checkpoints(outside, changed(outside, generation=others), saved, 10.0) is None, "it has no place"
     above = generation(8, [place("m"), place("n")])
     assert stray_checkpoints(outside, changed(outside, generation=above), saved, 10.0) is None, "the job's are newer"
-    office.writer.leave()
+    harness.writer.leave()
 
 
 def report(node: str, *slots: int, kind: str = "exit") -> BrokenRecord:
@@ -381,12 +381,12 @@ def report(node: str, *slots: int, kind: str = "exit") -> BrokenRecord:
 
 
 def test_all_reports_of_a_broken_generation_are_kept_and_the_death_comes_first() -> None:
-    office = Office()
+    harness = WriterHarness()
     reports = [report("a", kind="comm"), report("b", 0), report("c", 1), report("b", 0), report("d", kind="comm")]
     for said in reports:
-        office.writer.put_broken(said, None)
-        office.queues["urgent"].orders[-1]()
-    kv = office.client.get(KEYS.broken(3))
+        harness.writer.put_broken(said, None)
+        harness.queues["urgent"].orders[-1]()
+    kv = harness.client.get(KEYS.broken(3))
     assert kv is not None
     kept = decode(BrokenRecord, kv.value)
     assert (kept.kind, kept.node, kept.slots) == ("exit", "b", (0,))
@@ -396,14 +396,14 @@ def test_all_reports_of_a_broken_generation_are_kept_and_the_death_comes_first()
 
 def test_reports_of_two_ranks_of_a_node_are_both_kept_though_the_first_is_not_written_yet() -> None:
     """The queue keeps the newest order of each key: neither report may displace the other."""
-    office = Office()
-    writer = dataclasses.replace(office.writer, queue=WriteQueue)
+    harness = WriterHarness()
+    writer = dataclasses.replace(harness.writer, queue=WriteQueue)
     for rank, step in ((2, 10), (3, 11)):
         said = msgspec.structs.replace(report("n", kind="bad loss"), ranks=(rank,), step=step)
         writer.put_broken(said, None)
     writer.start()
     writer.leave()
-    kv = office.client.get(KEYS.broken(3))
+    kv = harness.client.get(KEYS.broken(3))
     assert kv is not None
     kept = decode(BrokenRecord, kv.value)
     assert (kept.ranks, kept.step) == ((2,), 10), "the rank of the earlier step is the cause"
@@ -412,79 +412,79 @@ def test_reports_of_two_ranks_of_a_node_are_both_kept_though_the_first_is_not_wr
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_an_agent_says_which_generation_its_own_checkpoint_folder_has(tmp_path: Path, shared: bool) -> None:
-    office = Office(dir=str(tmp_path), shared=shared)
+    harness = WriterHarness(dir=str(tmp_path), shared=shared)
     (tmp_path / tmp_name(60, 7, "job")).mkdir()
-    office.writer.rejoin(member("n").record)
-    office.queues["urgent"].orders[-1]()
-    office.writer.put_member(member("n", ready=(0,)).record)
-    office.queues["urgent"].orders[-1]()
-    said = decode(MemberRecord, office.client.server.kvs[KEYS.member("n")].value)
+    harness.writer.rejoin(member("n").record)
+    harness.queues["urgent"].orders[-1]()
+    harness.writer.put_member(member("n", ready=(0,)).record)
+    harness.queues["urgent"].orders[-1]()
+    said = decode(MemberRecord, harness.client.server.kvs[KEYS.member("n")].value)
     assert said.saved_generation == (0 if shared else 7)
-    office.writer.leave()
+    harness.writer.leave()
 
 
 @pytest.mark.parametrize("by", ["one agent", "a second one, which holds a newer one"])
 def test_a_generation_that_was_written_back_is_known_by_its_revision(by: str) -> None:
-    office = Office()
+    harness = WriterHarness()
     former = generation(5, [place("n", 0)])
-    spec = SpecRecord(spec=office.policy.spec, submitted_wall_s=0.0, submitted_by="me")
+    spec = SpecRecord(spec=harness.policy.spec, submitted_wall_s=0.0, submitted_by="me")
 
     def seen() -> JobView:
-        server = office.client.server
+        server = harness.client.server
         return JobView.read(KEYS, server.kvs, server.revision)
 
-    office.client.put(KEYS.spec, encode(spec))
-    office.client.put(KEYS.generation, encode(former))
+    harness.client.put(KEYS.spec, encode(spec))
+    harness.client.put(KEYS.generation, encode(former))
     assert not seen().written_back
-    office.client.server.wipe()
+    harness.client.server.wipe()
     older = generation(4, [place("n", 0)])
     for record in [former] if by == "one agent" else [older, former]:
-        office.writer.restore(record, JobState(), spec)
-        office.queues["urgent"].orders[-1]()
+        harness.writer.restore(record, JobState(), spec)
+        harness.queues["urgent"].orders[-1]()
     assert seen().generation == former
     assert seen().written_back
-    office.client.put(KEYS.generation, encode(generation(6, [place("n", 0)])))
+    harness.client.put(KEYS.generation, encode(generation(6, [place("n", 0)])))
     assert not seen().written_back
 
 
 def test_a_generation_is_not_written_back_into_another_submission_of_the_name() -> None:
     """The job was over, and another has taken its name (`--replace`) before this agent left: that would never form."""
-    office = Office()
-    other = SpecRecord(spec=office.policy.spec, submitted_wall_s=9.0, submitted_by="me", submission="another")
-    office.client.put(KEYS.spec, encode(other))
-    office.writer.restore(generation(1, [place("n", 0)]), JobState(), office.writer.spec)
-    office.queues["urgent"].orders[-1]()
-    assert [key for key in (KEYS.generation, KEYS.restored, KEYS.state) if key in office.client.server.kvs] == []
+    harness = WriterHarness()
+    other = SpecRecord(spec=harness.policy.spec, submitted_wall_s=9.0, submitted_by="me", submission="another")
+    harness.client.put(KEYS.spec, encode(other))
+    harness.writer.restore(generation(1, [place("n", 0)]), JobState(), harness.writer.spec)
+    harness.queues["urgent"].orders[-1]()
+    assert [key for key in (KEYS.generation, KEYS.restored, KEYS.state) if key in harness.client.server.kvs] == []
 
 
 @pytest.mark.parametrize("what", ["failure", "late exit", "checkpoint", "ranks"])
 def test_no_report_of_an_agent_gets_into_another_submission_of_the_name(what: str) -> None:
     """Its job was over, and another has taken the name while it still ended its workers: the failure would break the
     generation of that number, and the incident be taken for one of the new job."""
-    office = Office()
-    other = SpecRecord(spec=office.policy.spec, submitted_wall_s=9.0, submitted_by="me", submission="another")
+    harness = WriterHarness()
+    other = SpecRecord(spec=harness.policy.spec, submitted_wall_s=9.0, submitted_by="me", submission="another")
     incident = IncidentRecord(generation=2, kind=what, node="n", ranks=(0,), detail="late", wall_s=1.0, step=5)
 
     def report() -> None:
         match what:
             case "failure":
-                office.writer.put_broken(msgspec.structs.replace(BROKEN, generation=1), None)
+                harness.writer.put_broken(msgspec.structs.replace(BROKEN, generation=1), None)
             case "late exit":
-                office.writer.put_exit_incident(incident, 7)
+                harness.writer.put_exit_incident(incident, 7)
             case "checkpoint":
-                office.writer.put_save_incident(incident)
+                harness.writer.put_save_incident(incident)
             case "ranks":
-                office.writer.put_ranks(RanksRecord(node="n", generation=1, wall_s=1.0))
-        for queue in office.queues.values():
+                harness.writer.put_ranks(RanksRecord(node="n", generation=1, wall_s=1.0))
+        for queue in harness.queues.values():
             for order in queue.orders:
                 order()
 
-    office.client.put(KEYS.spec, encode(other))
+    harness.client.put(KEYS.spec, encode(other))
     report()
-    assert list(office.client.server.kvs) == [KEYS.spec]
-    office.client.put(KEYS.spec, encode(office.writer.spec))
+    assert list(harness.client.server.kvs) == [KEYS.spec]
+    harness.client.put(KEYS.spec, encode(harness.writer.spec))
     report()
-    assert len(office.client.server.kvs) == 2
+    assert len(harness.client.server.kvs) == 2
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -492,108 +492,108 @@ def test_a_failure_is_reported_although_the_description_changes_meanwhile(
     first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`elasticctl scale` writes it at the moment of the failure: the report is not of another job for that."""
-    office = Office()
-    spec, ours = office.writer.spec, msgspec.structs.replace(BROKEN, generation=1, slots=(0,))
-    office.client.put(KEYS.spec, encode(spec))
+    harness = WriterHarness()
+    spec, ours = harness.writer.spec, msgspec.structs.replace(BROKEN, generation=1, slots=(0,))
+    harness.client.put(KEYS.spec, encode(spec))
     key = KEYS.broken(1)
     if not first:
-        office.client.put(key, encode(msgspec.structs.replace(ours, node="m")))
-    read, changes = office.client.get, [KEYS.spec]
+        harness.client.put(key, encode(msgspec.structs.replace(ours, node="m")))
+    read, changes = harness.client.get, [KEYS.spec]
 
     def get(asked: str) -> object:
         found = read(asked)
         if asked in changes:
             changes.remove(asked)
-            office.client.put(KEYS.spec, encode(spec))
+            harness.client.put(KEYS.spec, encode(spec))
         return found
 
-    monkeypatch.setattr(office.client, "get", get)
-    office.writer.put_broken(ours, None)
+    monkeypatch.setattr(harness.client, "get", get)
+    harness.writer.put_broken(ours, None)
     for _ in range(2):  # as the queue does
         with contextlib.suppress(EtcdUnavailable):
-            office.queues["urgent"].orders[-1]()
+            harness.queues["urgent"].orders[-1]()
             break
-    told = decode(BrokenRecord, office.client.server.kvs[key].value)
+    told = decode(BrokenRecord, harness.client.server.kvs[key].value)
     assert {told.node, *(loss.node for loss in told.also)} == {BROKEN.node, *(() if first else ("m",))}
 
 
 def test_an_agent_that_still_ends_writes_nothing_of_a_job_that_is_forgotten() -> None:
     """`status` shows a forgotten job for as long as such a record lies in etcd, and `forget` does not remove it."""
-    office = Office()
+    harness = WriterHarness()
     late = IncidentRecord(generation=2, kind="late exit", node="n", ranks=(0,), detail="late", wall_s=1.0)
-    office.writer.put_exit_incident(late, 7)
-    office.writer.put_ranks(RanksRecord(node="n", generation=1, wall_s=1.0))
-    office.client.server.kvs.clear()
-    for order in office.queues["lazy"].orders:
+    harness.writer.put_exit_incident(late, 7)
+    harness.writer.put_ranks(RanksRecord(node="n", generation=1, wall_s=1.0))
+    harness.client.server.kvs.clear()
+    for order in harness.queues["lazy"].orders:
         with contextlib.suppress(EtcdUnavailable):  # to be written once the spec is there again
             order()
-    assert not office.client.server.kvs
-    office.client.put(KEYS.spec, encode(office.writer.spec))
-    for order in office.queues["lazy"].orders:
+    assert not harness.client.server.kvs
+    harness.client.put(KEYS.spec, encode(harness.writer.spec))
+    for order in harness.queues["lazy"].orders:
         order()
-    assert sorted(office.client.server.kvs) == [KEYS.spec, KEYS.exit_incident(2, "n", 7), KEYS.ranks_of("n")]
+    assert sorted(harness.client.server.kvs) == [KEYS.spec, KEYS.exit_incident(2, "n", 7), KEYS.ranks_of("n")]
 
 
 def test_a_planned_generation_is_not_published_over_a_failure_of_the_one_before_whatever_its_number() -> None:
-    office = Office()
-    office.client.put(KEYS.member("n"), b"ours")
-    office.client.put(KEYS.generation, encode(former := generation(1, [place("n", 0)])))
-    at = office.client.server.kvs[KEYS.generation].mod_revision
+    harness = WriterHarness()
+    harness.client.put(KEYS.member("n"), b"ours")
+    harness.client.put(KEYS.generation, encode(former := generation(1, [place("n", 0)])))
+    at = harness.client.server.kvs[KEYS.generation].mod_revision
     seen = JobView(generation=former, generation_revision=at)
     effect = Publish(11, Change((place("n", 0),), "m joins", planned=True), at, 12, None)
-    office.client.put(KEYS.broken(1), encode(msgspec.structs.replace(BROKEN, generation=1)))
-    office.writer.publish(effect, seen)
-    office.queues["urgent"].orders[-1]()
-    assert decode(GenerationRecord, office.client.server.kvs[KEYS.generation].value).number == 1
-    office.client.delete(KEYS.broken(1))
-    office.queues["urgent"].orders[-1]()
-    written = decode(GenerationRecord, office.client.server.kvs[KEYS.generation].value)
+    harness.client.put(KEYS.broken(1), encode(msgspec.structs.replace(BROKEN, generation=1)))
+    harness.writer.publish(effect, seen)
+    harness.queues["urgent"].orders[-1]()
+    assert decode(GenerationRecord, harness.client.server.kvs[KEYS.generation].value).number == 1
+    harness.client.delete(KEYS.broken(1))
+    harness.queues["urgent"].orders[-1]()
+    written = decode(GenerationRecord, harness.client.server.kvs[KEYS.generation].value)
     assert (written.number, written.before) == (11, 1)
-    office.stores.close()
+    harness.stores.close()
 
 
 def test_records_of_numbers_below_those_that_were_left_out_are_deleted_but_not_what_is_shown() -> None:
-    office = Office()
-    office.client.put(KEYS.member("n"), b"ours")
-    office.client.put(KEYS.generation, encode(former := generation(499, [place("n", 0)])))
+    harness = WriterHarness()
+    harness.client.put(KEYS.member("n"), b"ours")
+    harness.client.put(KEYS.generation, encode(former := generation(499, [place("n", 0)])))
     for number in (3, 4, 299, 300):
-        office.client.put(KEYS.broken(number), b"")
-        office.client.put(KEYS.account(number, "n", "x"), b"")
-        office.client.put(KEYS.save_incident(number, "n", 7), b"")
-    at = office.client.server.kvs[KEYS.generation].mod_revision
+        harness.client.put(KEYS.broken(number), b"")
+        harness.client.put(KEYS.account(number, "n", "x"), b"")
+        harness.client.put(KEYS.save_incident(number, "n", 7), b"")
+    at = harness.client.server.kvs[KEYS.generation].mod_revision
     change = Change((place("n", 0),), "lost", planned=False)
     for shown, left in (((IncidentAccount(first=4, last=4),), {4, 299, 300}), ((), set())):
         seen = JobView(generation=former, generation_revision=at, accounts=shown)
-        office.writer.publish(Publish(500, change, at, None, None), seen)
-        office.queues["urgent"].orders[-1]()
-        at = office.client.server.kvs[KEYS.generation].mod_revision
-        kvs = office.client.server.kvs
+        harness.writer.publish(Publish(500, change, at, None, None), seen)
+        harness.queues["urgent"].orders[-1]()
+        at = harness.client.server.kvs[KEYS.generation].mod_revision
+        kvs = harness.client.server.kvs
         assert {number for number in range(500) if KEYS.account(number, "n", "x") in kvs} == left
         assert {number for number in range(500) if KEYS.broken(number) in kvs} == left
         assert {number for number in range(500) if KEYS.save_incident(number, "n", 7) in kvs} == left
-    office.stores.close()
+    harness.stores.close()
 
 
 def test_a_report_that_etcd_finds_too_large_is_written_without_its_long_texts() -> None:
     """A failure that is not reported breaks no generation: the job would stand still."""
-    office, long = Office(), "x" * 1_600_000
+    harness, long = WriterHarness(), "x" * 1_600_000
     error = WorkerError(node="n", slot=0, rank=0, message="ValueError: planted", traceback=long)
     record = msgspec.structs.replace(BROKEN, generation=1, slots=(0,), error=error, stacks={"rank 0": long})
-    office.writer.put_broken(record, None)
-    office.writer.put_account(IncidentAccount(first=1, last=1, why=long))
+    harness.writer.put_broken(record, None)
+    harness.writer.put_account(IncidentAccount(first=1, last=1, why=long))
     incident = IncidentRecord(
         generation=2, kind="late exit", node="n", ranks=(0,), detail=long, wall_s=1.0, error=error
     )
-    office.writer.put_exit_incident(incident, 7)
-    for queue in office.queues.values():
+    harness.writer.put_exit_incident(incident, 7)
+    for queue in harness.queues.values():
         for order in queue.orders:
             order()
-    broken = decode(BrokenRecord, office.client.server.kvs[KEYS.broken(1)].value)
+    broken = decode(BrokenRecord, harness.client.server.kvs[KEYS.broken(1)].value)
     assert broken.error is not None
     assert (broken.slots, broken.fingerprint, broken.error.message) == ((0,), record.fingerprint, "ValueError: planted")
     assert str(broken.detail).startswith("ValueError (cut: the whole record has 32")
     assert 0 < len(broken.error.traceback) == len(broken.stacks["rank 0"]) <= 4000
-    written = decode(IncidentRecord, office.client.server.kvs[KEYS.exit_incident(2, "n", 7)].value)
+    written = decode(IncidentRecord, harness.client.server.kvs[KEYS.exit_incident(2, "n", 7)].value)
     assert (written.kind, 1000 < len(str(written.detail)) <= 4100) == ("late exit", True)
-    told = decode(IncidentAccount, office.client.server.kvs[KEYS.account(1, "n", office.policy.incarnation)].value)
+    told = decode(IncidentAccount, harness.client.server.kvs[KEYS.account(1, "n", harness.policy.incarnation)].value)
     assert (told.first, 1000 < len(str(told.why)) <= 4000) == (1, True)

@@ -43,7 +43,7 @@ RULES = Hang(floor_s=1.0, ceiling_s=5.0)
 
 
 class Scene:
-    """One worker (a sleeping process) of two nodes' and the watchman over it, on a clock of our own.
+    """One worker (a sleeping process) of two nodes' and the hang detector over it, on a clock of our own.
 
     The rank of the other node waits in the exchange of step 0, since the beginning."""
 
@@ -59,7 +59,7 @@ class Scene:
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         pool: Any = types.SimpleNamespace(processes={1: self.process})
         self.looked_s = 100.0
-        self.watchman = HangDetector(pool, RULES, self._post)
+        self.hang_detector = HangDetector(pool, RULES, self._post)
         self.others: tuple[Standing, ...] = (
             Standing(rank=1, position=(1, 0, 9), doing="exchanging", silent_s=0.5, waits=True),
         )
@@ -94,7 +94,7 @@ class Scene:
             ),
             local=types.SimpleNamespace(workers={0: worker}, standings=self.told[-1].standings if self.told else ()),
         )
-        self.watchman.look(agent, now_s, {1: self.page.read()})
+        self.hang_detector.look(agent, now_s, {1: self.page.read()})
 
     def accused(self) -> WorkerUnhealthy | None:
         try:
@@ -116,7 +116,7 @@ def scene() -> Iterator[Scene]:
 def test_the_wait_for_the_zygote_is_not_the_workers_silence(scene: Scene) -> None:
     scene.process.started_s = 130.0  # forked 30 s after it was ordered
     scene.look(134.0)
-    assert not scene.watchman._being_examined
+    assert not scene.hang_detector._being_examined
     scene.look(136.0)
     assert eventually(scene.accused, 10.0).evidence.values["for_s"] < 6.0
 
@@ -130,7 +130,7 @@ def test_hang_detector_drops_accusation_if_worker_progresses_during_stack_dump(s
         scene.look(105.5)
         scene.page.write(Doing.COMPUTING, 105.4)  # it moves
         taken.set()
-        eventually(lambda: not scene.watchman._being_examined, 5.0)
+        eventually(lambda: not scene.hang_detector._being_examined, 5.0)
         assert scene.accused() is None
     finally:
         hang_detector.stack = before
@@ -140,7 +140,7 @@ def test_hang_detector_drops_accusation_if_worker_progresses_during_stack_dump(s
 
 def test_a_second_suspicion_at_the_same_line_of_train_is_given_more_time(scene: Scene) -> None:
     """Validation of 6 s that the script has not declared, on rank 0 alone: it was killed there each time, for ever."""
-    scene.watchman.rules = Hang(floor_s=2.0, ceiling_s=60.0)
+    scene.hang_detector.rules = Hang(floor_s=2.0, ceiling_s=60.0)
     scene.page.committed(1, 0.05, None, 100.0)
 
     def longer_s(worker_id: int, line: int, silent_s: float, *, certain: bool = False) -> float:
@@ -151,7 +151,7 @@ def test_a_second_suspicion_at_the_same_line_of_train_is_given_more_time(scene: 
     train (train.py:{line})
     _train_in (elastic/worker/run.py:290)
     run (elastic/worker/run.py:60)"""
-        return scene.watchman._more_patience_s(one, Unhealthy("", certain=certain), dump, 100.0 + silent_s)
+        return scene.hang_detector._more_patience_s(one, Unhealthy("", certain=certain), dump, 100.0 + silent_s)
 
     assert longer_s(1, 21, 2.5) == 0.0, "it is hung"
     assert longer_s(1, 21, 3.0) == 0.0, "it still is"
@@ -164,7 +164,7 @@ def test_a_second_suspicion_at_the_same_line_of_train_is_given_more_time(scene: 
 
 
 def test_a_wait_beyond_the_groups_time_out_is_told_once(scene: Scene) -> None:
-    scene.watchman.group_s = 60.0
+    scene.hang_detector.group_s = 60.0
     scene.others = ()
     scene.page.write(Doing.EXCHANGING, 100.0)
     scene.look(159.5)
@@ -175,14 +175,14 @@ def test_a_wait_beyond_the_groups_time_out_is_told_once(scene: Scene) -> None:
     assert isinstance(told, GroupStuck)
     assert told.evidence.values["for_s"] == 60
     assert scene.events.empty()
-    assert not scene.watchman._being_examined, "it is not to blame"
+    assert not scene.hang_detector._being_examined, "it is not to blame"
 
 
 def test_a_pause_of_our_own_condemns_nobody(scene: Scene) -> None:
     scene.look(101.0)
     scene.looked_s = 130.0  # the whole node was frozen
     scene.look(130.8)
-    assert not scene.watchman._being_examined
+    assert not scene.hang_detector._being_examined
 
 
 def test_hang_detector_spares_worker_waiting_in_a_collective_and_checks_again_later(
@@ -193,7 +193,7 @@ def test_hang_detector_spares_worker_waiting_in_a_collective_and_checks_again_la
     told, looks = [waits], []
     monkeypatch.setattr(hang_detector, "stack", lambda pid, native: looks.append(native) or told[0])
     scene.look(105.5)
-    eventually(lambda: looks and not scene.watchman._being_examined, 5.0)
+    eventually(lambda: looks and not scene.hang_detector._being_examined, 5.0)
     scene.look(109.5)
     assert len(looks) == 1  # its silence has not doubled yet
     assert scene.accused() is None
@@ -208,7 +208,7 @@ def test_hang_detector_accuses_worker_stopped_while_waiting_in_a_collective(
     waits = 'Thread 1 (idle): "MainThread"\n    barrier (torch/distributed/distributed_c10d.py:4980)\n'
     monkeypatch.setattr(hang_detector, "stack", lambda pid, native: waits)
     scene.look(105.5)
-    eventually(lambda: scene.watchman._cleared_until_s and not scene.watchman._being_examined, 5.0)
+    eventually(lambda: scene.hang_detector._cleared_until_s and not scene.hang_detector._being_examined, 5.0)
     kill(scene.process.pid, signal.SIGSTOP)
     eventually(lambda: state(scene.process.pid) == "T", 5.0)
     scene.look(106.0)
@@ -227,7 +227,7 @@ def test_hang_detector_accuses_plain_script_only_after_a_long_stop(scene: Scene)
         kill(scene.process.pid, signal.SIGCONT)
         eventually(lambda: state(scene.process.pid) == "S", 5.0)
         scene.look(now_s + 1.0)
-        assert not scene.watchman._being_examined
+        assert not scene.hang_detector._being_examined
     kill(scene.process.pid, signal.SIGSTOP)
     eventually(lambda: state(scene.process.pid) == "T", 5.0)
     scene.look(1008.0)
@@ -242,11 +242,11 @@ def test_hang_detector_spares_worker_resumed_during_stack_dump(scene: Scene, mon
     kill(scene.process.pid, signal.SIGSTOP)
     eventually(lambda: state(scene.process.pid) == "T", 5.0)
     scene.look(1003.0)
-    assert scene.watchman._being_examined
+    assert scene.hang_detector._being_examined
     kill(scene.process.pid, signal.SIGCONT)
     eventually(lambda: state(scene.process.pid) == "S", 5.0)
     taken.set()
-    eventually(lambda: not scene.watchman._being_examined, 5.0)
+    eventually(lambda: not scene.hang_detector._being_examined, 5.0)
     assert scene.accused() is None
 
 
@@ -290,13 +290,13 @@ def test_a_rank_that_waits_by_its_page_is_not_blamed_for_want_of_its_stack(
     wait; py-spy finds no time on a busy machine."""
     looks: list[int] = []
     monkeypatch.setattr(hang_detector, "stack", lambda pid, native: looks.append(pid) or dump)
-    scene.watchman.rules = Hang(floor_s=1.0, ceiling_s=20.0)
+    scene.hang_detector.rules = Hang(floor_s=1.0, ceiling_s=20.0)
     scene.page.committed(1, 0.05, None, 100.0)
     scene.page.write(Doing.EXCHANGING, 100.0)
     scene.others = (Standing(rank=1, position=(1, 2, 2), doing="exchanging", silent_s=0.5, waits=True),)
     for now_s in (101.5, 104.0, 108.0, 116.0):
         scene.look(now_s)
-        eventually(lambda: not scene.watchman._being_examined, 5.0)
+        eventually(lambda: not scene.hang_detector._being_examined, 5.0)
         assert scene.accused() is None
     assert 2 <= len(looks) <= 5, "each time that its silence has doubled: at 1, 2, 4, 8 and 16 s"
 
@@ -324,7 +324,7 @@ def test_a_worker_that_cannot_be_looked_at_for_lack_of_processes_has_until_the_c
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A script that forks up to the limit of processes is silent meanwhile, and raises then: that is no hang."""
-    monkeypatch.setattr(scene.watchman, "rules", msgspec.structs.replace(RULES, ceiling_s=20.0))
+    monkeypatch.setattr(scene.hang_detector, "rules", msgspec.structs.replace(RULES, ceiling_s=20.0))
     scene.page.committed(1, 0.01, None, 100.0)
     scene.others = (msgspec.structs.replace(scene.others[0], position=(1, 1, 9)),)
     tried = []
@@ -337,7 +337,7 @@ def test_a_worker_that_cannot_be_looked_at_for_lack_of_processes_has_until_the_c
     for now_s in (106.0, 107.5, 109.0):
         looks = len(tried)
         scene.look(now_s)
-        eventually(lambda n=looks: len(tried) > n and not scene.watchman._being_examined, 10.0, "it is looked at")
+        eventually(lambda n=looks: len(tried) > n and not scene.hang_detector._being_examined, 10.0, "it is looked at")
         assert scene.accused() is None
 
     def at_the_ceiling() -> WorkerUnhealthy | None:
@@ -384,7 +384,7 @@ def test_a_killed_worker_that_the_kernel_has_not_ended_yet_is_left_to_its_exit(s
     eventually(lambda: is_ending(scene.process.pid), 10.0)
     scene.look(106.0)
     scene.look(106.1 + hang_detector.ENDING_S / 2)
-    assert not scene.watchman._being_examined, "and no thread that dumps its stack"
+    assert not scene.hang_detector._being_examined, "and no thread that dumps its stack"
     assert scene.accused() is None
 
 
@@ -408,7 +408,7 @@ def test_a_worker_killed_while_its_stack_is_dumped_is_left_to_its_exit(
 
     monkeypatch.setattr(hang_detector, "_stacks", killed)
     scene.look(106.0)
-    eventually(lambda: not scene.watchman._being_examined, 10.0)
+    eventually(lambda: not scene.hang_detector._being_examined, 10.0)
     assert scene.accused() is None
 
 
@@ -417,7 +417,7 @@ def test_a_look_that_fails_is_repeated(scene: Scene, monkeypatch: pytest.MonkeyP
         failing.setattr(threading, "excepthook", lambda _: None)
         failing.setattr(hang_detector, "_stacks", lambda _: 1 / 0)
         scene.look(105.5)
-        eventually(lambda: not scene.watchman._being_examined, 10.0)
+        eventually(lambda: not scene.hang_detector._being_examined, 10.0)
     assert scene.accused() is None
     scene.look(106.0)
     assert eventually(scene.accused, 10.0).kind == "hang"

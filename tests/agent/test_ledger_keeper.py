@@ -101,12 +101,12 @@ def begun_now(submitted_ago_s: float = 0.0, started_ago_s: float = 0.0) -> tuple
 
 
 def with_ledger(known: Agent, ledger: Ledger, stepped_in: int = 0) -> Agent:
-    picture = view(member("a"), member("b"), formed=known.formed.generation)
+    job_view = view(member("a"), member("b"), formed=known.formed.generation)
     progress = ProgressRecord(
         generation=2, world_size=4, step=9, steps_per_s=1.0, loss=None, wall_s=1.0, ledger=ledger, stepped_in=stepped_in
     )
-    object.__setattr__(picture, "progress", progress)
-    return changed(known, view=picture)
+    object.__setattr__(job_view, "progress", progress)
+    return changed(known, view=job_view)
 
 
 def test_a_keeper_counts_from_the_submission_of_the_job_on() -> None:

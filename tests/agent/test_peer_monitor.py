@@ -29,16 +29,16 @@ def agent(*nodes: str) -> Agent:
 
 def test_peer_monitor_with_full_view_updates_watches_at_once_and_only_on_change() -> None:
     seen, before = Seen(), Agent(POLICY)
-    lookout, there = PeerMonitor(seen), agent(*NODES)  # type: ignore[arg-type]
-    lookout.after_turn(before, there, True, 10.0)
+    peer_monitor, there = PeerMonitor(seen), agent(*NODES)  # type: ignore[arg-type]
+    peer_monitor.after_turn(before, there, True, 10.0)
     assert len(seen.watched) == 1
     assert {"n149", "n151", "n0"} <= seen.watched[0]
     assert seen.known == {f"{node}.1" for node in NODES}, "any of them may connect"
     for now_s in (10.1, 20.0, 30.0):
-        lookout.after_turn(there, there, True, now_s)
+        peer_monitor.after_turn(there, there, True, now_s)
     assert len(seen.watched) == 1
     found = changed(there, dead=frozenset({("n151", "n151.1")}))
-    lookout.after_turn(there, found, True, 31.0)
+    peer_monitor.after_turn(there, found, True, 31.0)
     assert "n151" not in seen.watched[-1]
 
 
@@ -46,14 +46,14 @@ def test_peer_monitors_of_a_large_job_stagger_their_connections() -> None:
     limit_s = len(NODES) / CONNECTIONS_PER_S
     there = agent(*NODES)
     begun = [(PeerMonitor(seen), seen) for seen in (Seen() for _ in range(60))]  # type: ignore[arg-type]
-    for lookout, _ in begun:
-        lookout.after_turn(Agent(POLICY), there, False, 10.0)
+    for peer_monitor, _ in begun:
+        peer_monitor.after_turn(Agent(POLICY), there, False, 10.0)
     at_once = sum(len(seen.watched) for _, seen in begun)
-    for lookout, _ in begun:
-        lookout.after_turn(there, there, False, 10.0 + limit_s / 2)
+    for peer_monitor, _ in begun:
+        peer_monitor.after_turn(there, there, False, 10.0 + limit_s / 2)
     half = sum(len(seen.watched) for _, seen in begun)
-    for lookout, _ in begun:
-        lookout.after_turn(there, there, False, 10.0 + limit_s)
+    for peer_monitor, _ in begun:
+        peer_monitor.after_turn(there, there, False, 10.0 + limit_s)
     assert at_once < 5
     assert 5 < half < 55
     assert all(len(seen.watched) == 1 for _, seen in begun)

@@ -43,10 +43,10 @@ def recorded(
 ) -> ProgressRecord:
     """What the agent of node b, with one worker, writes where ON_RECORD stands."""
     formed = generation(3, [place("a"), place("b")])
-    picture = view(member("b"), formed=formed, saved_step=40, saved_generation=2)
-    object.__setattr__(picture, "progress", ON_RECORD)
+    job_view = view(member("b"), formed=formed, saved_step=40, saved_generation=2)
+    object.__setattr__(job_view, "progress", ON_RECORD)
     worker = Worker(slot=0, worker_id=1, stage=stage, generation=in_generation, step=step)
-    agent = changed(Agent(policy("b", nodes="1:2")), view=picture, generation=formed, workers={0: worker})
+    agent = changed(Agent(policy("b", nodes="1:2")), view=job_view, generation=formed, workers={0: worker})
     step_rate, pool = StepRate(), NoPool()
     step_rate.loss = loss
     return progress(agent, pool, step_rate, rank_rows(agent, pool), saved or SaveStatus())  # type: ignore[arg-type]

@@ -108,9 +108,9 @@ def test_standing_from_another_agent_is_timed_from_first_sight() -> None:
 
     def seen(now_s: float, *standings: Standing) -> list[float]:
         record = MemberRecord(node="b", incarnation="i", host="h", port=1, slots=2, standings=standings)
-        picture = types.SimpleNamespace(has_all_members=True, members={"b": Member(record, 1)})
+        job_view = types.SimpleNamespace(has_all_members=True, members={"b": Member(record, 1)})
         looks: Any = types.SimpleNamespace(
-            etcd=types.SimpleNamespace(view=picture), policy=types.SimpleNamespace(node="a")
+            etcd=types.SimpleNamespace(view=job_view), policy=types.SimpleNamespace(node="a")
         )
         return [known.since_s for known in others.known(looks, now_s)]
 

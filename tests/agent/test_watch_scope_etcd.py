@@ -22,7 +22,7 @@ class Watcher:
         self.seen: list[View] = []
 
     def look(self) -> set[str]:
-        """The keys of the newest picture, without what all keys of the job begin with."""
+        """The keys of the newest job_view, without what all keys of the job begin with."""
         self.server.pump()
         view = self.seen[-1]
         assert view.prefix == self.sight.prefix

@@ -31,7 +31,7 @@ import psutil
 from support import api, scratch
 from support.etcd_server import etcd_binary, free_ports
 from support.history import History, check
-from support.incidents import Deed, check_deeds, check_written
+from support.incidents import Injection, check_injections, check_written
 from support.lab import Host, Hosts
 from support.procs import Procs, Started, alive, describe, end_all, kill, tagged
 from support.wait import eventually
@@ -367,14 +367,14 @@ class Job:
         """rank -> process id, of those that have committed in `generation`."""
         return {c.rank: int(c.process.rpartition(".")[2]) for c in self.history.of(generation)}
 
-    def deed(self, fault: str, kind: str | tuple[str, ...] = "exit", **more: Any) -> Deed:
+    def injection(self, fault: str, kind: str | tuple[str, ...] = "exit", **more: Any) -> Injection:
         """What a fault that was ordered has done."""
         struck = self.history.struck(fault)
-        return Deed(kind, pids=(int(str(struck["pid"])),), struck_s=float(str(struck["at_s"])), **more)
+        return Injection(kind, pids=(int(str(struck["pid"])),), struck_s=float(str(struck["at_s"])), **more)
 
     def check(
         self,
-        *deeds: Deed,
+        *injections: Injection,
         lost: int = 0,
         frozen: Sequence[str] = (),
         since: int = 1,
@@ -382,21 +382,21 @@ class Job:
         clock: bool = True,
     ) -> History:
         """All that must hold for a complete run, in the workers' records and in etcd's (from revision `since` on,
-        where what was before is compacted). One incident was told for each deed, and none besides. Without a deed
+        where what was before is compacted). One incident was told for each injection, and none besides. Without one
         what was told is looked at with `told=True` only: nothing. `clock=False`: instants cannot be compared."""
         history = self.history
         steps = history.step() if self._stopped else self.steps
         check(history, steps=steps, batch=self.batch, lost=lost, frozen=frozen, whole=not self._stopped)
         self.cluster.check_etcd(self.name, since, clock=clock)
-        if told or deeds:
-            self.told(*deeds, clock=clock)
+        if told or injections:
+            self.told(*injections, clock=clock)
         return history
 
-    def told(self, *deeds: Deed, clock: bool = True) -> None:
+    def told(self, *injections: Injection, clock: bool = True) -> None:
         """One incident for each of what the test did, in this order, and each says the truth."""
         with contextlib.suppress(AssertionError):  # then what was told is shown
-            eventually(lambda: len(self.incidents()) >= len(deeds), 10.0, "all is told")
-        check_deeds(self.history, self.incidents(), deeds, clock=clock)
+            eventually(lambda: len(self.incidents()) >= len(injections), 10.0, "all is told")
+        check_injections(self.history, self.incidents(), injections, clock=clock)
 
 
 class Cluster:

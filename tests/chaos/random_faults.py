@@ -26,7 +26,7 @@ from typing import Any
 from chaos.harness import Cluster, Job, Node, now_s
 from support import machine
 from support.history import History
-from support.incidents import Deed, check_deed
+from support.incidents import Injection, check_injection
 from support.procs import kill
 from support.wait import eventually
 
@@ -278,10 +278,10 @@ def check_told(history: History, incidents: list[dict[str, Any]], strikes: list[
             kinds = PERHAPS.get(strike.kind, ())
             assert kinds or not failures, f"{strike} stops no rank: {said}"
         nodes = () if strike.pids else (strike.node,)
-        deed = Deed(kinds, pids=strike.pids, nodes=nodes, struck_s=strike.at_s, within_s=SLOWEST_S)
+        injection = Injection(kinds, pids=strike.pids, nodes=nodes, struck_s=strike.at_s, within_s=SLOWEST_S)
         for incident in mine:
             planned = incident["kind"] == "planned"
-            check_deed(history, incident, Deed("planned") if planned else deed)
+            check_injection(history, incident, Injection("planned") if planned else injection)
             check_verdict(incident, strike, [s for s in strikes if s.at_s <= strike.at_s])
 
 

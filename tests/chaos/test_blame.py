@@ -6,7 +6,7 @@ import pytest
 from chaos.harness import Cluster, Job, Node, now_s
 from chaos.reference import undisturbed
 from support.history import final_sha256
-from support.incidents import Deed
+from support.incidents import Injection
 from support.procs import kill
 from support.wait import eventually
 
@@ -20,7 +20,7 @@ def test_more_failures_than_the_budget_allows_stop_the_job() -> None:
         for count, step in enumerate((15, 60, 100), start=1):
             job.order(f"kill{count}", rank=count % 2, step=step, do="SIGKILL")
         job.wait_over("failed")
-        job.told(job.deed("kill1"), job.deed("kill2"), job.deed("kill3", recovered=False))
+        job.told(job.injection("kill1"), job.injection("kill2"), job.injection("kill3", recovered=False))
         row = job.row()
         assert row["restarts"] == 3
         assert "3 failures within 600 s, at most 2 allowed (restarts.budget)" in row["reason"]
@@ -33,10 +33,10 @@ def test_node_where_workers_die_is_excluded_and_returns_after_uncordon() -> None
     with Cluster(nodes=3, slots=1) as cluster:
         job = cluster.submit(nodes="1:3", steps=100_000, pace_s=0.03, restarts={"backoff_s": 0.1})
         job.wait_step(10)
-        bad, deeds = cluster.nodes[2], []
+        bad, injections = cluster.nodes[2], []
         for generation in (1, 2, 3):
             mine = eventually(lambda g=generation: worker_on(job, bad, g), 40.0, f"a worker in generation {generation}")  # type: ignore[misc]
-            deeds.append(Deed("exit", pids=(mine,), struck_s=now_s()))
+            injections.append(Injection("exit", pids=(mine,), struck_s=now_s()))
             kill(mine)
         eventually(lambda: world_size(job) == 2, 20.0, "the others go on without it")
         row = eventually(lambda: (r := job.row())["excluded_nodes"] and r, 10.0, "status says so")
@@ -52,9 +52,9 @@ def test_node_where_workers_die_is_excluded_and_returns_after_uncordon() -> None
         assert job.row()["excluded_nodes"] == []
         job.stop()
         # It is left out with the third failure, or at a boundary right after it; then it is taken in again.
-        changes = [Deed("planned")] * (len(job.incidents()) - len(deeds))
+        changes = [Injection("planned")] * (len(job.incidents()) - len(injections))
         assert len(changes) in (1, 2)
-        job.check(*deeds, *changes)
+        job.check(*injections, *changes)
 
 
 def worker_on(job: Job, node: Node, generation: int) -> int:

@@ -8,7 +8,7 @@ import pytest
 from chaos.harness import Cluster, Job, now_s
 from chaos.reference import undisturbed
 from support.history import final_sha256
-from support.incidents import Deed
+from support.incidents import Injection
 from support.procs import kill
 from support.wait import eventually, holds
 
@@ -68,7 +68,7 @@ def test_a_failure_while_etcd_is_away_waits_and_is_repaired() -> None:
         job.wait_step(20)
         survivor = job.worker(0)
         etcd.kill()
-        killed = Deed("exit", pids=(job.worker(1),), struck_s=now_s())
+        killed = Injection("exit", pids=(job.worker(1),), struck_s=now_s())
         kill(*killed.pids, signal.SIGKILL)
         there = eventually(lambda: job.history.step(), 5.0)
         holds(lambda: job.history.step() <= there + 3, 4.0, "nobody steps on alone")

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import pytest
 from chaos.harness import Cluster, Job, Node, now_s
 from support.api import ApiError
-from support.incidents import Deed
+from support.incidents import Injection
 from support.procs import kill
 from support.source import ROOT
 from support.wait import eventually
@@ -78,7 +78,7 @@ def test_damaged_files_and_other_code() -> None:
         steps_on(job)
 
         assert job.workers() == workers
-        lost = Deed("lost", nodes=(upgraded.name,), struck_s=now_s())
+        lost = Injection("lost", nodes=(upgraded.name,), struck_s=now_s())
         kill(upgraded.agent_pid())  # the next agent is of the new code, beside one of the old
         eventually(lambda: set(job.workers_of(2)) == {0, 1}, 60.0, "both step again")
         job.stop()
@@ -113,7 +113,7 @@ def test_a_full_disk(cluster: Cluster) -> None:
     assert job.workers() == workers
     assert job.history.generations() == [1]
 
-    killed = Deed("exit", pids=(job.worker_on(node),), struck_s=now_s())
+    killed = Injection("exit", pids=(job.worker_on(node),), struck_s=now_s())
     kill(*killed.pids)
     eventually(lambda: set(job.workers_of(2)) == {0, 1}, 20.0, "a worker that dies meanwhile is replaced")
     assert node.agent_pid_by_lock() == agent
@@ -153,7 +153,7 @@ def test_no_descriptors_left() -> None:
         caller = threading.Thread(target=lambda: answers.append(node.api("GET", "/v1/nodes", timeout_s=60.0)))
         caller.start()  # knocks, and waits
         eventually(lambda: any(e["event"] == "api.cannot_accept" for e in node.events()), 10.0, "it cannot answer")
-        lost = Deed("lost", nodes=(node.name,), struck_s=now_s())
+        lost = Injection("lost", nodes=(node.name,), struck_s=now_s())
         kill(agent)  # and no other can be started
         eventually(lambda: any(e["event"] == "agent.trouble" for e in node.events()), 10.0)
         steps = job.history.step()

@@ -6,7 +6,7 @@ import pytest
 from chaos.harness import Cluster
 from chaos.reference import undisturbed
 from support.history import final_sha256
-from support.incidents import Deed
+from support.incidents import Injection
 from support.procs import end_all
 from support.wait import eventually
 
@@ -25,7 +25,7 @@ def test_all_agents_and_workers_killed_at_once() -> None:
         at = job.history.step()
         job.wait_over(deadline_s=90.0)
         # The agents that come after know of the job what stood on record: its last step there, at most 2 s old.
-        history = job.check(Deed("lost", nodes=("node0", "node1")), lost=at)
+        history = job.check(Injection("lost", nodes=("node0", "node1")), lost=at)
         resumed = min(c.step for c in history.commits if c.generation == history.generations()[-1])
         assert resumed % every == 0
         assert at - resumed <= every + 15

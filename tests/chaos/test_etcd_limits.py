@@ -9,7 +9,7 @@ import pytest
 from chaos.harness import Cluster, Job, Node, now_s
 from chaos.reference import undisturbed
 from support.history import final_sha256
-from support.incidents import Deed
+from support.incidents import Injection
 from support.procs import alive, kill
 from support.wait import eventually, holds
 
@@ -41,7 +41,7 @@ def test_three_members_lose_their_leader_and_then_their_quorum() -> None:
 
         (leader,) = (member for member in cluster.etcd if member.leads())
         leader.kill()
-        while_electing = Deed("exit", pids=(first,), struck_s=now_s())
+        while_electing = Injection("exit", pids=(first,), struck_s=now_s())
         kill(first)  # while the other two elect
         until_generation(job, 2)
         assert survivor in job.workers_of(2).values()
@@ -51,7 +51,7 @@ def test_three_members_lose_their_leader_and_then_their_quorum() -> None:
         for member in cluster.etcd[:2]:
             member.kill()
         steps_on(job, int(1.2 * cluster.timeouts["lease_ttl_s"] / pace_s))
-        without_quorum = Deed("exit", pids=(job.worker(1),), struck_s=now_s())
+        without_quorum = Injection("exit", pids=(job.worker(1),), struck_s=now_s())
         kill(*without_quorum.pids)
         there = eventually(lambda: job.history.step(), 5.0)
         holds(lambda: job.history.step() <= there + 3, 2.0, "nobody steps on alone")
@@ -85,7 +85,7 @@ def test_out_of_space() -> None:
         assert job.workers() == workers
         eventually(lambda: said(cluster, "etcd is out of space", "etcdctl alarm disarm"), 20.0, "status says so")
 
-        killed = Deed("exit", pids=(workers[1],), struck_s=now_s())
+        killed = Injection("exit", pids=(workers[1],), struck_s=now_s())
         kill(workers[1])
         there = eventually(lambda: job.history.step(), 5.0)
         holds(lambda: job.history.step() <= there + 3, 2.0, "the failure waits")
@@ -111,7 +111,7 @@ def test_the_token_of_a_login_runs_out_again_and_again() -> None:
         workers = job.workers()
         eventually(lambda: etcd.log().count("invalid auth token") >= 3, 30.0, "tokens have run out")
         assert job.workers() == workers
-        killed = Deed("exit", pids=(workers[1],), struck_s=now_s())
+        killed = Injection("exit", pids=(workers[1],), struck_s=now_s())
         kill(workers[1])
         until_generation(job, 2)
         job.stop()
@@ -150,7 +150,7 @@ def test_history_thrown_away_past_the_watches() -> None:
             eventually(lambda n=node: "cordoned" in states(n), 15.0, f"{node.name} sees what was written meanwhile")  # type: ignore[misc]
         steps_on(job, 20)
         assert job.workers() == workers
-        killed = Deed("exit", pids=(workers[1],), struck_s=now_s())
+        killed = Injection("exit", pids=(workers[1],), struck_s=now_s())
         kill(workers[1])
         until_generation(job, 2)
         job.stop()

@@ -6,7 +6,7 @@ import pytest
 from chaos.harness import Cluster, now_s
 from chaos.reference import undisturbed
 from support.history import final_sha256
-from support.incidents import Deed
+from support.incidents import Injection
 from support.memory import limited
 from support.procs import alive, describe, kill
 from support.wait import eventually
@@ -49,7 +49,7 @@ def test_killed_at_every_place_of_a_step() -> None:
             assert set(before.values()) - {struck["pid"]} == set(now.values()) & set(before.values())
             before = now
         job.wait_over()
-        history = job.check(*(job.deed(place) for place in places))
+        history = job.check(*(job.injection(place) for place in places))
         assert history.generations() == [1, 2, 3, 4, 5, 6]
         assert final_sha256(history) == undisturbed(4, steps, **NORM)
         back_s = [history.back_s(float(str(history.struck(p)["at_s"])), i + 1) for i, p in enumerate(places)]
@@ -80,7 +80,7 @@ def test_every_other_end() -> None:
         for index, (name, how) in enumerate(ENDS.items()):
             job.order(name, rank=index % 2, step=15 * (index + 1), **how)  # type: ignore[arg-type]
         job.wait_over()
-        history = job.check(*(job.deed(name, words=(SAID[name],)) for name in ENDS))
+        history = job.check(*(job.injection(name, words=(SAID[name],)) for name in ENDS))
         assert final_sha256(history) == undisturbed(2, steps)
 
 
@@ -95,13 +95,13 @@ def test_again_while_a_recovery_is_under_way() -> None:
         # Rank 3 may be the only one that got through step 12 when rank 2 died, and dies with it: then nobody has
         # that step, and it is done again, to the last bit.
         history = job.check(lost=1)
-        deeds = [job.deed(name) for name in ("first", "second", "third")]
+        injections = [job.injection(name) for name in ("first", "second", "third")]
         told = job.incidents()
         named = [(c["node"], c["detail"]) for incident in told for c in incident["causes"] if c["kind"] == "exit"]
         assert sorted(node for node, _ in named) == sorted(
             str(history.struck(name)["node"]) for name in ("first", "second", "third")
         )
-        assert len(deeds) >= len(told) >= 1
+        assert len(injections) >= len(told) >= 1
         assert final_sha256(history) == undisturbed(4, STEPS)
 
 
@@ -114,7 +114,7 @@ def test_the_first_to_commit_dies_while_the_others_still_apply() -> None:
         for rank in range(3):
             job.order(f"late{rank}", rank=rank, step=20, do="sleep", seconds=0.7, place="apply")
         job.wait_over()
-        history = job.check(job.deed("kill"), lost=0)
+        history = job.check(job.injection("kill"), lost=0)
         assert {c.rank for c in history.of(1) if c.step == 20} == {0, 1, 2, 3}
         assert final_sha256(history) == undisturbed(4, STEPS)
 
@@ -142,7 +142,7 @@ def test_the_agent_dies_and_the_daemon_starts_another() -> None:
         kill(agent)
         eventually(lambda: not any(alive(p) for p in workers if p != node.daemon.pid), 5.0, "its workers die with it")  # type: ignore[union-attr]
         job.wait_over()
-        history = job.check(Deed("lost", nodes=(node.name,), struck_s=struck_s))
+        history = job.check(Injection("lost", nodes=(node.name,), struck_s=struck_s))
         assert node.agent_pid() != agent
         assert final_sha256(history) == undisturbed(2, 120)
 
@@ -166,7 +166,7 @@ def test_killed_by_the_kernel_for_want_of_memory() -> None:
         job.order("hoard", rank=1, step=job.history.step() + 20, do="hoard")
         group.take(job.worker(1))
         job.wait_over()
-        history = job.check(job.deed("hoard", words=("SIGKILL", "out of memory"), within_s=60.0))
+        history = job.check(job.injection("hoard", words=("SIGKILL", "out of memory"), within_s=60.0))
         assert group.kills() == 1
         assert history.generations() == [1, 2]
         assert final_sha256(history) == undisturbed(2, 120)
@@ -186,10 +186,10 @@ def test_the_zygote_dies_and_then_a_worker() -> None:
         eventually(lambda: job.history.step() >= there + 20, 20.0, "it trains on")
         assert job.workers() == workers
         survivor = job.worker_on(cluster.nodes[0])
-        first = Deed("exit", pids=(job.worker_on(node),), struck_s=now_s())
+        first = Injection("exit", pids=(job.worker_on(node),), struck_s=now_s())
         kill(*first.pids)
         eventually(lambda: set(job.workers_of(2)) == {0, 1}, 30.0, "the world is whole again")
-        second = Deed("exit", pids=(job.worker_on(node),), struck_s=now_s())
+        second = Injection("exit", pids=(job.worker_on(node),), struck_s=now_s())
         kill(node.children()[0])  # and both at once
         kill(*second.pids)
         job.wait_over()

@@ -8,7 +8,7 @@ import pytest
 from chaos.harness import Cluster, now_s
 from chaos.reference import undisturbed
 from support.history import final_sha256
-from support.incidents import Deed
+from support.incidents import Injection
 from support.procs import alive, kill
 from support.wait import eventually
 
@@ -32,8 +32,8 @@ def test_stopped_spinning_and_asleep() -> None:
         kill(stopped, signal.SIGSTOP)
         job.wait_over(deadline_s=90.0)
         history = job.check(
-            Deed("hang", pids=(stopped,), struck_s=struck_s, within_s=8.0),
-            *(job.deed(name, "hang", within_s=8.0) for name in ("spin", "asleep")),  # only the culprit, each time
+            Injection("hang", pids=(stopped,), struck_s=struck_s, within_s=8.0),
+            *(job.injection(name, "hang", within_s=8.0) for name in ("spin", "asleep")),  # only the culprit, each time
         )
         assert not alive(stopped)
         assert history.generations() == [1, 2, 3, 4]
@@ -56,7 +56,7 @@ def test_rank_waiting_before_the_forward_is_not_called_hung() -> None:
         job.order("asking", rank=0, step=20, place="ask", do="spin")
         job.order("norm", rank=0, step=50, do="spin")
         job.wait_over(deadline_s=90.0)
-        history = job.check(*(job.deed(name, "hang", within_s=20.0) for name in ("asking", "norm")))
+        history = job.check(*(job.injection(name, "hang", within_s=20.0) for name in ("asking", "norm")))
         culprits = {int(str(history.struck(name)["pid"])) for name in ("asking", "norm")}
         first, *_, last = history.generations()
         before, after = set(job.workers_of(first).values()), set(job.workers_of(last).values())
@@ -78,8 +78,8 @@ def test_a_rank_that_is_stuck_after_its_gradients_are_handed_over() -> None:
         struck = job.wait_struck("gil")
         job.wait_over(deadline_s=90.0)
         history = job.check(
-            job.deed("gil", "hang", within_s=15.0, words=(str(Code.DEAF.sentence),)),
-            job.deed("stuck", "hang", within_s=30.0, words=("while exchanging at step 50",)),
+            job.injection("gil", "hang", within_s=15.0, words=(str(Code.DEAF.sentence),)),
+            job.injection("stuck", "hang", within_s=30.0, words=("while exchanging at step 50",)),
         )
         assert not alive(int(str(struck["pid"])))
         assert history.back_s(float(str(struck["at_s"])), 1) < 15.0
@@ -96,7 +96,7 @@ def test_survivor_busy_before_its_first_step_keeps_its_process_in_a_second_failu
         job = cluster.submit(steps=STEPS, hang={"floor_s": 1.0, "ceiling_s": 60.0}, env={"PRELUDE_S": "5"})
         job.wait_step(10)
         survivor = job.worker(0)
-        killed = Deed("exit", pids=(job.worker(1),), struck_s=now_s(), words=("(and 1 more)",))
+        killed = Injection("exit", pids=(job.worker(1),), struck_s=now_s(), words=("(and 1 more)",))
         kill(*killed.pids, signal.SIGKILL)
         entered = eventually(lambda: sorted(job.folder.glob(f"entered.2.{survivor}.json")), 30.0, "it enters again")
         second = eventually(

@@ -25,7 +25,7 @@ def test_a_killed_rank_0_leaves_no_gap_and_no_double(place: str, then: str) -> N
         job.wait_step(30)
         job.order("again", rank=0, step=40, do="SIGKILL", place=then)
         job.wait_over()
-        job.check(job.deed("kill"), job.deed("again"), lost=2)
+        job.check(job.injection("kill"), job.injection("again"), lost=2)
         found = [json.loads(line) for line in (folder / "job" / "metrics.jsonl").read_text().splitlines()]
         assert [line["step"] for line in found] == list(range(1, STEPS + 1))
         assert all(line["values"]["number"] == line["step"] for line in found)

@@ -7,7 +7,7 @@ import signal
 import pytest
 from chaos.harness import Cluster
 from chaos.test_people import until
-from support.incidents import Deed
+from support.incidents import Injection
 from support.procs import kill
 from support.wait import eventually
 
@@ -48,5 +48,5 @@ def test_sigterm_with_notice_leaves_at_the_boundary() -> None:
         node.start()  # it was given back to us
         until(job, world_size=3)
         job.stop()
-        job.check(Deed("planned"), Deed("planned"), lost=0)
+        job.check(Injection("planned"), Injection("planned"), lost=0)
         assert [i["steps_lost"] for i in job.incidents()] == [0, 0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from chaos.harness import Cluster, Job, now_s
-from support.incidents import Deed
+from support.incidents import Injection
 from support.wait import eventually, holds
 
 pytestmark = [pytest.mark.chaos, pytest.mark.etcd, pytest.mark.netns]
@@ -41,7 +41,9 @@ def test_power_off_shrinks_and_power_on_grows() -> None:
         until_world(job, 3)
         job.wait_over(deadline_s=120.0)
         within_s = cluster.timeouts["lease_ttl_s"] + 2.0
-        history = job.check(Deed("lost", nodes=("node2",), struck_s=struck_s, within_s=within_s), Deed("planned"))
+        history = job.check(
+            Injection("lost", nodes=("node2",), struck_s=struck_s, within_s=within_s), Injection("planned")
+        )
         assert len(history.generations()) == 3
         cluster.workers_gone()
 
@@ -57,7 +59,7 @@ def test_process_tree_killed_is_seen_at_once() -> None:
         assert job.history.back_s(struck_s, 1) < 5.0
         eventually(job.incidents, 20.0, "it is told")
         job.stop()
-        job.check(Deed("lost", nodes=("node1",), struck_s=struck_s))
+        job.check(Injection("lost", nodes=("node1",), struck_s=struck_s))
 
 
 @pytest.mark.long
@@ -80,7 +82,7 @@ def test_job_below_min_nodes_waits_and_keeps_its_state() -> None:
         victim.start()
         job.wait_over()
         within_s = cluster.timeouts["lease_ttl_s"] + 2.0
-        job.check(Deed("lost", nodes=(victim.name,), struck_s=struck_s, within_s=within_s))
+        job.check(Injection("lost", nodes=(victim.name,), struck_s=struck_s, within_s=within_s))
         assert survivor in job.workers().values()
 
 
@@ -124,5 +126,5 @@ def test_frozen_node_is_left_out_and_does_no_harm_after_thaw() -> None:
         eventually(lambda: len(job.incidents()) >= 2, 20.0, "both are told")
         job.stop()
         within_s = cluster.timeouts["lease_ttl_s"] + 2.0
-        left = Deed(("lost", "unreachable"), nodes=("node2",), struck_s=struck_s, within_s=within_s)
-        job.check(left, Deed("planned"), frozen=["node2"])
+        left = Injection(("lost", "unreachable"), nodes=("node2",), struck_s=struck_s, within_s=within_s)
+        job.check(left, Injection("planned"), frozen=["node2"])

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 from chaos.harness import Cluster, Job, Node, now_s
-from support.incidents import Deed
+from support.incidents import Injection
 from support.procs import alive
 from support.wait import eventually
 
@@ -79,11 +79,11 @@ def test_cut_off_from_its_peers_alone(rank: int, one_way: bool) -> None:
         eventually(lambda: len(job.incidents()) >= 2, 20.0, "both are told")
         eventually(lambda: len(job.workers()) == 3, 20.0, "all three have committed")
         job.stop()
-        unreachable = Deed(
+        unreachable = Injection(
             "unreachable", nodes=(cut_off.name,), struck_s=struck_s, within_s=SEEN_S + 10.0,
             words=("cannot be reached by",),
         )  # fmt: skip
-        history = job.check(unreachable, Deed("planned"), frozen=[cut_off.name])
+        history = job.check(unreachable, Injection("planned"), frozen=[cut_off.name])
         assert len(history.generations()) == 3
         assert set(job.workers().values()) == workers  # it kept its process, and waited
 
@@ -107,7 +107,7 @@ def test_two_that_cannot_reach_each_other_wait_below_min() -> None:
         eventually(lambda: job.phase() in ("running", "succeeded"), 60.0, "it goes on")
         job.wait_over()
         # Neither reaches the other: the first says it of the second, or the second of the first.
-        cut = Deed("unreachable", nodes=(outage["node"],), struck_s=struck_s, within_s=SEEN_S + 10.0, waited=True)
+        cut = Injection("unreachable", nodes=(outage["node"],), struck_s=struck_s, within_s=SEEN_S + 10.0, waited=True)
         job.check(cut)
         assert job.workers() == workers
 
@@ -121,7 +121,7 @@ def test_cut_off_while_the_group_forms() -> None:
         cluster.hosts.isolate(1, keep=[3])
         job = cluster.submit(nodes="2:3", steps=60)
         job.wait_over(deadline_s=90.0)
-        job.check(Deed("unreachable", nodes=("node1",)))
+        job.check(Injection("unreachable", nodes=("node1",)))
         last = job.history.of(job.history.generations()[-1])
         assert {c.node for c in last} == {"node0", "node2"}
 
@@ -205,7 +205,7 @@ def test_job_recovers_with_a_wrong_clock_on_one_node() -> None:
         job.order("there", rank=1, step=30, do="SIGKILL")
         job.order("here", rank=0, step=70, do="SIGKILL")
         job.wait_over()
-        history = job.check(job.deed("there"), job.deed("here"), clock=False)
+        history = job.check(job.injection("there"), job.injection("here"), clock=False)
         assert history.generations() == [1, 2, 3]
         since = {row["node"]: row["up_since_wall_s"] for row in cluster.api("GET", "/v1/nodes")["nodes"]}
         assert abs(since["node1"] - since["node0"]) > 300.0, "the clock was right"

@@ -8,7 +8,7 @@ import pytest
 from chaos.harness import Cluster, Job, now_s
 from chaos.reference import undisturbed
 from support.history import final_sha256
-from support.incidents import Deed
+from support.incidents import Injection
 from support.procs import alive, kill
 from support.wait import eventually
 
@@ -47,7 +47,7 @@ def test_drain_scale_join() -> None:
         until(job, world_size=3)
 
         job.stop()
-        history = job.check(*[Deed("planned")] * len(job.incidents()))
+        history = job.check(*[Injection("planned")] * len(job.incidents()))
         assert history.gaps_s()  # their size is what benchmarks/faults.py measures, on a quiet machine
         assert all(i["steps_lost"] == 0 for i in job.incidents())
         cluster.workers_gone()
@@ -110,5 +110,5 @@ def test_sigterm_that_takes_the_job_below_min_nodes_saves_a_checkpoint_first() -
         assert job.row()["waiting_for"] or job.phase() == "waiting"
         node.start()
         job.wait_over()
-        history = job.check(Deed(("drain", "planned"), nodes=(node.name,), struck_s=struck_s), lost=0)
+        history = job.check(Injection(("drain", "planned"), nodes=(node.name,), struck_s=struck_s), lost=0)
         assert final_sha256(history) == undisturbed(2, steps)

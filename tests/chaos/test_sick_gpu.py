@@ -6,7 +6,7 @@ import pathlib
 
 import pytest
 from chaos.harness import Cluster
-from support.incidents import Deed
+from support.incidents import Injection
 from support.procs import alive, kill
 from support.wait import eventually, holds
 
@@ -49,7 +49,7 @@ def test_node_with_a_failing_gpu_is_left_without_lost_steps_and_with_the_reason(
         job.wait_step(there + 10)
         assert job.history.of(job.history.generations()[-1])[0].world_size == 1
         job.stop()
-        job.check(Deed("planned", words=("GPU 0: XID 79, fallen off the bus",)), lost=0)
+        job.check(Injection("planned", words=("GPU 0: XID 79, fallen off the bus",)), lost=0)
 
 
 def test_a_node_that_fails_its_self_test_gets_no_work(card: pathlib.Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from chaos.harness import Cluster, Node, now_s
-from support.incidents import Deed
+from support.incidents import Injection
 from support.procs import alive, kill
 from support.wait import eventually, stretched
 
@@ -19,7 +19,7 @@ def test_slow_setup_with_a_standby_recovers_as_fast_as_a_quick_one() -> None:
         # the standby needs its eight seconds as well before it is of use
         job.order("kill", rank=1, step=450, do="SIGKILL")
         job.wait_over(deadline_s=120.0)
-        history = job.check(job.deed("kill"))
+        history = job.check(job.injection("kill"))
         struck_s = float(str(history.struck("kill")["at_s"]))
         back_s = history.back_s(struck_s, history.generations()[0])
         assert back_s < stretched(4.0), f"{back_s:.1f} s: as long as setup"
@@ -32,7 +32,7 @@ def test_without_a_standby_the_survivors_go_on_alone_if_the_job_says_so() -> Non
         job.wait_step(5, 90.0)
         job.order("kill", rank=1, step=30, do="SIGKILL")
         job.wait_over(deadline_s=120.0)
-        history = job.check(job.deed("kill"), Deed("planned"))
+        history = job.check(job.injection("kill"), Injection("planned"))
         generations = [history.of(g)[0].world_size for g in history.generations()]
         assert generations[:3] == [2, 1, 2]
 
@@ -44,7 +44,7 @@ def test_without_either_everyone_waits_and_status_says_for_whom() -> None:
         job.wait_step(20, 90.0)
         survivor, dead = job.worker(0), job.worker(1)
         (lost,) = (node for node in cluster.nodes if dead in node.pids())
-        killed = Deed("exit", pids=(dead,), struck_s=now_s())
+        killed = Injection("exit", pids=(dead,), struck_s=now_s())
         kill(dead)
         waits = eventually(lambda: job.row()["waiting_for"], 10.0, "status names what the job waits for")
         assert lost.name in waits
@@ -98,14 +98,14 @@ def test_a_standby_overtakes_a_replacement_that_began_after_it() -> None:
         job.wait_step(5, 90.0)
         (node,) = (n for n in cluster.nodes if job.worker(1) in n.pids())
         eventually(lambda: standbys_ready(node) == 1, 30.0, "a standby")
-        first = Deed("exit", pids=(job.worker(1),), struck_s=now_s())
+        first = Injection("exit", pids=(job.worker(1),), struck_s=now_s())
         kill(*first.pids)
         eventually(lambda: set(job.workers_of(2)) == {0, 1}, 20.0, "the standby has taken over")
         coming = eventually(lambda: standby(node, set(job.workers().values())), 20.0, "the next standby")
         there = job.history.step()
         job.wait_step(there + 60)  # two seconds ahead of a worker that starts now
         assert standbys_ready(node) == 1, "the machine is too slow for this test, or the next one was ready at once"
-        second = Deed("exit", pids=(job.worker(1),), struck_s=now_s())
+        second = Injection("exit", pids=(job.worker(1),), struck_s=now_s())
         kill(*second.pids)
         eventually(lambda: set(job.workers_of(3)) == {0, 1}, 30.0, "the world is whole again")
         assert job.workers_of(3)[1] == coming

@@ -308,7 +308,7 @@ def test_etcd_watch_delivers_the_snapshot_and_then_every_change(world: World) ->
     world.until(lambda: seen.values() == {"/t/b": b"1"})
     shown = [v.kvs["/t/a"].value for v in seen.views if "/t/a" in v.kvs]
     assert shown == sorted(shown)
-    assert not [v for v in seen.views if len(v.kvs) != 1], "one transaction, one picture"
+    assert not [v for v in seen.views if len(v.kvs) != 1], "one transaction, one contents"
     assert seen.views[-1].revision == both.revision
     revisions = [view.revision for view in seen.views]
     assert revisions == sorted(revisions)
@@ -336,7 +336,7 @@ def test_a_watch_outlives_an_outage(world: World) -> None:
     world.until(lambda: seen.views)
     world.stop()
     world.until(lambda: not seen.views[-1].connected, 5)
-    assert seen.values() == {"/t/a": b"1"}, "the picture stays"
+    assert seen.values() == {"/t/a": b"1"}, "the contents stays"
     assert seen.views[-1].error
     with pytest.raises(EtcdUnavailable):
         etcd.put("/t/a", b"x")

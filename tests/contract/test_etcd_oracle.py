@@ -1,4 +1,4 @@
-"""Random requests to the fake and to the real etcd: the same answers, the same revisions, the same picture."""
+"""Random requests to the fake and to the real etcd: the same answers, the same revisions, the same contents."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Side:
                 return result.ok, self._mark(result.revision)
         raise AssertionError(request)
 
-    def picture(self) -> object:
+    def contents(self) -> object:
         view: View = self.etcd.get_prefix(self.prefix)
         return self._mark(view.revision), {
             key.removeprefix(self.prefix): (
@@ -129,4 +129,4 @@ def test_the_fake_answers_like_the_real_one(real: Etcd, requests: list[tuple[obj
     fake, genuine = Side(FakeClient(FakeServer()), prefix), Side(real, prefix)
     for request in requests:
         assert fake.ask(request) == genuine.ask(request), request
-        assert fake.picture() == genuine.picture(), request
+        assert fake.contents() == genuine.contents(), request

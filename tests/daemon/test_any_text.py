@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 from support import plain_render, plain_views
-from support.pictures import job, progress, row, snapshot
+from support.snapshots import job, progress, row, snapshot
 
 from elastic.contract.records.job_records import JobState, Phase, WorkerError
 from elasticd.base import safe_text

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from support import pictures
+from support import snapshots
 from support.door import Door
 from support.wait import eventually
 
@@ -114,7 +114,7 @@ def test_another_user_sees_incidents_without_log_lines(door: Door) -> None:
         generation=2, kind="exit", node="a", ranks=(1,), detail="d", wall_s=9.0, error=error, last_lines=(line,)
     )
     state = JobState(phase=Phase.FAILED, error=error)
-    door.published.publish(pictures.snapshot(pictures.job(incidents=(record,), state=state)))
+    door.published.publish(snapshots.snapshot(snapshots.job(incidents=(record,), state=state)))
     paths = ("/v1/status", "/v1/jobs", "/v1/jobs/train", "/v1/incidents")
     for status, body in ask_as_other(door, *(("GET", path, {}) for path in paths)):
         assert status == 200

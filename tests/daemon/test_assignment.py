@@ -261,7 +261,7 @@ class World:
     """(node, job) -> workers, of living agents; members of the job a little later."""
     clock: int = 0
 
-    def picture(self) -> Cluster:
+    def cluster(self) -> Cluster:
         return Cluster(nodes=dict(self.nodes), jobs=dict(self.jobs))
 
     def mine(self, name: str) -> dict[str, int]:
@@ -318,7 +318,7 @@ class World:
 
     def act(self, name: str) -> None:
         """One turn of one daemon; agents become members, or leave when they are told to."""
-        seen, me = self.picture(), self.nodes[name]
+        seen, me = self.cluster(), self.nodes[name]
         made = plan(seen, self.mine(name), name)
         for target, slots in made.of(name).items():
             gone = target in made.leaving(name) or bool(me.drain)
@@ -357,7 +357,7 @@ class World:
 
     def check_settled(self) -> None:
         """Every job has what it may have; no node idles that a job could use."""
-        seen = self.picture()
+        seen = self.cluster()
         used = {n: sum(self.mine(n).values()) for n in self.nodes}
         for target in seen.by_age():
             assert target.spec is not None
@@ -394,7 +394,7 @@ def test_every_daemon_makes_the_same_plan(seed: int) -> None:
     for _ in range(60):
         world.event()
     world.settle()
-    plans = [plan(world.picture(), world.mine(name), name) for name in world.nodes]
+    plans = [plan(world.cluster(), world.mine(name), name) for name in world.nodes]
     assert all(made == plans[0] for made in plans)
 
 

@@ -16,8 +16,8 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 from support.door import Door, Heard
-from support.pictures import job, snapshot
 from support.procs import Procs
+from support.snapshots import job, snapshot
 from support.wait import eventually
 
 from elastic.contract.agent_files import AgentStatus
@@ -308,7 +308,7 @@ def test_the_socket_answers_and_what_was_removed_is_in_the_audit_trail(tmp_path:
         for answer in (client.get("/v1/gc"), client.post("/v1/gc", timeout_s=20.0)):
             assert (answer["node"], answer["removed"], answer["problems"]) == ("a", [], [])
         events = ClusterKeys("main").events  # written once the answer is on its way
-        (kv,) = eventually(lambda: door.etcd.picture(events), 5.0).values()
+        (kv,) = eventually(lambda: door.etcd.contents(events), 5.0).values()
         event = decode(EventRecord, kv.value)
         assert (event.kind, event.node) == ("node.cleaned", "a")
     finally:

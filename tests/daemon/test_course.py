@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 from support.pages import EVIL, Seen
-from support.pictures import job, progress, snapshot
+from support.snapshots import job, progress, snapshot
 
 from elastic.contract.agent_files import History, Point
 from elastic.contract.records.job_records import IncidentRecord, JobState, Phase, WorkerError

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 from support import plain_views
 from support.door import Door
-from support.pictures import job, snapshot
+from support.snapshots import job, snapshot
 
 from elasticd.api.actions import known_nodes
 from elasticd.api.doctor import unanswered, without_daemon

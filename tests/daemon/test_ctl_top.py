@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.pictures import job, progress, row, snapshot
+from support.snapshots import job, progress, row, snapshot
 
 from elastic.contract.records.rank_records import RanksRecord, RankTimes
 from elasticd.base.answers import EtcdContact, JobDetail, Rank, SlowRank, StepTime, printable

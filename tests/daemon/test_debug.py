@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import msgspec
 import pytest
-from support.pictures import progress
+from support.snapshots import progress
 
 from elastic.contract.agent_files import GradientSamples, RankSample
 from elasticd.api.routes.job_routes import _passed, _shown

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import msgspec
 import pytest
-from support.pictures import SPEC, job, snapshot
+from support.snapshots import SPEC, job, snapshot
 
 from elastic.contract.job.spec import Checkpoint
 from elastic.contract.records.job_records import JobState, Phase, SpecRecord

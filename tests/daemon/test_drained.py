@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 from support import plain_views
 from support.door import Door
-from support.pictures import job, snapshot
+from support.snapshots import job, snapshot
 
 from elastic.contract.agent_files import AgentConfig, AgentOrders, EtcdAccess
 from elastic.contract.job.spec import JobSpec

@@ -7,7 +7,7 @@ import io
 import msgspec
 import pytest
 from support import plain_views
-from support.pictures import job, progress, snapshot
+from support.snapshots import job, progress, snapshot
 
 from elastic.contract.origin import Origin
 from elastic.contract.records.job_records import JobState, Phase

@@ -6,7 +6,7 @@ import json
 
 import msgspec
 import pytest
-from support.pictures import job, progress, snapshot
+from support.snapshots import job, progress, snapshot
 
 from elastic.contract.records.job_records import JobState, Phase
 from elastic.contract.records.ledger import Bucket, Ledger

@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 from support import plain_views
 from support.door import Door
 from support.fake_etcd import FakeClient
-from support.pictures import job, snapshot
+from support.snapshots import job, snapshot
 
 from elastic.contract.keys import ClusterKeys
 from elastic.contract.records.job_records import decode, encode

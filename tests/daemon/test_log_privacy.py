@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.pictures import job, snapshot
+from support.snapshots import job, snapshot
 
 from elastic.agent.workers import worker_env
 from elastic.contract.agent_files import AgentConfig, EtcdAccess

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import structlog
-from support.pictures import job, snapshot
+from support.snapshots import job, snapshot
 
 from elastic.contract.records.node_records import DrainRecord
 from elastic.contract.records.reasons import Text

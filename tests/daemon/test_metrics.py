@@ -12,7 +12,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from support.pictures import SPEC, job, progress, row, snapshot
+from support.snapshots import SPEC, job, progress, row, snapshot
 
 from elastic.contract.records.job_records import IncidentRecord, JobState, Phase, SpecRecord
 from elastic.contract.records.ledger import STEP_S, Ledger, Spread

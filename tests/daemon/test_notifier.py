@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from support import pictures
+from support import snapshots
 from support.daemons import Nodes
 from support.wait import eventually
 
@@ -260,8 +260,8 @@ class Fragile:
 def waiting_jobs(*names: str) -> PublishedState:
     published = PublishedState()
     state = JobState(phase=Phase.WAITING, since_wall_s=time.time() - 10.0)
-    jobs = {name: pictures.job(name=name, state=state, incidents=()) for name in names}
-    snapshot = pictures.snapshot(*jobs.values())
+    jobs = {name: snapshots.job(name=name, state=state, incidents=()) for name in names}
+    snapshot = snapshots.snapshot(*jobs.values())
     published.publish(snapshot)
     return published
 

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support import pictures
+from support import snapshots
 
 from elastic.contract.origin import Origin
 from elastic.contract.records.job_records import Failure, IncidentRecord, JobState, Phase
@@ -28,20 +28,20 @@ BEGAN_S = 1000.0
 def crash(wall_s: float = 1010.0, **facts: Any) -> IncidentRecord:
     """By default its beginning identifies it."""
     said = {"id": f"{wall_s:.3f}", "step": 40} | facts
-    return msgspec.structs.replace(pictures.job().incidents[0], wall_s=wall_s, **said)
+    return msgspec.structs.replace(snapshots.job().incidents[0], wall_s=wall_s, **said)
 
 
 def running(*incidents: IncidentRecord) -> Job:
-    return pictures.job(incidents=incidents)
+    return snapshots.job(incidents=incidents)
 
 
 def in_phase(phase: Phase, since_wall_s: float = 1010.0, reason: str = "", *incidents: IncidentRecord) -> Job:
-    return pictures.job(state=JobState(phase=phase, since_wall_s=since_wall_s, reason=reason), incidents=incidents)
+    return snapshots.job(state=JobState(phase=phase, since_wall_s=since_wall_s, reason=reason), incidents=incidents)
 
 
 def seen(*jobs: Job, nodes: Sequence[str] = "a", connected: bool = True) -> Snapshot:
     """`nodes`: the oldest one first."""
-    base = pictures.snapshot(*jobs)
+    base = snapshots.snapshot(*jobs)
     record = base.cluster.nodes["a"].record
     there = {n: Node(msgspec.structs.replace(record, node=n), i) for i, n in enumerate(nodes, 1)}
     contact = base.contact if connected else Contact(False, 99.5, "no answer")
@@ -113,7 +113,7 @@ def test_incident_just_before_a_known_one_does_not_take_its_place() -> None:
 def test_an_incident_of_the_next_job_of_this_name_is_another_one() -> None:
     daemon = Daemon()
     daemon.sees(seen(running(crash(1010.0, id="2"))), 1011.0)
-    spec = msgspec.structs.replace(pictures.job().spec, submission="another")
+    spec = msgspec.structs.replace(snapshots.job().spec, submission="another")
     assert daemon.sees(seen(replace(running(crash(1012.0, id="2")), spec=spec)), 1013.0) == [INCIDENT]
 
 

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from support.daemons import Nodes
 from support.door import Heard
 from support.pages import EVIL, Seen
-from support.pictures import SPEC, job, progress, row, snapshot
+from support.snapshots import SPEC, job, progress, row, snapshot
 from support.wait import eventually
 
 from elastic.contract.records.job_records import IncidentRecord, JobState, Phase, SpecRecord, WorkerError, encode

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from support import chromium
 from support.pages import EVIL
-from support.pictures import job, progress, snapshot
+from support.snapshots import job, progress, snapshot
 from support.wait import eventually
 
 from elastic.contract.records.job_records import IncidentRecord, JobState, Phase, encode

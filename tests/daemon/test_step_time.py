@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import msgspec
-from support.pictures import job, progress, row, snapshot
+from support.snapshots import job, progress, row, snapshot
 
 from elastic.contract.records.job_records import ProgressRecord, RankRow
 from elastic.contract.step_parts import StepParts

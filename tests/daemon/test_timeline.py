@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.pictures import job
+from support.snapshots import job
 
 from elastic.contract.keys import KEPT_EVENTS, ClusterKeys
 from elastic.contract.records.job_records import JobState, Phase, encode

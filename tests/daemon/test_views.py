@@ -1,4 +1,4 @@
-"""What the API and the screen say of a given picture."""
+"""What the API and the screen say of a given snapshot."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 from support import plain_render, plain_views
-from support.pictures import job, progress, row, snapshot
+from support.snapshots import job, progress, row, snapshot
 
 from elastic.contract.agent_files import AgentStatus
 from elastic.contract.job.spec import JobSpec

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from msgspec.structs import replace
-from support.pictures import job, snapshot
+from support.snapshots import job, snapshot
 
 from elastic.contract.records.job_records import JobState, Phase
 from elasticd.api.routes.log_routes import WAITS_S, Waits, _incident_messages, new_messages

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support import plain_views
-from support.pictures import job, progress, row, snapshot
+from support.snapshots import job, progress, row, snapshot
 
 from elastic.contract.agent_files import AgentStatus
 from elastic.contract.job.spec import Checkpoint

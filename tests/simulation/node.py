@@ -295,7 +295,7 @@ class Node:
             self.take(Tick())
 
     def _look_at_pages(self) -> None:
-        """What the watchman's last look at the beat pages has shown."""
+        """What the hang_detector's last look at the beat pages has shown."""
         agent = self.agent
         assert agent is not None
         newest = (0, 0)

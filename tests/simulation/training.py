@@ -583,7 +583,7 @@ class Training:
                 group.kick()
 
     def hang(self, worker: Worker) -> None:
-        """The agent's watchman finds a stopped worker by the state of its process."""
+        """The agent's hang detector finds a stopped worker by the state of its process."""
         if worker.alive and worker.stopped:
             worker.say(WorkerUnhealthy(worker.slot, worker.worker_id, "hang", "process is stopped (state T)"))
             self.cluster.clock.after(2.0, self.hang, worker)

@@ -11,7 +11,7 @@ import threading
 from typing import Any, cast
 
 from support.fake_etcd import FakeClient, FakeServer
-from support.pictures import job, snapshot
+from support.snapshots import job, snapshot
 
 from elastic.contract.keys import ClusterKeys
 from elastic.etcd.client import Etcd
@@ -43,7 +43,7 @@ class Heard:
 
 
 class Door:
-    """A daemon's socket in this process, with a picture of one job and an etcd in memory."""
+    """A daemon's socket in this process, with a snapshot with one job and an etcd in memory."""
 
     def __init__(self, folder: pathlib.Path) -> None:
         self.path, self.log = folder / "s", Heard()

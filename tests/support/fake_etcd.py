@@ -193,7 +193,7 @@ class FakeServer:
         del self.leases[lease]
         self.writes += 1
 
-    def picture(self, prefix: str, before: str = "") -> dict[str, KV]:
+    def contents(self, prefix: str, before: str = "") -> dict[str, KV]:
         return {
             key: self.kvs[key] for key in sorted(self.kvs) if key.startswith(prefix) and (not before or key < before)
         }
@@ -378,12 +378,12 @@ class FakeClient:
 
     def get_prefix(self, prefix: str, before: str = "") -> View:
         self._ask()
-        kvs = MappingProxyType(self.server.picture(prefix, before))
+        kvs = MappingProxyType(self.server.contents(prefix, before))
         return View(kvs, self.server.revision, connected=True, as_of_s=self.server.now_s, prefix=prefix)
 
     def newest(self, prefix: str, before: str = "") -> Newest:
         self._ask()
-        kvs = self.server.picture(prefix, before)
+        kvs = self.server.contents(prefix, before)
         last = max(kvs.values(), key=lambda kv: kv.mod_revision, default=None)
         return Newest(
             cluster=self.server.cluster,

@@ -85,7 +85,7 @@ class _Told(IncidentRecord, frozen=True, kw_only=True, forbid_unknown_fields=Fal
 
 
 @dataclass(frozen=True)
-class Deed:
+class Injection:
     """What a test did to a job, and what is to be one incident. Which ranks that were, and on which nodes, how large
     the world was before and after, which steps were done again, and when, is read from the job's recorded history."""
 
@@ -109,50 +109,52 @@ class Deed:
     """Nodes that may be named besides, with what befell them during the recovery."""
 
 
-def check_deeds(
-    history: History, incidents: Iterable[Mapping[str, Any]], deeds: Iterable[Deed], *, clock: bool = True
+def check_injections(
+    history: History, incidents: Iterable[Mapping[str, Any]], injections: Iterable[Injection], *, clock: bool = True
 ) -> None:
-    """Raises AssertionError unless there is one incident for each deed, in this order, and each says the truth.
+    """Raises AssertionError unless there is one incident for each injection, in this order, and each says the truth.
     `clock`: the instants can be compared, since all clocks are right."""
     late, told = [], []
     for incident in sorted(incidents, key=lambda i: (i["generation"], i["wall_s"])):
         (late if incident["kind"] == "late exit" else told).append(incident)
-    done = list(deeds)
+    done = list(injections)
     for incident in late:  # of a process that fails and then takes its time to end, on a busy machine
         had_s = float(incident["detail"].partition("within ")[2].partition(" s")[0])
         could_s = incident["wall_s"] - _wall_s(history.commits[0].at_s)
         assert had_s <= could_s, f"the job is {could_s:.1f} s old: {incident['detail']}"
     said = [(i["generation"], i["kind"], i["node"], i["ranks"], i["detail"][:100]) for i in told]
     assert len(told) == len(done), f"{len(told)} incidents, not {len(done)}: {said}; done: {done}"
-    for incident, deed in zip(told, done, strict=True):
-        check_deed(history, incident, deed, clock=clock)
+    for incident, injection in zip(told, done, strict=True):
+        check_injection(history, incident, injection, clock=clock)
 
 
-def check_deed(history: History, incident: Mapping[str, Any], deed: Deed, *, clock: bool = True) -> None:
+def check_injection(history: History, incident: Mapping[str, Any], injection: Injection, *, clock: bool = True) -> None:
     """One incident compared with what the test did, and with what the workers wrote down before and after it."""
     number = int(incident["generation"])
-    before = max((g for g in history.generations() if g < number + deed.waited), default=0)
+    before = max((g for g in history.generations() if g < number + injection.waited), default=0)
     failed, again = history.of(before), history.of(number)
-    if deed.waited:
+    if injection.waited:
         began_s = incident["wall_s"] - _wall_s(0.0)
         failed, again = [c for c in failed if c.at_s < began_s], [c for c in again if c.at_s > began_s]
-    assert bool(again) == deed.recovered, f"steps in generation {number}: {len(again)}, it says: {incident}"
-    struck = [c for c in failed if c.node in deed.nodes or int(c.process.rpartition(".")[2]) in deed.pids]
+    assert bool(again) == injection.recovered, f"steps in generation {number}: {len(again)}, it says: {incident}"
+    struck = [c for c in failed if c.node in injection.nodes or int(c.process.rpartition(".")[2]) in injection.pids]
     check_incident(
-        incident, kind=deed.kind, nodes=sorted({c.node for c in struck} | set(deed.nodes)),
+        incident, kind=injection.kind, nodes=sorted({c.node for c in struck} | set(injection.nodes)),
         ranks=sorted({c.rank for c in struck}) if failed else None,
-        redone=_redone(history, before, number) if failed and again and not deed.waited else None,
+        redone=_redone(history, before, number) if failed and again and not injection.waited else None,
         world_sizes=(
             failed[0].world_size if failed else incident["world_size_before"],
             again[0].world_size if again else 0,
         ),
-        struck_wall_s=_wall_s(deed.struck_s) if clock and deed.struck_s is not None else None,
-        noticed_within_s=deed.within_s,
+        struck_wall_s=_wall_s(injection.struck_s) if clock and injection.struck_s is not None else None,
+        noticed_within_s=injection.within_s,
     )  # fmt: skip
-    for words in deed.words:
+    for words in injection.words:
         assert words in incident["detail"], f"{words!r} is not the evidence: {incident['detail']}"
     named = {c["node"] for c in incident["causes"] if weight(c["kind"]) > weight("drain")}
-    assert named <= {c.node for c in struck} | {*deed.nodes, *deed.others}, f"nothing befell {named}: {incident}"
+    assert named <= {c.node for c in struck} | {*injection.nodes, *injection.others}, (
+        f"nothing befell {named}: {incident}"
+    )
     lasted_s = incident["ended_wall_s"] - incident["wall_s"]
     marks = incident["timeline_s"].values()
     assert all(-0.001 <= at_s <= lasted_s + 0.1 for at_s in marks), f"it lasted {lasted_s} s: {incident['timeline_s']}"

@@ -1,4 +1,4 @@
-"""Small pictures of a job, for tests of decisions: members, places, generations, views."""
+"""Small views of a job, for tests of decisions: members, places, generations, views."""
 
 from __future__ import annotations
 

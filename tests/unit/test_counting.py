@@ -31,14 +31,14 @@ def fail(machine: Watched, slot: int = 0, fingerprint: str = "ImportError at tra
     return [e for e in machine.take(exited) if isinstance(e, PutState)]
 
 
-def started(picture: JobView = EMPTY) -> Watched:
+def started(job_view: JobView = EMPTY) -> Watched:
     machine = Watched()
-    machine.take(Start(), Joined(), Viewed(picture, True))
+    machine.take(Start(), Joined(), Viewed(job_view, True))
     return machine
 
 
-def states(machine: Watched, picture: JobView) -> list[PutState]:
-    return [e for e in machine.see(picture) if isinstance(e, PutState)]
+def states(machine: Watched, job_view: JobView) -> list[PutState]:
+    return [e for e in machine.see(job_view) if isinstance(e, PutState)]
 
 
 def test_worker_that_fails_to_start_is_charged_to_generation_zero() -> None:

@@ -26,7 +26,7 @@ BOTH = generation(1, [place("a"), place("b")])
 REFUSED = "connection refused"
 
 
-def picture(formed: GenerationRecord) -> JobView:
+def job_view(formed: GenerationRecord) -> JobView:
     return view(member("a", 0), member("b", 1), spec=SPEC, formed=formed)
 
 
@@ -39,7 +39,7 @@ class Stepping(Machine):
 
     def __init__(self) -> None:
         super().__init__(policy("b", spec=SPEC))
-        self.take(Start(), Joined(), says.ready(0, 1), Viewed(picture(BOTH), True))
+        self.take(Start(), Joined(), says.ready(0, 1), Viewed(job_view(BOTH), True))
         self.take(says.synced(0, 1, 1, 7), says.stepping(0, 1, 1, 8), Progress(1, 8, 0.1))
 
 
@@ -56,7 +56,7 @@ def outrun() -> Stepping:
     """It has called a dead, and a was quicker to go on without it."""
     machine = Stepping()
     assert published(machine.take(PeerDead("a", "a.1", REFUSED))) == ["b"]
-    effects = machine.take(Viewed(picture(alone("a", 2)), True))
+    effects = machine.take(Viewed(job_view(alone("a", 2)), True))
     assert not published(effects)
     assert complaints(effects) == [("a",)]
     return machine
@@ -70,7 +70,7 @@ def test_the_dead_that_goes_on_alone_lives_and_is_not_gone_over(outrun: Stepping
 
 def test_falsely_suspected_leader_that_formed_alone_is_not_excluded_by_the_left_out_node() -> None:
     machine = Stepping()
-    assert not published(machine.take(Viewed(picture(alone("a", 2)), True)))
+    assert not published(machine.take(Viewed(job_view(alone("a", 2)), True)))
     effects = machine.take(PeerDead("a", "a.1", REFUSED))
     assert not published(effects)
     assert complaints(effects) == [("a",)]
@@ -82,7 +82,7 @@ def test_node_left_out_by_its_own_loss_or_by_plan_accepts_a_reported_death() -> 
         machine = Stepping()
         if failed:
             machine.take(Viewed(view(member("a", 0), member("b", 1), spec=SPEC, formed=BOTH, failed=failed), True))
-        machine.take(Viewed(picture(formed), True))
+        machine.take(Viewed(job_view(formed), True))
         assert published(machine.take(PeerDead("a", "a.1", REFUSED))) == ["b"]
 
 
@@ -102,12 +102,12 @@ def test_successor_of_a_falsely_suspected_agent_can_be_declared_dead(outrun: Ste
 def test_leader_that_died_right_after_admitting_the_node_is_declared_dead() -> None:
     machine = Stepping()
     machine.take(PeerDead("a", "a.1", REFUSED))
-    effects = machine.take(Viewed(picture(generation(2, [place("a"), place("b")])), True))
+    effects = machine.take(Viewed(job_view(generation(2, [place("a"), place("b")])), True))
     assert published([*effects, *machine.wait(2.0)]) == ["b"]
 
 
 def test_peer_whose_lease_outlives_its_reported_death_is_reported_unreachable_instead() -> None:
     machine = Stepping()
-    machine.take(PeerDead("a", "a.1", REFUSED), Viewed(picture(alone("b", 2)), True))
+    machine.take(PeerDead("a", "a.1", REFUSED), Viewed(job_view(alone("b", 2)), True))
     machine.wait(Timeouts().lease_ttl_s + 2.0)
     assert complaints(machine.take(PeerDead("a", "a.1", REFUSED))) == [("a",)]

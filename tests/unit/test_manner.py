@@ -57,8 +57,8 @@ class Machine:
         return effects
 
     def see(self, *members: Member, **more: object) -> list[Effect]:
-        picture: JobView = view(*members, spec=self.spec, **more)  # type: ignore[arg-type]
-        return self.take(Viewed(picture, True))
+        job_view: JobView = view(*members, spec=self.spec, **more)  # type: ignore[arg-type]
+        return self.take(Viewed(job_view, True))
 
     def stages(self) -> list[Stage]:
         return [worker.stage for _, worker in sorted(self.agent.local.workers.items())]
@@ -146,8 +146,8 @@ def test_where_all_agents_died_before_a_second_generation_the_steps_on_record_te
     machine, fresh = Machine(), Machine()
     for each, seen in ((machine, progress), (fresh, msgspec.structs.replace(progress, step=0))):
         each.take(Start(), Joined())
-        picture = view(member("a", 9, worker_id=2), spec=each.spec, formed=generation(1, FORMED.nodes))
-        each.take(Viewed(replace(picture, progress=seen), True))
+        job_view = view(member("a", 9, worker_id=2), spec=each.spec, formed=generation(1, FORMED.nodes))
+        each.take(Viewed(replace(job_view, progress=seen), True))
     assert machine.agent.policy.managed
     assert not fresh.agent.policy.managed
 

@@ -34,7 +34,7 @@ ALL = (member("a", 1), member("b", 2), member("c", 3))
 
 
 def decide(
-    picture: JobView,
+    job_view: JobView,
     current: GenerationRecord | None,
     *,
     limits: NodeLimits = LIMITS,
@@ -48,7 +48,7 @@ def decide(
 ) -> Change | Wait:
     return next_generation(
         Situation(
-            picture,
+            job_view,
             current,
             limits,
             dead,
@@ -107,7 +107,7 @@ def test_then_the_lowest_node_rank_leads_however_young() -> None:
 
 
 @pytest.mark.parametrize(
-    ("picture", "dead"),
+    ("job_view", "dead"),
     [
         (view(*ALL), frozenset({("a", "a.1")})),
         (view(*ALL[1:]), NOBODY),
@@ -117,8 +117,8 @@ def test_then_the_lowest_node_rank_leads_however_young() -> None:
     ],
     ids=["proven dead", "lease gone", "a new agent, without the state", "about to leave", "set aside"],
 )
-def test_leader_is_the_next_node_when_the_first_is_dead(picture: JobView, dead: Dead) -> None:
-    assert leader(picture, dead, ABC) == "b"
+def test_leader_is_the_next_node_when_the_first_is_dead(job_view: JobView, dead: Dead) -> None:
+    assert leader(job_view, dead, ABC) == "b"
 
 
 def test_when_all_leave_the_first_of_them_leads() -> None:
@@ -179,8 +179,8 @@ def test_the_failure_of_an_older_generation_is_history() -> None:
 
 
 def test_new_node_takes_the_place_of_a_lost_node() -> None:
-    picture = view(ALL[0], ALL[2], member("x", 9), formed=ABC)
-    assert nodes(decide(picture, ABC)) == ["a", "x", "c"]
+    job_view = view(ALL[0], ALL[2], member("x", 9), formed=ABC)
+    assert nodes(decide(job_view, ABC)) == ["a", "x", "c"]
 
 
 def test_membership_below_min_nodes_waits_and_names_the_missing_node() -> None:
@@ -194,13 +194,13 @@ def test_just_min_nodes_go_on() -> None:
 
 
 @pytest.mark.parametrize(
-    ("picture", "dead"),
+    ("job_view", "dead"),
     [(view(*ALL), frozenset({("b", "b.1")})), (view(ALL[0], member("b", 9, worker_id=2), ALL[2]), NOBODY)],
     ids=["its port refuses", "another agent is there"],
 )
-def test_proof_of_death_counts_even_while_steps_advance(picture: JobView, dead: Dead) -> None:
+def test_proof_of_death_counts_even_while_steps_advance(job_view: JobView, dead: Dead) -> None:
     """The last steps of a world still trickle in when one of it is dead already."""
-    verdict = decide(picture, ABC, dead=dead, steps_advance=True)
+    verdict = decide(job_view, ABC, dead=dead, steps_advance=True)
     assert isinstance(verdict, Change)
     assert [p for p in verdict.nodes if p in ABC.nodes] == [place("a"), place("c")]
     assert not verdict.planned
@@ -267,8 +267,8 @@ def test_a_newcomer_above_max_nodes_is_a_spare() -> None:
 
 
 def test_draining_node_is_replaced_by_the_spare_with_the_reason_given() -> None:
-    picture = view(ALL[0], member("b", 2, draining="maintenance"), ALL[2], member("x", 9))
-    verdict = decide(picture, ABC, steps_advance=True)
+    job_view = view(ALL[0], member("b", 2, draining="maintenance"), ALL[2], member("x", 9))
+    verdict = decide(job_view, ABC, steps_advance=True)
     assert nodes(verdict) == ["a", "x", "c"]
     assert isinstance(verdict, Change)
     assert verdict.why == listed(reason(Code.LEAVES, "maintenance", node="b"), reason(Code.JOINS, node="x"))
@@ -285,27 +285,27 @@ def test_node_beyond_new_limits_leaves_with_these_as_the_reason() -> None:
 
 
 def test_draining_node_stays_if_leaving_would_go_below_min_nodes() -> None:
-    picture = view(*ALL[:2], member("c", 3, draining="maintenance"))
-    verdict = waits(decide(picture, ABC, limits=NodeLimits(3, 3, 0.0), steps_advance=True))
+    job_view = view(*ALL[:2], member("c", 3, draining="maintenance"))
+    verdict = waits(decide(job_view, ABC, limits=NodeLimits(3, 3, 0.0), steps_advance=True))
     assert verdict.below_min
     assert verdict.reason == reason(Code.TOO_FEW_STAY, count=2, least=3)
 
 
 def test_draining_node_that_alone_holds_the_state_stays_to_hand_it_over() -> None:
     one = generation(4, [place("a")])
-    picture = view(member("a", 1, draining="off"), member("x", 9))
-    assert nodes(decide(picture, one, steps_advance=True, limits=NodeLimits(1, 1, 0.0))) == ["a", "x"]
+    job_view = view(member("a", 1, draining="off"), member("x", 9))
+    assert nodes(decide(job_view, one, steps_advance=True, limits=NodeLimits(1, 1, 0.0))) == ["a", "x"]
 
 
 def test_excluded_node_hands_over_its_state_if_all_others_are_lost_before_a_step() -> None:
     current = generation(5, [place("b")])
-    picture = view(*ALL[:2], formed=current, failed=broken(5, "b", 0), excluded_nodes=("a",))
-    assert nodes(decide(picture, current, settled=False, last_committed=generation(4, [place("b"), place("a")]))) == [
+    job_view = view(*ALL[:2], formed=current, failed=broken(5, "b", 0), excluded_nodes=("a",))
+    assert nodes(decide(job_view, current, settled=False, last_committed=generation(4, [place("b"), place("a")]))) == [
         "b",
         "a",
     ]
     restarted = generation(4, [place("b"), place("a", worker_id=7)])
-    assert nodes(decide(picture, current, settled=False, last_committed=restarted)) == ["b"]
+    assert nodes(decide(job_view, current, settled=False, last_committed=restarted)) == ["b"]
     partly = view(member("a", 1), member("b", 2, ready=(0, 1)), failed=broken(5, "b", 0), excluded_nodes=("a",))
     both = generation(5, [place("b", 0, 1)])
     assert nodes(decide(partly, both, settled=False, last_committed=ABC)) == ["b"]
@@ -313,25 +313,25 @@ def test_excluded_node_hands_over_its_state_if_all_others_are_lost_before_a_step
 
 def test_the_only_holder_of_the_state_is_waited_for_while_etcd_has_just_lost_its_data() -> None:
     """It has left the generation that is broken and had not stepped; the spare there would begin from setup."""
-    picture = view(member("x", 9), failed=broken(5, "b", 0))
+    job_view = view(member("x", 9), failed=broken(5, "b", 0))
     current, older = generation(5, [place("b"), place("x")]), generation(4, [place("a"), place("b")])
     gone = frozenset({("b", "b.1")})
 
-    def decided(picture: JobView, dead: Dead = gone, *, blind: bool = True, settled: bool = False) -> Change | Wait:
-        return decide(picture, current, dead=dead, blind=blind, settled=settled, last_committed=older)
+    def decided(job_view: JobView, dead: Dead = gone, *, blind: bool = True, settled: bool = False) -> Change | Wait:
+        return decide(job_view, current, dead=dead, blind=blind, settled=settled, last_committed=older)
 
-    assert waits(decided(picture)).reason == reason(Code.ETCD_WAS_AWAY, nodes="a")
-    assert nodes(decided(picture, blind=False)) == ["x"]
-    assert nodes(decided(picture, settled=True)) == ["x"], "x may have the state, too"
-    assert nodes(decided(picture, gone | {("a", "a.1")})) == ["x"]
+    assert waits(decided(job_view)).reason == reason(Code.ETCD_WAS_AWAY, nodes="a")
+    assert nodes(decided(job_view, blind=False)) == ["x"]
+    assert nodes(decided(job_view, settled=True)) == ["x"], "x may have the state, too"
+    assert nodes(decided(job_view, gone | {("a", "a.1")})) == ["x"]
     back = view(member("x", 9), member("a", 10, draining="off"), failed=broken(5, "b", 0))
     assert nodes(decided(back)) == ["a", "x"]
 
 
 def test_excluded_node_is_used_if_no_other_node_is_left() -> None:
-    picture = view(*ALL[:1], failed=broken(5, "a", 0), excluded_nodes=("a",))
+    job_view = view(*ALL[:1], failed=broken(5, "a", 0), excluded_nodes=("a",))
     alone = generation(5, [place("a")])
-    assert nodes(decide(picture, alone)) == ["a"]
+    assert nodes(decide(job_view, alone)) == ["a"]
     both = view(*ALL[:2], failed=broken(5, "a", 0), excluded_nodes=("a",))
     assert nodes(decide(both, generation(5, [place("a"), place("b")]))) == ["b"]
 
@@ -356,12 +356,12 @@ def test_excluded_node_hands_over_its_state_before_it_leaves() -> None:
 def test_a_node_that_a_planned_change_leaves_out_hands_over_its_state_if_that_breaks_before_a_step() -> None:
     """For whatever reason it was left out: the generation before may have ended short of the boundary."""
     last_committed = generation(4, [place("a"), place("b")])
-    picture = view(*ALL[:2], failed=broken(5, "b", 0), excluded_nodes=("a",))
+    job_view = view(*ALL[:2], failed=broken(5, "b", 0), excluded_nodes=("a",))
     partly = view(member("a", 1), member("b", 2, ready=(0, 1)), failed=broken(5, "b", 0), excluded_nodes=("a",))
     for at_step, asked in ((None, ["b"]), (7, ["b", "a"])):
         current = generation(5, [place("b", 0, 1)], at_step=at_step)
         assert nodes(decide(partly, current, settled=False, last_committed=last_committed)) == asked
-    assert nodes(decide(picture, current, settled=True, last_committed=last_committed)) == ["b"]
+    assert nodes(decide(job_view, current, settled=True, last_committed=last_committed)) == ["b"]
 
 
 def test_of_the_nodes_without_a_place_the_one_with_the_newest_state_hands_it_over() -> None:
@@ -371,10 +371,10 @@ def test_of_the_nodes_without_a_place_the_one_with_the_newest_state_hands_it_ove
         dataclasses.replace(spare, record=msgspec.structs.replace(spare.record, held_generation=number))
         for spare, number in zip(spares, (3, 5), strict=True)
     ]
-    picture = view(*held, member("c", 3), failed=broken(6, "c", 0))
+    job_view = view(*held, member("c", 3), failed=broken(6, "c", 0))
     for max_nodes, chosen in ((1, ["c", "b"]), (2, ["c", "a", "b"]), (3, ["c", "a", "b"])):
         limits = NodeLimits(min_nodes=1, max_nodes=max_nodes, join_wait_s=5.0)
-        assert nodes(decide(picture, generation(6, [place("c")]), limits=limits)) == chosen
+        assert nodes(decide(job_view, generation(6, [place("c")]), limits=limits)) == chosen
 
 
 @pytest.mark.parametrize(
@@ -390,8 +390,8 @@ def test_a_node_with_consistent_state_is_asked_if_the_newest_is_not(
         )
         for spare, number, whole in zip([member("a", 1), member("b", 2)], (3, 5), consistent, strict=True)
     ]
-    picture = view(*held, member("c", 3), failed=broken(6, "c", 0))
-    assert nodes(decide(picture, generation(6, [place("c")]), limits=NodeLimits(1, 1, 5.0))) == chosen
+    job_view = view(*held, member("c", 3), failed=broken(6, "c", 0))
+    assert nodes(decide(job_view, generation(6, [place("c")]), limits=NodeLimits(1, 1, 5.0))) == chosen
 
 
 @pytest.mark.parametrize("draining", [None, "maintenance"])
@@ -399,21 +399,21 @@ def test_older_state_is_asked_for_where_only_a_newcomer_is_left(draining: str | 
     """All workers that have stepped died before d, which joined in generation 6, had received the state from c."""
     spare = member("a", 1, draining=draining)
     held = dataclasses.replace(spare, record=msgspec.structs.replace(spare.record, held_generation=3))
-    picture, limits = view(held, member("c", 3), member("d", 4), failed=broken(6, "c", 0)), NodeLimits(1, 2, 5.0)
+    job_view, limits = view(held, member("c", 3), member("d", 4), failed=broken(6, "c", 0)), NodeLimits(1, 2, 5.0)
     current, last_committed = generation(6, [place("c"), place("d")]), generation(5, [place("c")])
-    found = decide(picture, current, limits=limits, settled=False, last_committed=last_committed)
+    found = decide(job_view, current, limits=limits, settled=False, last_committed=last_committed)
     assert sorted(nodes(found)) == ["a", "c", "d"]
-    assert sorted(nodes(decide(picture, current, limits=limits, settled=True))) == ["c", "d"]
+    assert sorted(nodes(decide(job_view, current, limits=limits, settled=True))) == ["c", "d"]
 
 
 def test_older_state_is_asked_for_by_a_newcomer_that_has_seen_no_generation_step() -> None:
     """d leads; generation 5, whose state a has, was over before d knew of its steps. c is gone, too."""
     spare = member("a", 1, draining="maintenance")
     held = dataclasses.replace(spare, record=msgspec.structs.replace(spare.record, held_generation=5))
-    picture, limits = view(held, member("d", 4), failed=broken(6, "c", 0)), NodeLimits(1, 2, 5.0)
+    job_view, limits = view(held, member("d", 4), failed=broken(6, "c", 0)), NodeLimits(1, 2, 5.0)
     current = generation(6, [place("c"), place("d")])
-    assert sorted(nodes(decide(picture, current, limits=limits, settled=False))) == ["a", "d"]
-    assert nodes(decide(picture, current, limits=limits, settled=True)) == ["d"], "d has the state of generation 6"
+    assert sorted(nodes(decide(job_view, current, limits=limits, settled=False))) == ["a", "d"]
+    assert nodes(decide(job_view, current, limits=limits, settled=True)) == ["d"], "d has the state of generation 6"
 
 
 def test_state_of_a_generation_that_the_leader_has_not_seen_step_is_asked_for() -> None:
@@ -421,9 +421,9 @@ def test_state_of_a_generation_that_the_leader_has_not_seen_step_is_asked_for() 
     x, b = member("x", 1, draining="maintenance"), member("b", 2)
     holding = dataclasses.replace(x, record=msgspec.structs.replace(x.record, held_generation=5))
     older = dataclasses.replace(b, record=msgspec.structs.replace(b.record, held_generation=4))
-    picture, limits = view(holding, older, member("d", 4), failed=broken(6, "a", 0)), NodeLimits(1, 2, 5.0)
+    job_view, limits = view(holding, older, member("d", 4), failed=broken(6, "a", 0)), NodeLimits(1, 2, 5.0)
     current, last_committed = generation(6, [place("a"), place("d")]), generation(4, [place("a"), place("b")])
-    found = decide(picture, current, limits=limits, settled=False, last_committed=last_committed)
+    found = decide(job_view, current, limits=limits, settled=False, last_committed=last_committed)
     assert "x" in nodes(found)
 
 
@@ -431,26 +431,26 @@ def test_state_that_the_job_has_gone_back_from_is_not_asked_for() -> None:
     """Its loss was NaN in generation 5, say. There is what it went back to in 6."""
     spare = member("a", 1)
     held = dataclasses.replace(spare, record=msgspec.structs.replace(spare.record, held_generation=5))
-    picture, limits = view(held, member("c", 3), failed=broken(6, "c", 0)), NodeLimits(1, 1, 5.0)
+    job_view, limits = view(held, member("c", 3), failed=broken(6, "c", 0)), NodeLimits(1, 1, 5.0)
     for restore, asked in (("newest", ["c", "a"]), ("snapshot", ["c"])):
         current = generation(6, [place("c")], restore=restore)
-        assert nodes(decide(picture, current, limits=limits)) == asked
+        assert nodes(decide(job_view, current, limits=limits)) == asked
 
 
 def test_node_that_joined_since_the_last_step_is_not_counted_as_state_holder() -> None:
     current, last_committed = generation(5, [place("a"), place("b")]), generation(4, [place("a")])
-    picture = view(*ALL[:2], formed=current, failed=broken(5, "b", 0), excluded_nodes=("a",))
+    job_view = view(*ALL[:2], formed=current, failed=broken(5, "b", 0), excluded_nodes=("a",))
     two = view(member("a", 1), member("b", 2, ready=(0, 1)), failed=broken(5, "b", 0), excluded_nodes=("a",))
     seated = generation(5, [place("a"), place("b", 0, 1)])
     assert nodes(decide(two, seated, settled=False, last_committed=last_committed)) == ["a", "b"]
     assert nodes(decide(two, seated, settled=True, last_committed=last_committed)) == ["a", "b"]
-    assert nodes(decide(picture, current, settled=False, last_committed=last_committed)) == ["a", "b"]
+    assert nodes(decide(job_view, current, settled=False, last_committed=last_committed)) == ["a", "b"]
 
 
 def test_draining_node_whose_workers_died_is_not_kept_for_handover() -> None:
     one = generation(4, [place("a")])
-    picture = view(member("a", 1, draining="off"), member("x", 9), failed=broken(4, "a", 0))
-    assert nodes(decide(picture, one)) == ["x"]
+    job_view = view(member("a", 1, draining="off"), member("x", 9), failed=broken(4, "a", 0))
+    assert nodes(decide(job_view, one)) == ["x"]
 
 
 # ── order ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -516,7 +516,7 @@ def test_a_newcomer_in_the_place_of_a_lost_node_leads_last_until_a_generation_ha
 
 
 @st.composite
-def pictures(draw: st.DrawFn) -> JobView:
+def job_views(draw: st.DrawFn) -> JobView:
     there = [
         member(
             node,
@@ -539,7 +539,7 @@ generations = st.lists(
 
 
 @given(
-    picture=pictures(),
+    job_view=job_views(),
     current=st.none() | generations,
     least=st.integers(1, 3),
     more=st.integers(0, 2),
@@ -550,13 +550,13 @@ generations = st.lists(
     failed=st.none() | st.builds(broken, st.just(4), st.sampled_from("abcd"), st.integers(0, 1)),
 )
 def test_next_generation_can_always_form(
-    picture: JobView, current: GenerationRecord | None, least: int, more: int, steps_advance: bool, settled: bool,
+    job_view: JobView, current: GenerationRecord | None, least: int, more: int, steps_advance: bool, settled: bool,
     blind: bool, dead: Dead, failed: BrokenRecord | None,
 ) -> None:  # fmt: skip
-    picture = dataclasses.replace(picture, generation=current, broken=failed if current else None)
+    job_view = dataclasses.replace(job_view, generation=current, broken=failed if current else None)
     limits = NodeLimits(least, least + more, 0.0)
     verdict = decide(
-        picture, current, limits=limits, dead=dead, steps_advance=steps_advance, settled=settled, blind=blind
+        job_view, current, limits=limits, dead=dead, steps_advance=steps_advance, settled=settled, blind=blind
     )
     if isinstance(verdict, Wait):
         assert verdict.reason
@@ -566,7 +566,7 @@ def test_next_generation_can_always_form(
     holders = [name for name in placed if current is not None and current.at(name) is not None]
     assert len(placed) - limits.max_nodes <= len(holders), "more than max only to hand over"
     for p in verdict.nodes:
-        there = picture.members[p.node]
+        there = job_view.members[p.node]
         assert there.id == (p.node, p.incarnation)
         assert there.id not in dead
         assert p.slots
@@ -582,12 +582,12 @@ def test_next_generation_can_always_form(
         assert all(current.at(node) is None for node in moved), "no node changes its rank"
 
 
-@given(picture=pictures(), current=generations, dead=st.frozensets(st.just(("a", "a.1")), max_size=1))
+@given(job_view=job_views(), current=generations, dead=st.frozensets(st.just(("a", "a.1")), max_size=1))
 def test_the_leader_lives_and_is_of_the_generation_if_anyone_is(
-    picture: JobView, current: GenerationRecord, dead: Dead
+    job_view: JobView, current: GenerationRecord, dead: Dead
 ) -> None:
-    chief = leader(picture, dead, current)
-    alive = living(picture, dead)
+    chief = leader(job_view, dead, current)
+    alive = living(job_view, dead)
     assert (chief is None) == (not alive)
     if chief is not None:
         assert chief in alive

@@ -41,7 +41,7 @@ def generation(seated: str, host: str | None = None) -> GenerationRecord:
     return GenerationRecord(number=1, nodes=places, store_host="h", store_port=1, leader=host or seated[0], why="")
 
 
-def picture(
+def job_view(
     nodes: str,
     seated: str,
     *complaints: str,
@@ -96,7 +96,7 @@ def nodes_of(verdict: Change | Wait) -> str:
 def test_reachability_cut_leaves_out_the_expected_nodes(
     nodes: str, seated: str, complaints: list[str], out: str
 ) -> None:
-    assert cut(picture(nodes, seated, *complaints)) == out
+    assert cut(job_view(nodes, seated, *complaints)) == out
 
 
 def test_reachability_cut_prefers_a_draining_node() -> None:
@@ -108,11 +108,11 @@ def test_reachability_cut_prefers_a_draining_node() -> None:
 
 def test_reachability_cut_prefers_a_node_that_lost_the_state() -> None:
     lost = BrokenRecord(generation=1, node="a", kind="exit", detail="", slots=(0,))
-    assert cut(picture("ab", "ab", "ab", broken=lost)) == "a"
+    assert cut(job_view("ab", "ab", "ab", broken=lost)) == "a"
 
 
 def test_the_dead_neither_complain_nor_are_complained_of() -> None:
-    view = picture("abc", "abc", "ca", "cb")
+    view = job_view("abc", "abc", "ca", "cb")
     assert cut(view, frozenset({("c", "c-1")})) == ""
 
 
@@ -169,26 +169,26 @@ def test_reachability_cut_is_independent_of_reporter_and_order(seed: int) -> Non
 @pytest.mark.parametrize("node", "abcdef")
 def test_reachability_cut_of_a_star_leaves_out_only_its_center(node: str) -> None:
     others = "abcdef".replace(node, "")
-    assert cut(picture("abcdef", "abcd", *(node + o for o in others))) == node
-    assert cut(picture("abcdef", "abcd", *(o + node for o in others))) == node
+    assert cut(job_view("abcdef", "abcd", *(node + o for o in others))) == node
+    assert cut(job_view("abcdef", "abcd", *(o + node for o in others))) == node
 
 
 # ── what follows ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_unreachable_node_is_not_leader() -> None:
-    view = picture("abc", "abc", "ab", "ac")
+    view = job_view("abc", "abc", "ab", "ac")
     assert leader(view, NOBODY, view.generation) == "b"
-    assert leader(picture("ab", "", "ab"), NOBODY, None) == "a"
+    assert leader(job_view("ab", "", "ab"), NOBODY, None) == "a"
 
 
 def test_unreachable_node_keeps_its_place_while_steps_advance() -> None:
-    verdict = decide(picture("abc", "abc", "ac", "bc"), steps_advance=True)
+    verdict = decide(job_view("abc", "abc", "ac", "bc"), steps_advance=True)
     assert verdict == Wait(reason(Code.UNREACHED, node="c", others="a, b"))
 
 
 def test_once_steps_stop_the_others_go_on() -> None:
-    verdict = decide(picture("abc", "abc", "ac", "bc"), steps_advance=False)
+    verdict = decide(job_view("abc", "abc", "ac", "bc"), steps_advance=False)
     assert nodes_of(verdict) == "ab"
     assert isinstance(verdict, Change)
     assert not verdict.planned
@@ -197,18 +197,18 @@ def test_once_steps_stop_the_others_go_on() -> None:
 
 def test_a_broken_generation_is_repaired_without_it() -> None:
     broken = BrokenRecord(generation=1, node="b", kind="exit", detail="killed", slots=(0,))
-    verdict = decide(picture("abc", "abc", "ac", "bc", broken=broken), steps_advance=True)
+    verdict = decide(job_view("abc", "abc", "ac", "bc", broken=broken), steps_advance=True)
     assert nodes_of(verdict) == "ab"
 
 
 def test_unreachable_state_holder_does_not_keep_the_others_from_forming() -> None:
     """b alone holds the state, and cannot hand it over: what is at rest must do."""
     lost = BrokenRecord(generation=1, node="a", kind="exit", detail="killed", slots=(0,))
-    assert nodes_of(decide(picture("abs", "ab", "ab", "sb", broken=lost), steps_advance=False)) == "as"
+    assert nodes_of(decide(job_view("abs", "ab", "ab", "sb", broken=lost), steps_advance=False)) == "as"
 
 
 def test_a_spare_takes_its_place() -> None:
-    assert nodes_of(decide(picture("abcd", "abc", "ac", "bc", "dc"), steps_advance=False)) == "abd"
+    assert nodes_of(decide(job_view("abcd", "abc", "ac", "bc", "dc"), steps_advance=False)) == "abd"
 
 
 PAIR = reason(Code.UNREACHED_PAIR, node="b", other="a")
@@ -216,33 +216,33 @@ PAIR = reason(Code.UNREACHED_PAIR, node="b", other="a")
 
 def test_reachability_cut_below_min_nodes_waits_and_names_the_node() -> None:
     limits = NodeLimits(2, 2, 0.0)
-    verdict = decide(picture("ab", "ab", "ba"), steps_advance=False, limits=limits)
+    verdict = decide(job_view("ab", "ab", "ba"), steps_advance=False, limits=limits)
     assert verdict == Wait(listed(PAIR, reason(Code.TOO_FEW, count=1, least=2)), below_min=True)
 
 
 def test_a_newcomer_that_cannot_be_reached_is_not_taken_in() -> None:
-    assert decide(picture("abc", "ab", "ac"), steps_advance=True) == Wait(
+    assert decide(job_view("abc", "ab", "ac"), steps_advance=True) == Wait(
         reason(Code.UNREACHED_PAIR, node="c", other="a")
     )
-    assert nodes_of(decide(picture("abcd", "ab", "ac"), steps_advance=True)) == "abd"
+    assert nodes_of(decide(job_view("abcd", "ab", "ac"), steps_advance=True)) == "abd"
 
 
 def test_node_is_readmitted_once_no_peer_reports_it_unreachable() -> None:
-    verdict = decide(picture("abc", "ab"), steps_advance=True)
+    verdict = decide(job_view("abc", "ab"), steps_advance=True)
     assert nodes_of(verdict) == "abc"
     assert isinstance(verdict, Change)
     assert verdict.planned
 
 
 def test_the_first_forming_goes_without_it() -> None:
-    assert nodes_of(decide(picture("abc", "", "ac", "bc"), steps_advance=False)) == "ab"
-    verdict = decide(picture("ab", "", "ab"), steps_advance=False, limits=NodeLimits(2, 2, 0.0))
+    assert nodes_of(decide(job_view("abc", "", "ac", "bc"), steps_advance=False)) == "ab"
+    verdict = decide(job_view("ab", "", "ab"), steps_advance=False, limits=NodeLimits(2, 2, 0.0))
     assert verdict == Wait(listed(reason(Code.TOO_FEW, count=1, least=2), PAIR), below_min=True)
 
 
 def test_a_store_out_of_reach_cannot_be_formed_at() -> None:
     """The host of the generation's store has no place in it itself (it was leaving, or had no worker ready)."""
-    lost = picture("abc", "ab", "ac", "bc", host="c")
+    lost = job_view("abc", "ab", "ac", "bc", host="c")
     assert nodes_of(decide(lost, steps_advance=False, settled=False)) == "ab"
     assert isinstance(decide(lost, steps_advance=False, settled=True), Wait)
 
@@ -262,7 +262,7 @@ def watched(view: JobView, me: str, complaints: Collection[str] = ()) -> set[str
 
 
 def test_in_a_small_job_all_look_at_all() -> None:
-    view = picture("abcd", "abc")
+    view = job_view("abcd", "abc")
     assert all(watched(view, me) == set("abcd") - {me} for me in "abcd")
 
 

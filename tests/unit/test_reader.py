@@ -40,7 +40,7 @@ class Key:
 
 
 class Fake:
-    """Keys as etcd keeps them; each picture is a mapping of its own, of the same objects where nothing has changed."""
+    """Keys as etcd keeps them; each job_view is a mapping of its own, of the same objects where nothing has changed."""
 
     def __init__(self) -> None:
         self.kvs: dict[str, Key] = {}
@@ -162,7 +162,7 @@ def test_view_reader_reuses_unchanged_records_without_decoding(monkeypatch: pyte
     changed = etcd.read(reader)
     assert changed.members["a"] is before.members["a"]
     assert changed.members["b"].record.ready == ()
-    assert before.members["b"].record.ready == (0,), "a picture never changes once it was given out"
+    assert before.members["b"].record.ready == (0,), "a job_view never changes once it was given out"
     assert read == [encode(_member("b"))]
 
 

@@ -81,8 +81,8 @@ class Watched(Machine):
         self.spec = spec
         super().__init__(policy(spec=spec, slots=2, managed=managed))
 
-    def see(self, picture: JobView) -> list[Effect]:
-        return self.take(Viewed(picture, True))
+    def see(self, job_view: JobView) -> list[Effect]:
+        return self.take(Viewed(job_view, True))
 
     def stages(self) -> list[Stage]:
         return [worker.stage for _, worker in sorted(self.agent.local.workers.items())]
@@ -147,14 +147,14 @@ def test_a_lost_lease_is_taken_anew_and_no_worker_hears_of_it() -> None:
 def test_each_worker_is_told_its_place_once() -> None:
     machine = Watched()
     machine.take(Start(), Joined(), says.ready(0, 1), says.ready(1, 2))
-    picture = view(A, B, spec=SPEC, formed=SECOND)
-    forms = told(machine.see(picture))
+    job_view = view(A, B, spec=SPEC, formed=SECOND)
+    forms = told(machine.see(job_view))
     assert [
         (f.rank, f.world_size, f.group_rank, f.local_rank, f.local_world_size, f.store_port)
         for f in forms
         if isinstance(f, messages.Form)
     ] == [(2, 4, 1, 0, 2, 1001), (3, 4, 1, 1, 2, 1001)]
-    assert machine.see(picture) == []
+    assert machine.see(job_view) == []
 
 
 def test_the_newest_group_that_a_worker_has_formed_is_kept_and_tells_the_exchange_of_state_from_its_forming() -> None:
@@ -271,8 +271,8 @@ def test_agent_reason_names_the_newest_failure_while_the_job_cannot_start() -> N
     machine = Watched()
     machine.take(Start(), Joined())
     error = WorkerError(node="b", slot=0, rank=-1, message="\nValueError: two\nlines")
-    picture = view(member("a", 1, ready=()), spec=SPEC)
-    machine.see(dataclasses.replace(picture, state=JobState(error=error)))
+    job_view = view(member("a", 1, ready=()), spec=SPEC)
+    machine.see(dataclasses.replace(job_view, state=JobState(error=error)))
     newest = reason(Code.NEWEST_FAILURE, "ValueError: two lines", node="b")
     assert machine.agent.lead.reason == listed(reason(Code.TOO_FEW, count=0, least=1), newest)
 
@@ -513,12 +513,12 @@ def test_worker_that_closed_its_group_without_failure_gets_an_uncharged_report()
 def test_that_a_generation_is_broken_is_said_again_until_the_view_shows_it() -> None:
     machine = running()
     machine.take(WorkerExited(0, 1, "signal SIGKILL"))
-    picture = view(A, B, spec=SPEC, formed=SECOND)
+    job_view = view(A, B, spec=SPEC, formed=SECOND)
     machine.now_s += ASK_AGAIN_S - 0.01
-    assert machine.see(picture) == []
+    assert machine.see(job_view) == []
     machine.now_s += 0.02
-    assert kinds(machine.see(picture)) == [PutBroken]
-    assert machine.see(dataclasses.replace(picture, broken=broken(1, "a", 0))) == []
+    assert kinds(machine.see(job_view)) == [PutBroken]
+    assert machine.see(dataclasses.replace(job_view, broken=broken(1, "a", 0))) == []
 
 
 def test_a_job_that_is_over_is_not_restored() -> None:
@@ -551,8 +551,8 @@ def test_an_older_generation_in_etcd_is_set_right_and_not_taken_on() -> None:
 # ── leading ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def lead_from(machine: Watched, picture: JobView) -> list[Publish]:
-    return [e for e in machine.see(picture) if isinstance(e, Publish)]
+def lead_from(machine: Watched, job_view: JobView) -> list[Publish]:
+    return [e for e in machine.see(job_view) if isinstance(e, Publish)]
 
 
 BROKEN = view(A, B, spec=SPEC, formed=FIRST, failed=broken(1, "b", 0))
@@ -647,7 +647,7 @@ def test_agent_without_lease_or_connection_does_not_publish() -> None:
 
 
 def test_restarted_agent_not_yet_in_the_view_does_not_publish() -> None:
-    """Started anew, and a picture from before: it shows the agent that was here, and led."""
+    """Started anew, and a job_view from before: it shows the agent that was here, and led."""
     machine = Watched()
     machine.take(Start(), Joined(), says.ready(0, 1), says.ready(1, 2))
     before, now = member("a", 1, worker_id=0, ready=(0, 1)), member("a", 3, ready=(0, 1))
@@ -681,8 +681,8 @@ def test_planned_change_boundary_is_at_least_0_35_s_and_two_steps_ahead(step_s: 
     """0.35 s, two steps at least; the newest step is 8."""
     machine = running(spec := JobSpec(name="job", script="train.py", nodes="1:3"), FIRST)
     machine.take(Progress(1, 8, step_s))
-    picture = view(A, B, member("c", 3), spec=spec, formed=FIRST)
-    assert lead_from(machine, picture)[0].at_step == boundary
+    job_view = view(A, B, member("c", 3), spec=spec, formed=FIRST)
+    assert lead_from(machine, job_view)[0].at_step == boundary
 
 
 def test_after_a_wipe_a_number_is_left_out() -> None:

@@ -106,13 +106,13 @@ def test_every_event_may_come_in_every_stage(managed: bool, standby: int) -> Non
     for stage, told, is_broken, phase in itertools.product(stages, (0, 1), (False, True), ends):
         for index in range(len(_events(1))):
             before = _agent(stage, managed, told, standby)
-            picture = view(A, B, spec=SPEC, formed=FIRST, phase=phase)
+            job_view = view(A, B, spec=SPEC, formed=FIRST, phase=phase)
             if is_broken:
-                picture = dataclasses.replace(picture, broken=broken(1, "b", 0))
+                job_view = dataclasses.replace(job_view, broken=broken(1, "b", 0))
             after_event, _ = step(before, _events(1)[index], 200.0)
             seen.add((stage, after_event.local.workers[0].stage))
             agent = after_event
-            for at_s, event in ((200.1, Viewed(picture, True)), (200.2, _events(1)[index]), (900.0, Tick())):
+            for at_s, event in ((200.1, Viewed(job_view, True)), (200.2, _events(1)[index]), (900.0, Tick())):
                 agent, _ = step(agent, event, at_s)
     assert {before for before, _ in seen} == stages
 
@@ -124,8 +124,8 @@ def test_every_event_may_come_of_a_standby_in_every_stage() -> None:
             there = replace(agent.local.standbys[0], worker_id=1, slot=-1, stage=stage)
             mine = replace(agent.local.workers[0], worker_id=7)
             agent = changed(agent, standbys=(there,), workers={0: mine, 1: agent.local.workers[1]})
-            picture = view(A, B, spec=SPEC, formed=FIRST, phase=phase)
-            for at_s, now in ((200.0, event), (200.1, Viewed(picture, True)), (200.2, event), (900.0, Tick())):
+            job_view = view(A, B, spec=SPEC, formed=FIRST, phase=phase)
+            for at_s, now in ((200.0, event), (200.1, Viewed(job_view, True)), (200.2, event), (900.0, Tick())):
                 agent, _ = step(agent, now, at_s)
 
 

@@ -35,7 +35,7 @@ def complaining(node: str, create_revision: int, *of: str) -> Member:
     return Member(msgspec.structs.replace(plain.record, unreachable=of), create_revision)
 
 
-def picture(
+def job_view(
     *complaints: str, spec: JobSpec = SPEC, phase: Phase = Phase.RUNNING, failed: BrokenRecord | None = None
 ) -> JobView:
     """a, b and c, the oldest first; 'ab': a complains of b."""
@@ -49,7 +49,7 @@ class Stepping(Machine):
 
     def __init__(self, node: str = "a", spec: JobSpec = SPEC) -> None:
         super().__init__(policy(node, spec=spec))
-        self.take(Start(), Joined(), says.ready(0, 1), Viewed(picture(spec=spec), True))
+        self.take(Start(), Joined(), says.ready(0, 1), Viewed(job_view(spec=spec), True))
         self.take(says.synced(0, 1, 1, 7), says.stepping(0, 1, 1, 8), Progress(1, 8, 0.1))
 
     def said(self, *events: Event) -> list[tuple[str, ...]]:
@@ -106,8 +106,8 @@ def test_a_record_of_before_reads_well() -> None:
 
 def test_a_cut_is_acted_upon_when_steps_stop_and_all_have_spoken() -> None:
     machine = Stepping()
-    assert published(machine.wait(5.0, Viewed(picture("ca"), True))) == []  # a or c?
-    assert published(machine.wait(0.9 * DISPUTE_S, Viewed(picture("ca", "bc"), True))) == []
+    assert published(machine.wait(5.0, Viewed(job_view("ca"), True))) == []  # a or c?
+    assert published(machine.wait(0.9 * DISPUTE_S, Viewed(job_view("ca", "bc"), True))) == []
     assert published(machine.wait(0.9 * DISPUTE_S)) == []
     assert machine.agent.lead.reason == reason(Code.CHECKING)
     assert published(machine.wait(0.2 * DISPUTE_S)) == ["ab"]
@@ -115,13 +115,13 @@ def test_a_cut_is_acted_upon_when_steps_stop_and_all_have_spoken() -> None:
 
 def test_fewer_complaints_are_no_reason_to_wait_longer() -> None:
     machine = Stepping()
-    machine.wait(5.0, Viewed(picture("ca", "cb", "ab"), True))
-    assert published(machine.wait(1.1 * DISPUTE_S, Viewed(picture("ca", "cb"), True))) == ["ab"]
+    machine.wait(5.0, Viewed(job_view("ca", "cb", "ab"), True))
+    assert published(machine.wait(1.1 * DISPUTE_S, Viewed(job_view("ca", "cb"), True))) == ["ab"]
 
 
 def test_while_steps_advance_nothing_is_torn() -> None:
     machine = Stepping()
-    machine.take(Viewed(picture("ca", "cb"), True))
+    machine.take(Viewed(job_view("ca", "cb"), True))
     for at in range(9, 40):
         assert published(machine.wait(STALL_S * 0.9, Progress(1, at, 0.1))) == []
     assert machine.agent.lead.reason == reason(Code.UNREACHED, node="c", others="a, b")
@@ -130,25 +130,25 @@ def test_while_steps_advance_nothing_is_torn() -> None:
 
 def test_unreachable_node_is_left_out_of_the_generation_after_a_failure() -> None:
     machine = Stepping()
-    machine.wait(0.1, Viewed(picture("ca", "cb"), True))
+    machine.wait(0.1, Viewed(job_view("ca", "cb"), True))
     failed = broken(1, "b", kind="hang")
     machine.wait(2.0, Progress(1, 9, 0.1))
-    assert published(machine.wait(0.1, Viewed(picture("ca", "cb", failed=failed), True))) == ["ab"]
+    assert published(machine.wait(0.1, Viewed(job_view("ca", "cb", failed=failed), True))) == ["ab"]
 
 
 def test_leader_is_the_next_node_when_the_leader_is_unreachable() -> None:
     machine = Stepping("b")
-    machine.wait(5.0, Viewed(picture("ab", "ac"), True))
+    machine.wait(5.0, Viewed(job_view("ab", "ac"), True))
     assert published(machine.wait(1.1 * DISPUTE_S)) == ["bc"]
 
 
 def test_unreachable_leader_publishes_nothing_and_states_why_it_waits() -> None:
     machine = Stepping("a")
-    machine.wait(5.0, Viewed(picture("ba", "ac"), True))
+    machine.wait(5.0, Viewed(job_view("ba", "ac"), True))
     assert published(machine.wait(10.0)) == []
     unreached = reason(Code.UNREACHED, node="a", others="b, c")
     assert machine.agent.lead.reason == reason(Code.LEFT_OUT, unreached)
-    machine.wait(0.1, Viewed(picture(), True))
+    machine.wait(0.1, Viewed(job_view(), True))
     assert unreached not in reasons(machine.agent.lead.reason)
 
 
@@ -156,12 +156,12 @@ def test_below_min_the_job_waits_and_runs_on_when_steps_do() -> None:
     """Nothing was formed meanwhile: the step that hung has gone through."""
     spec = msgspec.structs.replace(SPEC, nodes="3")
     machine = Stepping("a", spec)
-    effects = machine.wait(5.0, Viewed(picture("ac", "bc", spec=spec), True))
+    effects = machine.wait(5.0, Viewed(job_view("ac", "bc", spec=spec), True))
     (waits,) = [e for e in effects if isinstance(e, PutState)]
     assert waits.state.phase is Phase.WAITING
     unreached = reason(Code.UNREACHED, node="c", others="a, b")
     assert waits.state.reason == listed(unreached, reason(Code.TOO_FEW, count=2, least=3))
-    waiting = picture("ac", "bc", spec=spec, phase=Phase.WAITING)
+    waiting = job_view("ac", "bc", spec=spec, phase=Phase.WAITING)
     assert not [e for e in machine.wait(5.0, Viewed(waiting, True)) if isinstance(e, PutState)]
     effects = machine.wait(5.0, Progress(1, 9, 0.1))
     assert [e.state.phase for e in effects if isinstance(e, PutState)] == [Phase.RUNNING]

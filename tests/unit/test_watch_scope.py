@@ -158,22 +158,22 @@ def test_before_the_first_generation_the_oldest_see_all_and_others_look_again() 
 def test_agent_watches_all_members_until_a_full_view_arrives() -> None:
     machine = running()
     machine.take(Viewed(head(FORMED), True))
-    assert machine.sees(None), "it watches all again, and no picture of it has come"
+    assert machine.sees(None), "it watches all again, and no job_view of it has come"
 
 
-# ── the picture without members ─────────────────────────────────────────────────────────────────────────────────────
+# ── the job_view without members ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_head_view_derives_members_from_the_places() -> None:
-    picture = head(FORMED)
-    assert not picture.has_all_members
-    assert list(picture.members) == list(NAMES)
-    assert len(picture.members) == len(NAMES)
-    shown = picture.members["c"]
+    job_view = head(FORMED)
+    assert not job_view.has_all_members
+    assert list(job_view.members) == list(NAMES)
+    assert len(job_view.members) == len(NAMES)
+    shown = job_view.members["c"]
     assert (shown.id, shown.record.host, shown.record.port, shown.record.ready) == (("c", "c.1"), "c", 1, (0,))
-    assert leader(picture, frozenset(), FORMED) == "a"
-    assert leader(picture, frozenset({("a", "a.1")}), FORMED) == "b"
-    assert [m.record.node for m in watch_list(picture, frozenset(), FORMED, "e")] == [n for n in NAMES if n != "e"]
+    assert leader(job_view, frozenset(), FORMED) == "a"
+    assert leader(job_view, frozenset({("a", "a.1")}), FORMED) == "b"
+    assert [m.record.node for m in watch_list(job_view, frozenset(), FORMED, "e")] == [n for n in NAMES if n != "e"]
     assert head(None).members == {}
 
 
