@@ -7,6 +7,7 @@ import statistics
 import threading
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 from chaos.harness import Cluster, Job, Node, now_s
 from support.incidents import Injection
@@ -14,6 +15,7 @@ from support.procs import alive
 from support.wait import eventually
 
 from elastic.agent.peers.peers import DIALS_S, OUT_KEEPALIVE
+from elastic.contract.agent_files import AgentStatus
 from elastic.recovery.leading import DISPUTE_S
 
 netns = pytest.mark.netns
@@ -72,8 +74,8 @@ def test_cut_off_from_its_peers_alone(rank: int, one_way: bool) -> None:
         print(f"back {back_s:.2f} s after the cut")
         assert back_s < SEEN_S + 10.0  # the host may be busy; without a line to tell, it would be the group's time-out
         cut_off = cluster.nodes[victim]
-        status = (cut_off.folder / "state" / "jobs" / "job" / "agent" / "status.json").read_text()
-        assert "cannot be reached by" in status
+        status = (cut_off.folder / "state" / "jobs" / "job" / "agent" / "status.json").read_bytes()
+        assert "cannot be reached by" in str(msgspec.json.decode(status, type=AgentStatus).reason)
         cluster.hosts.heal()
         eventually(lambda: world_size(job) == 3, 60.0, "it is taken back")
         eventually(lambda: len(job.incidents()) >= 2, 20.0, "both are told")
