@@ -58,6 +58,11 @@ _HANG, _COMM, _GONE = ("hang",), ("comm", "form"), ("lost", "unreachable")
 _PLANNED = ("planned", "drain")
 
 RULES = (
+    # Elastic refuses it as misuse, but not the script is wrong.
+    Rule("interface", Class.ENVIRONMENT, "a variable names a network interface that its node does not have",
+         says=r"SOCKET_IFNAME=",
+         fix="submit the job again with the name of an interface that all nodes have, or without the variable: it is "
+              "then that of each node's address"),
     Rule("misuse", Class.USER_CODE, "the script does what elastic refuses", misuse=True,
          fix="the message says what to write instead; correct the script, and submit it again"),
     # ── planned ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -219,10 +224,6 @@ RULES = (
     Rule("port_in_use", Class.NETWORK, "a port is already in use",
          says=r"(?i)address already in use|EADDRINUSE|errno 98\b",
          fix="end the other process (ss -ltnp), or let the script take a free port: port 0"),
-    Rule("interface", Class.ENVIRONMENT, "a variable names a network interface that its node does not have",
-         says=r"SOCKET_IFNAME=",
-         fix="submit the job again with the name of an interface that all nodes have, or without the variable: it is "
-              "then that of each node's address"),
     Rule("tls", Class.NETWORK, "a TLS certificate was refused",
          says=r"(?i)certificate verify failed|CERTIFICATE_VERIFY_FAILED|ssl.*handshake",
          fix="install the certificate authority on that node, and check its clock"),

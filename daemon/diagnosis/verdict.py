@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from elastic.contract.origin import Origin
+from elastic.contract.records.incident_account import CONSEQUENCES
 from elastic.contract.records.job_records import Cause, IncidentRecord, Phase
 from elastic.contract.records.reasons import Code, codes, reasons
 from elastic.contract.texts import cut_middle, one_line
@@ -22,8 +23,6 @@ from elasticd.base.answers import Cost, Evidence, Verdict
 
 from .rules import RULES, Rule
 
-CONSEQUENCES = frozenset({"comm", "idle", "undrain", "boundary", "respawn", "no-state"})
-"""Kinds of causes that follow from another one, if there is another one."""
 PATIENCE_S = 300.0
 """A recovery that takes longer needs a person's attention, whatever it waits for."""
 LASTING_S = 60.0

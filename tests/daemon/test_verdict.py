@@ -22,9 +22,10 @@ def incident(kind: str = "exit", detail: str | Reason = "", **facts: object) -> 
     return msgspec.convert(base | facts, IncidentRecord)
 
 
-def raised(message: str, traceback: str = "", **facts: object) -> IncidentRecord:
+def raised(message: str, traceback: str = "", *, misuse: bool = False, **facts: object) -> IncidentRecord:
     """The worker's script raised: torch's error file has the message."""
     error = {"node": "n1", "slot": 1, "rank": 1, "message": message, "traceback": traceback, "exit_code": 1}
+    error["misuse"] = misuse
     return incident("exit", one_line(message), error=error, **facts)
 
 
@@ -82,7 +83,9 @@ CASES: dict[str, list[IncidentRecord]] = {
         raised("OSError: [Errno 28] No space left on device: '/psm_a0b1c2d3'"),
         died("SIGABRT", "ERROR: Unexpected bus error encountered. This might be caused by insufficient shared memory"),
     ],
-    "interface": [raised("MisuseRuntimeError: GLOO_SOCKET_IFNAME=eth7: n1 has no such interface; it has lo, eth0")],
+    "interface": [
+        raised("MisuseRuntimeError: GLOO_SOCKET_IFNAME=eth7: n1 has no such interface; it has lo, eth0", misuse=True),
+    ],
     "disk_full": [
         raised("OSError: [Errno 28] No space left on device: '/data/out.bin'"),
         incident("checkpoint", "checkpoint of step 40 failed: [Errno 28] No space left on device"),
