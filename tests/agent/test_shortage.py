@@ -22,10 +22,10 @@ def test_agent_without_descriptors_costs_its_job_no_more_than_the_time() -> None
         job.kill_rank(killed)
         state = eventually(lambda: s if (s := job.state()).no_agent else None, 20.0, "the node is excluded")
         assert state.excluded_nodes == ("n1",)
-        assert "Too many open files" in state.no_agent["n1"]
+        assert "Too many open files" in str(state.no_agent["n1"])
         eventually(lambda: job.state().phase is Phase.WAITING, 10.0, "it waits for the node")
         said = "n1 is tried again and again: a worker cannot be started"
-        eventually(lambda: any(said in status.reason for status in job.statuses().values()), 10.0, "and says so")
+        eventually(lambda: any(said in str(status.reason) for status in job.statuses().values()), 10.0, "and says so")
         step = job.steps()
         resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
         job.wait_step(step + 20)

@@ -10,6 +10,7 @@ import pytest
 from chaos.harness import Cluster, Job
 from support.wait import eventually
 
+from elasticd.base.command_answers import Gradients
 from elasticd.ctl.client import Client
 from elasticd.ctl.jobs.debug import sampled
 
@@ -18,11 +19,11 @@ pytestmark = [pytest.mark.chaos, pytest.mark.etcd]
 SCRIPT = str(Path(__file__).parents[1] / "support" / "train_sampled.py")
 
 
-def sample(cluster: Cluster, job: Job) -> dict[str, Any]:
+def sample(cluster: Cluster, job: Job) -> Gradients:
     """What `elasticctl debug --gradients` has of a job that has just begun."""
     eventually(lambda: (job.row()["step"] or 0) >= 8, 60.0, "it steps")
     data = sampled(Client(str(cluster.nodes[0].socket)), job.name)
-    assert data["ranks"] == [0, 1]
+    assert data.ranks == [0, 1]
     return data
 
 
@@ -49,12 +50,12 @@ def test_what_is_wrong_with_the_gradients_is_named_on_request_and_as_events(bugs
         for bug in bugs:
             job = submit(cluster, bug)
             data = sample(cluster, job)
-            said[bug] = data["findings"]
-            layers = {row["layer"]: row for row in data["layers"]}
+            said[bug] = data.findings
+            layers = {row.layer: row for row in data.layers}
             assert set(layers) - {"spare"} == {"0", "2", "3"}
             for name in ("0", "2", "3"):
-                assert set(layers[name]["own"]) == set(layers[name]["mean"]) == {"0", "1"}
-                assert layers[name]["weight"]["0"] > 0
+                assert set(layers[name].own) == set(layers[name].mean) == {"0", "1"}
+                assert layers[name].weight["0"] > 0
             events = eventually(
                 lambda j=job, b=bug: found
                 if (found := [e for e in cluster.api("GET", f"/v1/events?job={j.name}")["events"]

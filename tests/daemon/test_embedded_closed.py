@@ -38,6 +38,11 @@ class Embedded:
         return Etcd(EtcdAccess(endpoints=(self.server.endpoint,), user=user, password=password), call_s=5.0)
 
 
+def attempt(closing: Closing) -> None:
+    """As the daemon does: again where a busy etcd has not answered in time."""
+    eventually(lambda: closing.attempt() is None, 20.0, "etcd is as it is to be")
+
+
 @pytest.fixture
 def embedded(tmp_path: Path) -> Iterator[Embedded]:
     with EtcdServer() as server:
@@ -45,8 +50,8 @@ def embedded(tmp_path: Path) -> Iterator[Embedded]:
 
 
 def test_only_its_logins_are_served_and_the_agents_one_administers_nothing(embedded: Embedded) -> None:
-    assert embedded.closing.attempt() is None
-    assert embedded.closing.attempt() is None, "closed already"
+    attempt(embedded.closing)
+    attempt(embedded.closing)  # closed already
     with pytest.raises(EtcdDenied):
         embedded.client().put("/elastic/x", b"1")
     agent = embedded.client(login.NAME)
@@ -85,7 +90,7 @@ def test_what_others_have_made_while_it_was_open_is_gone(embedded: Embedded) -> 
             anyone.ask("UserAdd", name=name, password="theirs")
             anyone.ask("UserGrantRole", user=name, role="root")
     embedded.client().put("/elastic/kept", b"1")
-    assert embedded.closing.attempt() is None
+    attempt(embedded.closing)
     for user in ("root", "mallory"):
         access = EtcdAccess(endpoints=(embedded.server.endpoint,), user=user, password="theirs")
         with pytest.raises(EtcdDenied):
@@ -101,7 +106,7 @@ def test_a_client_that_began_before_it_was_closed_goes_on(embedded: Embedded, tm
     agent.put("/elastic/x", b"1")
     views: list[int] = []
     agent.watch("/elastic/", lambda view: views.append(len(view.kvs)), refresh_s=0.5)
-    assert embedded.closing.attempt() is None
+    attempt(embedded.closing)
     agent.put("/elastic/y", b"2")
     eventually(lambda: views and views[-1] == 2, 10, "the watch goes on")
     agent.close()
@@ -119,7 +124,7 @@ def test_agents_of_an_earlier_elasticd_keep_it_open_until_they_have_ended(embedd
     finally:
         old.kill()
         old.wait()
-    assert embedded.closing.attempt() is None
+    attempt(embedded.closing)
 
 
 def test_another_root_is_not_taken_for_ours(embedded: Embedded) -> None:
@@ -128,8 +133,8 @@ def test_another_root_is_not_taken_for_ours(embedded: Embedded) -> None:
 
 
 def test_where_other_nodes_reach_it_in_plain_text_it_is_open(embedded: Embedded) -> None:
-    assert embedded.closing.attempt() is None
-    assert embedded.made(stays_open=True).attempt() is None
+    attempt(embedded.closing)
+    attempt(embedded.made(stays_open=True))
     embedded.client().put("/elastic/x", b"1")
 
 
