@@ -28,8 +28,8 @@ FREE = (Stage.READY, Stage.FORMING, Stage.RUNNING, Stage.GONE, Stage.STARTING, S
 
 def report(turn: Turn, before: Agent, event: Event) -> None:
     _tell_last(turn)
-    known = turn.incidents.incident
-    incident = _renewed(turn, before, known) if known else _opened(turn, before)
+    tracked = turn.incidents.incident
+    incident = _renewed(turn, before, tracked) if tracked else _opened(turn, before)
     if incident is None:
         return
     incident = _observed(turn, before, event, incident)
@@ -45,7 +45,7 @@ def report(turn: Turn, before: Agent, event: Event) -> None:
     elif leads and incident.told != incident.gone and _sees_all(turn):
         turn.do(_account(turn, incident, Outcome.OPEN))
         incident = replace(incident, told=incident.gone)
-    if incident is not known:
+    if incident is not tracked:
         turn.incidents = replace(turn.incidents, incident=incident)
 
 
@@ -93,11 +93,11 @@ def _write(turn: Turn, last: PutIncident) -> None:
 
 def _account(turn: Turn, incident: Incident, outcome: Outcome) -> PutIncident:
     assert turn.formed.generation is not None
-    told = account(
+    own = account(
         incident, turn.formed.generation, outcome, node=turn.policy.node, by=turn.policy.incarnation,
         stepped_on_at=_reached(turn), counted=_counted(turn, incident),
     )  # fmt: skip
-    return PutIncident(told, incident.reports)
+    return PutIncident(own, incident.reports)
 
 
 def _without_leavers(turn: Turn, incident: Incident) -> Incident:
@@ -111,9 +111,9 @@ def _without_leavers(turn: Turn, incident: Incident) -> Incident:
 def _without_cause(turn: Turn, incident: Incident) -> bool:
     """Whether the job is being stopped and all that is known are failed collectives: the worker at their other end may
     have been stopped a moment earlier. What is on record already, or about to be, stays there."""
-    told = incident.told is not None or any(shown.first == incident.first for shown in turn.etcd.view.accounts)
-    known = told or incident.planned or turn.lead.halted or _has_cause(incident)
-    return turn.is_over() and not known and len(incident.generations) == 1
+    on_record = incident.told is not None or any(shown.first == incident.first for shown in turn.etcd.view.accounts)
+    has_cause = on_record or incident.planned or turn.lead.halted or _has_cause(incident)
+    return turn.is_over() and not has_cause and len(incident.generations) == 1
 
 
 def _has_cause(incident: Incident) -> bool:
@@ -131,18 +131,18 @@ def _counted(turn: Turn, incident: Incident) -> bool:
 
 
 def _opened(turn: Turn, before: Agent) -> Incident | None:
-    held = before.formed.generation
+    previous = before.formed.generation
     generation = turn.formed.generation
     if generation is None or before.etcd.view.state.phase.over:
         return None
     broke = turn.formed.broken >= generation.number > before.formed.broken
-    replaced = held is not None and generation.number > held.number
+    replaced = previous is not None and generation.number > previous.number
     halted = turn.lead.halted and not before.lead.halted
     # A job that is stopped while a failed collective still has no known cause has had a failure all the same.
     cut_short = turn.is_over() and before.local.suspicious_since_s is not None and not before.etcd.view.state.phase.over
     if not (broke or replaced or halted or cut_short):
         return None
-    last_committed = held if replaced and held is not None else generation
+    last_committed = previous if replaced and previous is not None else generation
     incident = Incident(
         first=last_committed.number,
         generations=(last_committed,),
@@ -266,20 +266,20 @@ def with_lost_nodes(
     turn: Turn, incident: Incident, formed: GenerationRecord, places: tuple[GenerationNode, ...]
 ) -> Incident:
     """With those nodes of the generation `formed` that are lost or unreachable, of `places`, as causes."""
-    known = {(c.generation, c.node) for c in incident.gone}
-    known |= {(r.generation, r.node) for r in incident.reports if r.kind == "drain"}  # it left as ordered
+    explained = {(c.generation, c.node) for c in incident.gone}
+    explained |= {(r.generation, r.node) for r in incident.reports if r.kind == "drain"}  # it left as ordered
     cut = cut_off(turn.etcd.view, turn.peers.dead, formed)
     newest = turn.formed.generation
     decided = newest is None or formed.number != newest.number
-    found = []
+    causes = []
     for p in places:
-        if (formed.number, p.node) in known or not (why := _why_gone(turn, p, cut, decided)):
+        if (formed.number, p.node) in explained or not (why := _why_gone(turn, p, cut, decided)):
             continue
         kind, detail = why
         ranks = tuple(sorted(formed.ranks(p.node).values()))
-        found.append(Cause(generation=formed.number, node=p.node, kind=kind, ranks=ranks, detail=detail))
-    gone_s = tuple((gone.node, turn.now_s) for gone in found if gone.node in turn.etcd.view.members)
-    return replace(incident, gone=(*incident.gone, *found), gone_s=(*incident.gone_s, *gone_s)) if found else incident
+        causes.append(Cause(generation=formed.number, node=p.node, kind=kind, ranks=ranks, detail=detail))
+    gone_s = tuple((gone.node, turn.now_s) for gone in causes if gone.node in turn.etcd.view.members)
+    return replace(incident, gone=(*incident.gone, *causes), gone_s=(*incident.gone_s, *gone_s)) if causes else incident
 
 
 def _why_gone(turn: Turn, place: GenerationNode, cut: frozenset[str], decided: bool) -> tuple[str, Reason] | None:
@@ -355,8 +355,8 @@ def _outcome(turn: Turn, incident: Incident) -> Outcome:
     # An agent that was away when the first one failed knows only those that followed.
     failed = incident.generations[0].number if turn.is_over() else incident.first
     followed = generation.number > failed or no_failure
-    whole = followed and turn.formed.broken < generation.number and not turn.lead.halted
-    if whole and (
+    formed = followed and turn.formed.broken < generation.number and not turn.lead.halted
+    if formed and (
         turn.progress.settled >= generation.number
         or turn.done_here()
         or (not _counted(turn, incident) and _plain_runs(turn))
@@ -372,6 +372,6 @@ def _outcome(turn: Turn, incident: Incident) -> Outcome:
 def _plain_runs(turn: Turn) -> bool:
     """A script without `elastic` reports no steps: it has recovered when its workers' processes run again."""
     number = turn.formed.generation.number if turn.formed.generation else 0
-    mine = [w for s, w in turn.local.workers.items() if s in turn.my_ranks()]
-    running = all(w.stage in (Stage.RUNNING, Stage.DONE) and w.generation == number and w.started for w in mine)
-    return not turn.policy.managed and bool(mine) and running
+    workers = [w for s, w in turn.local.workers.items() if s in turn.my_ranks()]
+    running = all(w.stage in (Stage.RUNNING, Stage.DONE) and w.generation == number and w.started for w in workers)
+    return not turn.policy.managed and bool(workers) and running

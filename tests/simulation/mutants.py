@@ -195,7 +195,7 @@ MUTANTS = (
            "return max(number, 1 + saved.generation, ", "return max(number, ",
            "simulation/test_numbers.py::test_what_an_agent_that_was_away_writes_back_does_not_set_the_numbers_back"),
     Mutant("the causes that only a lost leader has learnt of are dropped", "contract.records.incident_fold",
-           "if (cause.generation, cause.node) not in known:", "if False:",
+           "if (cause.generation, cause.node) not in places:", "if False:",
            "simulation/test_incidents.py::test_a_cause_that_only_the_leader_before_has_learnt_of_stays_on_record"),
     Mutant("a death in the generation before that of its own incident is dropped", "contract.records.incident_fold",
            "first = since or min(min(account.failed) for account in members)",

@@ -73,8 +73,8 @@ def incidents(
 ) -> list[IncidentRecord]:
     """Those of one job, oldest first. `accounts`: in the order in which they were begun; `stepped_in`: the newest
     generation that is known to have stepped."""
-    found = [record(facts) for facts in divided(accounts, reports, stepped_in)]
-    return [_ended_before(*pair) for pair in itertools.pairwise(found)] + found[-1:]
+    records = [record(facts) for facts in divided(accounts, reports, stepped_in)]
+    return [_ended_before(*pair) for pair in itertools.pairwise(records)] + records[-1:]
 
 
 def _ended_before(record: IncidentRecord, following: IncidentRecord) -> IncidentRecord:
@@ -189,9 +189,9 @@ def _closed(drawing: IncidentRecord, facts: Facts, closer: IncidentAccount, name
     as_planned = all(weight(cause.kind) <= weight("drain") for cause in named)
     # What is known of may be of a generation before the one that failed, which may have begun from earlier state.
     reached_before = 0 < closer.reached[0] < closer.first
-    told = recovered and not reached_before and (closer.witnessed or as_planned)
-    known = counted and (told or cut_short)
-    least = steps_lost(syncs) if known and (syncs or not recovered) else None
+    resumed = recovered and not reached_before and (closer.witnessed or as_planned)
+    countable = counted and (resumed or cut_short)
+    least = steps_lost(syncs) if countable and (syncs or not recovered) else None
     # A generation whose state was replaced by newer state may have committed that itself.
     most = least if least is None else max(least, steps_lost(all_syncs))
     if least is not None and not _certain(facts, closer, named):
@@ -230,26 +230,26 @@ def _at_times(record: IncidentRecord, account: IncidentAccount, *, ends: bool = 
 
 def causes(facts: Facts) -> tuple[Cause, ...]:
     """All failures, by generation; in each the causes before the consequences."""
-    found: list[Cause] = []
+    proven: list[Cause] = []
     for report in facts.reports:
-        found.append(_cause(report.generation, report.node, kind_of(report), report.ranks,
+        proven.append(_cause(report.generation, report.node, kind_of(report), report.ranks,
                             report.detail))  # fmt: skip
         others = (loss for loss in report.also if not spread(report, loss))
-        found += [_cause(report.generation, loss.node, loss.kind, loss.ranks, loss.detail) for loss in others]
-    found += _gone(facts, facts.main)
-    known = {(cause.generation, cause.node) for cause in found}
+        proven += [_cause(report.generation, loss.node, loss.kind, loss.ranks, loss.detail) for loss in others]
+    proven += _gone(facts, facts.main)
+    places = {(cause.generation, cause.node) for cause in proven}
     inferred: dict[tuple[int, str], Cause] = {}
     for cause in itertools.chain.from_iterable(_gone(facts, account) for account in facts.accounts):
-        if (cause.generation, cause.node) not in known:
+        if (cause.generation, cause.node) not in places:
             inferred.setdefault((cause.generation, cause.node), cause)
     # Another agent has inferred from absence or silence that a node was lost; the job went on with that node, and
     # another cause explains the failure of the same generation.
     kept_places = _kept_places(facts.main)
-    told = [cause for cause in inferred.values() if not kept_places(cause)]
+    certain = [cause for cause in inferred.values() if not kept_places(cause)]
     doubted = [cause for cause in inferred.values() if kept_places(cause)]
-    explained = {cause.generation for cause in (*told, *found) if weight(cause.kind) > 0}
-    found = [*told, *(cause for cause in doubted if cause.generation not in explained), *found]
-    return tuple(sorted(dict.fromkeys(found), key=lambda c: (c.generation, weight(c.kind) == 0)))
+    explained = {cause.generation for cause in (*certain, *proven) if weight(cause.kind) > 0}
+    proven = [*certain, *(cause for cause in doubted if cause.generation not in explained), *proven]
+    return tuple(sorted(dict.fromkeys(proven), key=lambda c: (c.generation, weight(c.kind) == 0)))
 
 
 def _gone(facts: Facts, account: IncidentAccount) -> list[Cause]:
@@ -271,18 +271,18 @@ def _kept_places(account: IncidentAccount) -> Callable[[Cause], bool]:
     return kept
 
 
-def cause_fields(found: Sequence[Cause], *, planned: bool = False, why: Text = "") -> dict[str, Any]:
-    """The fields in which a record names its causes. `found`: as `causes` gives it."""
-    real = [c for c in found if weight(c.kind) > 0]
-    told = real or ([] if planned else found)
-    if not told:
+def cause_fields(named: Sequence[Cause], *, planned: bool = False, why: Text = "") -> dict[str, Any]:
+    """The fields in which a record names its causes. `named`: as `causes` gives it."""
+    real = [c for c in named if weight(c.kind) > 0]
+    shown = real or ([] if planned else named)
+    if not shown:
         return {"kind": "planned" if planned else "lost", "node": "", "ranks": (), "detail": why}
-    alike = [c for c in told if c.generation == told[0].generation]
+    alike = [c for c in shown if c.generation == shown[0].generation]
     return {
-        "kind": told[0].kind,
+        "kind": shown[0].kind,
         "node": ", ".join(dict.fromkeys(c.node for c in alike)),
         "ranks": tuple(sorted({rank for c in alike for rank in c.ranks})),
-        "detail": told[0].detail,
+        "detail": shown[0].detail,
         "further": max(0, len(real) - 1),
     }
 
@@ -306,16 +306,16 @@ def _syncs(facts: Facts) -> list[Sync]:
 def syncs_with_reported_steps(facts: Facts, named: Sequence[Cause]) -> tuple[Sync, ...]:
     """The syncs, each with the newest step that a failure report since the sync before it names. A step of a generation
     before the one that failed is not counted: if the job went back behind it, an incident before this one says so."""
-    found: list[Sync] = []
+    syncs: list[Sync] = []
     for sync in _syncs(facts):
-        since = found[-1].generation if found else 0
+        since = syncs[-1].generation if syncs else 0
         reports = [report for report in facts.reports if since <= report.generation < sync.generation]
         ends: list[BrokenRecord | Loss] = [*reports, *(loss for report in reports for loss in report.also)]
         steps = [end.step or 0 for end in ends if not 0 < end.step_in < facts.first]
-        if not found and (named or not facts.main.planned):
+        if not syncs and (named or not facts.main.planned):
             steps.append(_reached(facts))
-        found.append(replace(sync, reached=max(sync.reached, *steps, 0)))
-    return tuple(found)
+        syncs.append(replace(sync, reached=max(sync.reached, *steps, 0)))
+    return tuple(syncs)
 
 
 def effective_syncs(syncs: Iterable[Sync]) -> tuple[Sync, ...]:
@@ -374,9 +374,9 @@ def _set_back_unseen(facts: Facts) -> bool:
 
 def _reported(facts: Facts, place: Absence) -> set[int]:
     """Slots of `place` whose workers' exits, and with them their last steps, were reported."""
-    found: set[int] = set()
+    slots: set[int] = set()
     for report in facts.reports:
         if report.generation == place.generation:
             ends: list[BrokenRecord | Loss] = [report, *report.also]
-            found |= {s for end in ends if end.node == place.node and end.kind in ENDS for s in end.slots}
-    return found
+            slots |= {s for end in ends if end.node == place.node and end.kind in ENDS for s in end.slots}
+    return slots

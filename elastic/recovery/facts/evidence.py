@@ -48,9 +48,9 @@ def _weight(record: BrokenRecord) -> tuple[int, int]:
 
 def _adds(primary: BrokenRecord, also: list[Loss], loss: Loss) -> bool:
     """Whether `loss` names slots not known to be lost or, if it is a cause, ranks not known to have failed."""
-    known: list[BrokenRecord | Loss] = [primary, *also]
-    slots = {slot for k in known if k.node == loss.node for slot in k.slots}
-    ranks = {rank for k in known for rank in k.ranks}
+    losses: list[BrokenRecord | Loss] = [primary, *also]
+    slots = {slot for k in losses if k.node == loss.node for slot in k.slots}
+    ranks = {rank for k in losses for rank in k.ranks}
     return not set(loss.slots) <= slots or (weight(loss.kind) == 2 and not set(loss.ranks) <= ranks)
 
 

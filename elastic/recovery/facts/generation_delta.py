@@ -47,21 +47,21 @@ class GenerationReader:
         return self._record
 
     def _read(self, raw: bytes) -> tuple[bytes, GenerationRecord]:
-        known = self._record
+        earlier = self._record
         try:
             unread = _UNREAD.decode(raw)
             text, changes = bytes(unread.nodes), unread.changes
-            if known is not None and changes is not None and changes.since == digest(self._text):
-                places = spliced(known.nodes, changes.splices)
+            if earlier is not None and changes is not None and changes.since == digest(self._text):
+                places = spliced(earlier.nodes, changes.splices)
             else:
-                known, places = None, _NODES.decode(text)
+                earlier, places = None, _NODES.decode(text)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return b"", decode(GenerationRecord, raw)  # raises the right error
         if unread.protocol != PROTOCOL:
             return b"", decode(GenerationRecord, raw)
         record = GenerationRecord(nodes=places, **{name: getattr(unread, name) for name in _HEAD})
-        if known is not None and changes is not None:
-            _carry_over(known, record, changes.splices)
+        if earlier is not None and changes is not None:
+            _carry_over(earlier, record, changes.splices)
         return text, record
 
 
@@ -92,12 +92,12 @@ def changes(before: tuple[GenerationNode, ...], after: tuple[GenerationNode, ...
 
 
 def spliced(places: tuple[GenerationNode, ...], splices: Sequence[Splice]) -> tuple[GenerationNode, ...]:
-    found: tuple[GenerationNode, ...] = ()
+    nodes: tuple[GenerationNode, ...] = ()
     at = 0
     for splice in splices:
-        found += places[at : splice.start] + splice.nodes
+        nodes += places[at : splice.start] + splice.nodes
         at = splice.stop
-    return found + places[at:]
+    return nodes + places[at:]
 
 
 def _carry_over(known: GenerationRecord, record: GenerationRecord, splices: Sequence[Splice]) -> None:

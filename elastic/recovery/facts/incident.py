@@ -41,11 +41,11 @@ class Incident(Seen, frozen=True, kw_only=True):
         """With `report` merged into what is known of its generation: etcd may not show yet what was just reported."""
         if report in self.reports or report.generation < self.first:
             return self
-        known = next((r for r in self.reports if r.generation == report.generation), None)
-        if known is not None and (report := merged(report, known)) == known:
+        earlier = next((r for r in self.reports if r.generation == report.generation), None)
+        if earlier is not None and (report := merged(report, earlier)) == earlier:
             return self
-        others = [r for r in self.reports if r is not known]
-        return replace(self, reports=tuple(sorted([*others, report], key=lambda known: known.generation)))
+        others = [r for r in self.reports if r is not earlier]
+        return replace(self, reports=tuple(sorted([*others, report], key=lambda each: each.generation)))
 
     def with_left(self, generations: Iterable[int]) -> Incident:
         """With these in `left`."""
@@ -102,22 +102,24 @@ def _bounded(gone: tuple[Cause, ...]) -> tuple[Cause, ...]:
 def _absent(incident: Incident, newest: GenerationRecord) -> tuple[Absence, ...] | None:
     if incident.generations[0].number > incident.first:
         return None
-    known = sorted({g.number: g for g in (*incident.generations, newest)}.values(), key=lambda formed: formed.number)
-    found = []
-    for at, (before, after) in enumerate(itertools.pairwise(known)):
+    generations = sorted(
+        {g.number: g for g in (*incident.generations, newest)}.values(), key=lambda formed: formed.number
+    )
+    absences = []
+    for at, (before, after) in enumerate(itertools.pairwise(generations)):
         for place in before.nodes:
             if after.node_of(place.node, place.incarnation) is None:
-                back = any(later.node_of(place.node, place.incarnation) for later in known[at + 2 :])
-                found.append(Absence(before.number, place.node, place.slots, back))
-    return tuple(found) if len(found) <= KEPT_CAUSES else None
+                back = any(later.node_of(place.node, place.incarnation) for later in generations[at + 2 :])
+                absences.append(Absence(before.number, place.node, place.slots, back))
+    return tuple(absences) if len(absences) <= KEPT_CAUSES else None
 
 
 def _all_stay(incident: Incident, newest: GenerationRecord) -> bool:
-    known = {formed.number: formed for formed in incident.generations}
+    generations = {formed.number: formed for formed in incident.generations}
     before = range(incident.first, newest.number)
     there = {(place.node, place.incarnation): set(place.slots) for place in newest.nodes}
-    return set(before) <= known.keys() and all(
+    return set(before) <= generations.keys() and all(
         set(place.slots) <= there.get((place.node, place.incarnation), set())
         for number in before
-        for place in known[number].nodes
+        for place in generations[number].nodes
     )

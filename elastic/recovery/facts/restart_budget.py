@@ -95,13 +95,13 @@ def charge(
         slots=_alike(broken),
         no_state=broken.no_state,
     )
-    known = state.failures
+    failures = state.failures
     if broken.error:
-        known, further = _in_earlier_tries(known, failure)
+        failures, further = _in_earlier_tries(failures, failure)
         if further is None:
-            return Charge(replace(state, error=error, failures=known))
+            return Charge(replace(state, error=error, failures=failures))
         failure = further
-    recent = (*(f for f in known if abs(wall_s - f.wall_s) < rules.window_s), failure)
+    recent = (*(f for f in failures if abs(wall_s - f.wall_s) < rules.window_s), failure)
     kept = recent[-max(KEPT_FAILURES, rules.budget) :]
     charged = replace(
         state,
@@ -173,8 +173,8 @@ def _ends_alike(
 
 def _said(broken: BrokenRecord) -> str:
     """What a library has said before it aborted the process."""
-    said = list(itertools.takewhile(lambda line: not line.startswith(FATAL), broken.last_lines))
-    return said[-1].strip() if said and len(said) < len(broken.last_lines) else ""
+    lines = list(itertools.takewhile(lambda line: not line.startswith(FATAL), broken.last_lines))
+    return lines[-1].strip() if lines and len(lines) < len(broken.last_lines) else ""
 
 
 def _stop(state: JobState, wall_s: float, why: Reason) -> Charge:
@@ -218,19 +218,19 @@ def _in_earlier_tries(failures: tuple[Failure, ...], new: Failure) -> tuple[tupl
     Returns `failures` with the slots of `new` added to the tries that lack them, and `new` with those that have failed
     once more than in all of these; None: there is none.
     """
-    known, left = list(failures), new.slots
+    tries, left = list(failures), new.slots
     if new.step or not left:
         return failures, new
-    first = len(known)
-    while first and (known[first - 1].node, known[first - 1].fingerprint) == (new.node, new.fingerprint):
-        if known[first - 1].step or not known[first - 1].slots:
+    first = len(tries)
+    while first and (tries[first - 1].node, tries[first - 1].fingerprint) == (new.node, new.fingerprint):
+        if tries[first - 1].step or not tries[first - 1].slots:
             break
         first -= 1
-    for at in range(first, len(known)):
-        there = known[at].slots
-        known[at] = replace(known[at], slots=(*there, *(slot for slot in left if slot not in there)))
+    for at in range(first, len(tries)):
+        there = tries[at].slots
+        tries[at] = replace(tries[at], slots=(*there, *(slot for slot in left if slot not in there)))
         left = tuple(slot for slot in left if slot in there)
-    return tuple(known), replace(new, slots=left) if left else None
+    return tuple(tries), replace(new, slots=left) if left else None
 
 
 def _set_aside(state: JobState, failures: tuple[Failure, ...], other_nodes: int | None) -> tuple[str, ...]:
@@ -246,9 +246,9 @@ def lacking(state: JobState, members: Iterable[MemberRecord], *, managed: bool) 
     """`state` with the nodes excluded on which workers cannot be started for lack of something: another node is taken
     where there is one. Where there is none they stay, and are taken back once all their workers are ready; not in a
     plain job, in which that shows only when all its workers are started anew."""
-    found = list(members)
-    new = {m.node: m.lacks for m in found if m.lacks and m.node not in state.excluded_nodes}
-    back = {m.node for m in found if managed and m.node in state.no_agent and len(m.ready) == m.slots}
+    records = list(members)
+    new = {m.node: m.lacks for m in records if m.lacks and m.node not in state.excluded_nodes}
+    back = {m.node for m in records if managed and m.node in state.no_agent and len(m.ready) == m.slots}
     if not (new or back):
         return state
     return replace(

@@ -79,8 +79,8 @@ class MembersFromGeneration(Mapping[str, Member]):
 def _numbers(keys: Iterable[str], prefix: str) -> tuple[int, ...]:
     """The generations that have a record below `prefix`, newest first."""
     digits = (key[len(prefix) :] for key in keys if key.startswith(prefix))
-    found = (int(text) for text in digits if len(text) == NUMBER_DIGITS and text.isascii() and text.isdecimal())
-    return tuple(sorted(found, reverse=True))
+    numbers = (int(text) for text in digits if len(text) == NUMBER_DIGITS and text.isascii() and text.isdecimal())
+    return tuple(sorted(numbers, reverse=True))
 
 
 class _Listed(NamedTuple):
@@ -197,10 +197,10 @@ class JobReader:
         self, kvs: Mapping[str, Stored], formed: GenerationRecord, listed: tuple[int, ...]
     ) -> tuple[BrokenRecord, ...]:
         numbers = [number for number in listed if number < formed.number]
-        found = []
+        reports = []
         for place, number in enumerate(numbers[: RECOVERY_GENERATIONS - 1]):
-            found.append(self._record(BrokenRecord, kvs[self._keys.broken(number)], name=f"broken {place}"))
-        return tuple(found)
+            reports.append(self._record(BrokenRecord, kvs[self._keys.broken(number)], name=f"broken {place}"))
+        return tuple(reports)
 
     def _accounts(self, kvs: Mapping[str, Stored], listed: tuple[str, ...]) -> tuple[IncidentAccount, ...]:
         return tuple(self._record(IncidentAccount, kvs[key], name=key) for key in listed)

@@ -124,8 +124,8 @@ class Turn:
         if generation is None:
             return {}
         if self.formed.ranks[0] != generation.number:  # asked in every turn, and there may be thousands of places
-            mine = generation.node_of(self.policy.node, self.policy.incarnation) is not None
-            ranks = generation.ranks(self.policy.node) if mine else {}
+            here = generation.node_of(self.policy.node, self.policy.incarnation) is not None
+            ranks = generation.ranks(self.policy.node) if here else {}
             self.formed = replace(self.formed, ranks=(generation.number, ranks))
         return self.formed.ranks[1]
 
@@ -147,11 +147,11 @@ class Turn:
         """Whether all our workers have reached the end, and with them all other ranks."""
         generation, ranks = self.formed.generation, self.my_ranks()
         number = generation.number if generation else 0
-        mine = [w for slot, w in self.local.workers.items() if slot in ranks]
-        for worker in mine:
+        workers = [w for slot, w in self.local.workers.items() if slot in ranks]
+        for worker in workers:
             if worker.stage is not Stage.DONE or worker.generation != number:
                 return False
-        return bool(mine)
+        return bool(workers)
 
     def saved_here(self) -> bool:
         """Whether they have, and what they have handed over is on disk. Until then a node that is lost costs the last

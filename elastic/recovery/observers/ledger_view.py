@@ -23,8 +23,8 @@ def seen(agent: Agent) -> Seen:
         step = max(step, progress.step)
     step = max([step, *(w.step for w in agent.local.workers.values() if w.stage is Stage.DONE)])
     broken = generation is not None and agent.formed.broken >= generation.number
-    mine = set(generation.ranks(policy.node)) if generation else set()
-    workers = [w for slot, w in agent.local.workers.items() if slot in mine]
+    my_ranks = set(generation.ranks(policy.node)) if generation else set()
+    workers = [w for slot, w in agent.local.workers.items() if slot in my_ranks]
     return Seen(_bucket(agent, workers, broken), ranks, step, broken, policy.managed)
 
 

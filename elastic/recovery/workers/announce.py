@@ -42,7 +42,7 @@ def member_record(turn: Turn) -> MemberRecord:
         ready = tuple(range(policy.slots)) if before or len(standing) == policy.slots else ()
     lacking = {slot: worker for slot, worker in turn.local.workers.items() if worker.lacks}
     number = turn.formed.generation.number if turn.formed.generation else 0
-    held = _held(turn)
+    holders = _held(turn)
     return MemberRecord(
         node=policy.node,
         incarnation=policy.incarnation,
@@ -57,8 +57,8 @@ def member_record(turn: Turn) -> MemberRecord:
         managed=policy.managed,
         lacks=next((worker.lacks for worker in lacking.values() if worker.crashes >= LACKING_TRIES), ""),
         code=policy.code,
-        held_generation=max((w.synced for w in held), default=0),
-        held_consistent=max((w.synced for w in held if w.consistent and w.stage is Stage.READY), default=0),
+        held_generation=max((w.synced for w in holders), default=0),
+        held_consistent=max((w.synced for w in holders if w.consistent and w.stage is Stage.READY), default=0),
     )
 
 
@@ -125,17 +125,17 @@ def uncharged(record: BrokenRecord) -> BrokenRecord:
 
 def add_evidence(turn: Turn, record: BrokenRecord) -> None:
     """Report a failure of a generation that is broken already, or was left as planned, unless it is known already."""
-    known = turn.formed.broken_record
+    reported = turn.formed.broken_record
     if turn.is_over():
         return
-    if known is not None and known.generation == record.generation:
-        if (more := merged(known, record)) == known:
+    if reported is not None and reported.generation == record.generation:
+        if (more := merged(reported, record)) == reported:
             return
         turn.formed = replace(turn.formed, broken_record=more)
     if incident := turn.incidents.incident:
-        mine = next((r for r in incident.reports if r.generation == record.generation), None)
+        earlier = next((r for r in incident.reports if r.generation == record.generation), None)
         turn.incidents = replace(
-            turn.incidents, incident=incident.with_report(merged(mine, record) if mine else record)
+            turn.incidents, incident=incident.with_report(merged(earlier, record) if earlier else record)
         )
     turn.do(PutBroken(record))
 

@@ -137,8 +137,8 @@ def _plain_exited(turn: Turn, worker: Worker, event: WorkerExited, expected: boo
 def _struck_down(turn: Turn, worker: Worker, event: WorkerExited) -> bool:
     """Whether the worker died by a signal that its agent did not send, before or while it was told to end."""
     in_time = turn.now_s - worker.since_s < turn.policy.spec.stop_grace_s
-    told = worker.stage in IN_GROUP or (worker.told_to_end and in_time)
-    return told and event.signal not in ("", "SIGTERM")
+    on_duty = worker.stage in IN_GROUP or (worker.told_to_end and in_time)
+    return on_duty and event.signal not in ("", "SIGTERM")
 
 
 def _report_at_the_end(turn: Turn, worker: Worker, event: WorkerExited) -> None:
@@ -147,8 +147,8 @@ def _report_at_the_end(turn: Turn, worker: Worker, event: WorkerExited) -> None:
     if generation is None or worker.generation != generation.number or worker.slot not in turn.my_ranks():
         return
     record = uncharged(worker_failure(turn, worker, "exit", event.cause))
-    if turn.is_broken() and (known := turn.formed.broken_record) is not None:
-        record = merged(known, record)
+    if turn.is_broken() and (earlier := turn.formed.broken_record) is not None:
+        record = merged(earlier, record)
     turn.formed = replace(turn.formed, broken=generation.number, broken_record=record)
     turn.do(PutBroken(record))
 
@@ -159,8 +159,8 @@ def _report_fallen(turn: Turn, worker: Worker, event: WorkerExited) -> None:
     incident, killed = turn.incidents.incident, worker.stage is Stage.KILLED
     # On a node that was to leave: of the generation that runs on to the boundary, while the next one has just broken.
     left = None if killed else turn.formed.last_committed
-    known = (*(incident.generations if incident else ()), *((left,) if left else ()))
-    formed = next((w for w in known if w.number == worker.generation), None)
+    generations = (*(incident.generations if incident else ()), *((left,) if left else ()))
+    formed = next((w for w in generations if w.number == worker.generation), None)
     if formed is None or formed.node_of(turn.policy.node, turn.policy.incarnation) is None:
         return
     reports = incident.reports if incident else ()
