@@ -17,9 +17,6 @@ IN_MAKE_TEST = {
         "elasticd, standbys", "elasticd, no standby", "torchrun, tuned", "torchrun, defaults", "FlashRecovery's 150 s",
         "FT-HSDP's 3 minutes", "its baseline's 10 minutes",
     },
-    "scale": {
-        "reform_s_at_max", "agents_max", "writes_per_reform_at_max", "torch_ratio_at_32", "steady_writes_per_s_at_max",
-    },
     "step_marks": {"marks_us", "for_parts_us", "percent_of_a_step"},
 }  # fmt: skip
 IDLE = {"idle_pss_mb", "idle_pss_daemon_mb", "idle_pss_agent_mb", "idle_pss_zygote_mb"}
@@ -44,6 +41,9 @@ LONGER = {
     "recovery": {
         "steady_ratio", "steady_ratio_error", "steady_mean_ratio", "steady_mean_ratio_error", "torchrun_median_s",
         "kill_median_s", "kill_seconds", "kill_worst_s", "steps_lost", "torchrun_ratio",
+    },
+    "scale": {
+        "reform_s_at_max", "agents_max", "writes_per_reform_at_max", "torch_ratio_at_32", "steady_writes_per_s_at_max",
     },
     "unchanged": {
         "ddp_tutorial_elasticd_s", "ddp_tutorial_elasticd_steps_again", "ddp_tutorial_torchrun_to_elasticd",
