@@ -25,7 +25,7 @@ __all__ = ["Batch", "Job", "State", "__version__", "run"]
 
 __version__ = "0.1.0"
 
-_HOMES = {"Batch": "data.batches", "Job": "job", "State": "state.state", "run": "run"}
+_HOMES = {"Batch": "data.batches", "Job": "job.job", "State": "state.state", "run": "run"}
 
 
 def __getattr__(name: str) -> Any:

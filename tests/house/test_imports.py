@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import pathlib
+import subprocess
+import sys
 
 from support.source import ROOT
 
@@ -38,3 +40,10 @@ def test_import_scan_finds_all_imports() -> None:
 def test_tests_import_no_ambiguous_top_level_module() -> None:
     wrong = [str(path) for path in sorted(TESTS.rglob("*.py")) if imported(path.read_text()) & AMBIGUOUS]
     assert not wrong, "what tests share stands in tests/support"
+
+
+def test_every_public_name_of_elastic_is_there() -> None:
+    """They are imported when they are first used, by paths in strings."""
+    source = "import elastic; print(*[getattr(elastic, name) for name in elastic.__all__])"
+    ran = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 0, ran.stderr[-2000:]
