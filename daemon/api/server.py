@@ -149,6 +149,7 @@ def peer_of(sock: socket.socket) -> Peer:
 def unix_server(path: str, group: str, service: Service) -> Server:
     """Listen on `path`, mode 0660. The caller holds the lock of the state directory. Raises CannotStart."""
     listener = socket.socket(socket.AF_UNIX)
+    unready = path + "~"  # renamed once it listens: who finds `path` is answered
     try:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         if _is_served(path):
@@ -156,15 +157,17 @@ def unix_server(path: str, group: str, service: Service) -> Server:
         with contextlib.suppress(FileNotFoundError):
             if not stat.S_ISSOCK(os.lstat(path).st_mode):
                 raise CannotStart(f"socket = {path!r}: there is a file that is no socket: take it away, or set another")
-            os.unlink(path)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(unready)
         before = os.umask(0o117)
         try:
-            listener.bind(path)
+            listener.bind(unready)
         finally:
             os.umask(before)
         if group:
-            os.chown(path, -1, grp.getgrnam(group).gr_gid)
+            os.chown(unready, -1, grp.getgrnam(group).gr_gid)
         listener.listen(MAX_REQUESTS)
+        os.rename(unready, path)
     except KeyError:
         listener.close()
         raise CannotStart(f"socket_group = {group!r}: there is no such group") from None

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import grp
+import os
+import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -30,6 +35,27 @@ def test_a_file_where_the_socket_is_to_be_stays(tmp_path: Path) -> None:
     with pytest.raises(CannotStart, match="is no socket"):
         api.unix_server(str(precious), "", service)
     assert precious.read_text() == "data"
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_a_socket_is_there_only_once_it_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stale: bool) -> None:
+    """Between bind and listen a connection is refused, as by a daemon that has ended."""
+    path, group, service = tmp_path / "s", grp.getgrgid(os.getgid()), cast(Any, SimpleNamespace(log=None))
+    if stale:  # of a daemon that was killed, here and in between
+        api.unix_server(str(path), "", service).listener.close()
+        os.link(path, f"{path}~")
+    before = path.stat().st_ino if stale else None
+
+    def bound(name: str) -> grp.struct_group:
+        assert (path.stat().st_ino if path.exists() else None) == before
+        return group
+
+    monkeypatch.setattr(grp, "getgrnam", bound)
+    with contextlib.closing(api.unix_server(str(path), group.gr_name, service).listener):
+        assert path.stat().st_mode & 0o777 == 0o660
+        with socket.socket(socket.AF_UNIX) as line:
+            line.connect(str(path))
+    assert os.listdir(tmp_path) == ["s"]
 
 
 @pytest.fixture
