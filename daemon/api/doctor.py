@@ -17,6 +17,7 @@ from elasticd.base.settings import Settings
 from elasticd.cluster.cluster import Cluster
 from elasticd.cluster.published_state import Snapshot
 from elasticd.diagnosis import why
+from elasticd.etcd.versions import VersionSupport, judge
 from elasticd.machine import addresses, doctor, expiring, reach
 from elasticd.machine.doctor import ERROR, WARNING
 from elasticd.node.asks import CLOCKS, Asker, User, ask_each
@@ -165,7 +166,12 @@ class Doctor:
                           fix="see [etcd] in the settings, and etcd's own log")  # fmt: skip
 
     def _members(self) -> Iterator[Finding]:
-        yield from doctor.judge_members([(m.endpoint, m.ok, m.version, m.error) for m in self._etcd.members(MEMBER_S)])
+        members = self._etcd.members(MEMBER_S)
+        yield from doctor.judge_members([(m.endpoint, m.ok, m.version, m.error) for m in members])
+        for version in sorted({member.version for member in members if member.version}):
+            if (verdict := judge(version, len(members))).support is not VersionSupport.SOUND:
+                fix = f"take etcd {verdict.take} or newer" if verdict.take else "take a supported version"
+                yield Finding(check="etcd", level=WARNING, text=verdict.text, fix=fix)
 
 
 def versions() -> dict[str, str]:

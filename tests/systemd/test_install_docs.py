@@ -22,7 +22,7 @@ from support.lab import Hosts
 from support.source import ROOT
 from support.wait import eventually
 
-from elasticd.etcd.embedded import VersionSupport, judge
+from elasticd.etcd.versions import VersionSupport, judge
 
 pytestmark = [pytest.mark.systemd, pytest.mark.etcd, pytest.mark.slow]
 
@@ -123,7 +123,7 @@ def ready(machines: Machines) -> bool:
 def test_three_nodes_by_the_documents_recover_from_a_death_and_from_a_lost_node(machines: Machines) -> None:
     version = install_etcd(machines)
     set_up_etcd(machines)
-    unsound = judge(version)[0] is VersionSupport.UNSOUND
+    unsound = judge(version, 3).support is VersionSupport.UNSOUND
     set_up_elasticd(machines, "allow_unsound_version = true\n" if unsound else "")
 
     for host in machines.hosts:

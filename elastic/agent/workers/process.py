@@ -1,4 +1,4 @@
-"""A worker's process as the pool keeps it, and the events of the pool."""
+"""A worker's process as the pool keeps it, the pool's events, and whether the kernel's OOM killer has struck."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint's metadata: the manifest, and the note that is written beside each shard's file.
+"""A checkpoint's metadata: the manifest, and the note beside each shard with its tensors and the hashes of its pieces.
 
 On disk a manifest is ``{"format": 1, "xxh3": "…", "body": {…}}``: the hash is that of the body's bytes as they are in
 the file, so a manifest with one flipped bit is detected. Nothing in it is ever unpickled.
