@@ -23,7 +23,7 @@ venv: $(VENV)/.ready
 $(VENV)/.ready: pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(if $(TORCH),echo torch==$(TORCH) > $(CONSTRAINTS))
-	@$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e '.[embedded,remote,data,test,lint]'
+	@$(BIN)/python .ci/venv.py $(CONSTRAINTS)
 	@touch $@
 
 demo: venv
