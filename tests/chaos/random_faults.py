@@ -30,6 +30,8 @@ from support.incidents import Injection, check_injection
 from support.procs import kill
 from support.wait import eventually
 
+from elastic.contract.records.incident_account import weight
+from elastic.contract.records.reasons import Code
 from elastic.recovery.facts.restart_budget import BAD_NODE_FAILURES
 
 NODES = 4
@@ -255,9 +257,8 @@ CLASSES: dict[str, tuple[str, ...]] = {
     "node frozen for up to 6 s": ("node", "network", "hang"),
 }
 """Of the verdict on the incident of each."""
-CHARGED = {kind for kind, told in ONE_INCIDENT.items() if told in (("exit",), ("hang",))}
-"""Those that count as a failure of their node."""
-EXCLUDED = re.compile(r"([\w.-]+) is excluded for ")
+EXCLUDED = re.compile(re.escape(Code.EXCLUDED.sentence).replace(r"\{node\}", r"([\w.-]+)", 1).partition(r"\{node")[0])
+"""The sentence about a node that is excluded."""
 SLOWEST_S = 25.0
 """From a strike to its notice: the longest silence that a hang is given, and some more."""
 
@@ -282,20 +283,32 @@ def check_told(history: History, incidents: list[dict[str, Any]], strikes: list[
         for incident in mine:
             planned = incident["kind"] == "planned"
             check_injection(history, incident, Injection("planned") if planned else injection)
-            check_verdict(incident, strike, [s for s in strikes if s.at_s <= strike.at_s])
+            check_verdict(incident, strike, incidents)
 
 
-def check_verdict(incident: dict[str, Any], strike: Strike, before: list[Strike]) -> None:
-    """`incident` is told after `strike`, the last one of `before`. Raises AssertionError."""
+def check_verdict(incident: dict[str, Any], strike: Strike, told: list[dict[str, Any]]) -> None:
+    """`incident`, one of all that is `told`, comes after `strike` and before the next. Raises AssertionError."""
     verdict, planned = incident["verdict"], incident["kind"] == "planned"
     classes = ("planned",) if planned else CLASSES[strike.kind]
-    if planned and (excluded := EXCLUDED.search(incident["detail"])):
-        # No answer to this strike, which has an incident of its own: to all that have fallen on that node.
-        there = sum(s.node == excluded[1] or len(s.pids) > 1 for s in before if s.kind in CHARGED)
-        assert there >= BAD_NODE_FAILURES, f"{excluded[1]} is excluded after {there} strikes: {before}"
+    if excluded := EXCLUDED.search(incident["detail"]):
+        # No answer to this strike, which has an incident of its own: to all failures that are told of that node.
+        check_exclusion(excluded[1], [i for i in told if i["wall_s"] <= incident["wall_s"] and i is not incident])
         classes = ("node",)
     assert verdict["class"] in classes, f"{strike}: {verdict}"
     assert not verdict["person"], f"{strike}: {verdict}"
+
+
+def charged(kind: str) -> bool:
+    """Whether a failure of this kind counts against its node."""
+    return weight(kind) == weight("exit") and kind not in GONE
+
+
+def check_exclusion(node: str, before: list[dict[str, Any]]) -> None:
+    """A job leaves a node that has failed often, and more often than all others together. Raises AssertionError."""
+    failed = [{c["node"] for c in i["causes"] if charged(c["kind"])} for i in before]
+    there, others = sum(node in nodes for nodes in failed), sum(bool(nodes) and node not in nodes for nodes in failed)
+    assert there >= BAD_NODE_FAILURES, f"{node} is excluded after {there} failures there"
+    assert there > others, f"{node} is excluded after {there} failures there and {others} elsewhere"
 
 
 def told(strike: Strike) -> str:
