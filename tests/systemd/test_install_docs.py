@@ -31,7 +31,7 @@ TABLE, MAKE_KEY = indented(section("systemd/README.md", "## More than one node")
 CERTIFICATES, AS_ROOT = indented(section("docs/etcd.md", "## Installation"))
 (ETCD_UNIT,) = fenced(section("docs/etcd.md", "## Installation"), "ini")
 (ROLES,) = indented(section("docs/security.md", "### Roles"))
-(SCRIPT,) = fenced(section("README.md", "## Quick start"), "python")
+(SCRIPT,) = fenced(section("docs/index.md", "## Quick start"), "python")
 START_ETCD = "systemctl daemon-reload; systemctl enable etcd; systemctl restart etcd"
 NOT_RUN = (
     "/usr/bin/python3 -m venv /opt/elasticd",

@@ -1,4 +1,4 @@
-"""The training script in the README is short, and runs as it stands."""
+"""What README and the first page show is short, and is what the files hold."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-def test_the_readmes_script_runs(tmp_path: pathlib.Path) -> None:
-    (script,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+def test_the_first_pages_script_runs(tmp_path: pathlib.Path) -> None:
+    (script,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "index.md").read_text(), re.DOTALL)
     assert len([line for line in script.splitlines() if line.strip()]) <= 25
     told = script.replace("elastic.run(setup, train)", "print('steps:', elastic.run(setup, train).step)")
     (tmp_path / "train.py").write_text(told)
@@ -39,9 +39,17 @@ def test_the_small_gpt_learns_alone() -> None:
     assert losses[1] < 3.5  # 5.5 is knowing nothing
 
 
-def test_the_readme_names_files_that_exist() -> None:
-    text = (ROOT / "README.md").read_text()
-    named = re.findall(r"`((?:elastic|daemon|docs|systemd|examples|benchmarks)/[\w./-]*)`", text)
-    assert len(named) >= 10
-    missing = [name for name in named if not (ROOT / name).exists()]
-    assert not missing
+def code(line: str) -> str:
+    """Without the comment that the README adds."""
+    return line.split("  # ")[0].rstrip()
+
+
+def test_the_readme_shows_what_changes_from_one_example_to_the_other() -> None:
+    """All that goes is all of `main` in `ddp_plain.py`, all that comes is `setup` and `train` in `ddp.py`."""
+    (diff,) = re.findall(r"```diff\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    for sign, name, first in (("-", "ddp_plain.py", "def main():"), ("+", "ddp.py", "def setup(job):")):
+        shown = [code(line[1:]) for line in diff.splitlines() if line.startswith(sign)]
+        lines = (ROOT / "examples" / name).read_text().splitlines()
+        begin, end = lines.index(first), lines.index('if __name__ == "__main__":')
+        assert shown == [line.rstrip() for line in lines[begin:end]][: len(shown)]
+        assert not any(lines[begin + len(shown) : end])

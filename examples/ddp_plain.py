@@ -1,0 +1,52 @@
+"""Plain DDP, as torchrun runs it; `ddp.py` is the same with elastic.
+
+torchrun --nproc-per-node 2 examples/ddp_plain.py
+"""
+
+import os
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+EPOCHS = int(os.environ.get("EPOCHS", "50"))
+torch.manual_seed(0)
+X = torch.rand(10_000, 16)
+DATA = TensorDataset(X, X.sum(1, keepdim=True).sin())
+
+
+def network():
+    return torch.nn.Sequential(torch.nn.Linear(16, 256), torch.nn.Tanh(), torch.nn.Linear(256, 1))
+
+
+def main():
+    dist.init_process_group()
+    model = DistributedDataParallel(network())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    first = 0
+    if os.path.exists("model.pt"):
+        saved = torch.load("model.pt")
+        model.module.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        first = saved["epoch"]
+    sampler = DistributedSampler(DATA)
+    loader = DataLoader(DATA, batch_size=32, sampler=sampler)
+    for epoch in range(first, EPOCHS):
+        sampler.set_epoch(epoch)
+        for x, y in loader:
+            loss = F.mse_loss(model(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if dist.get_rank() == 0:
+            saved = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch + 1}
+            torch.save(saved, "model.tmp")
+            os.replace("model.tmp", "model.pt")
+            print(f"epoch {epoch}  loss {loss.item():.4f}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
