@@ -21,8 +21,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils import prune
 
+from elastic.checkpoint.format.json_values import decode
 from elastic.contract.worker.tensor_table import TensorInfo
-from elastic.worker.state.parts.json_codec import CannotEncodeError, decode, encode
+from elastic.worker.state.parts.json_codec import CannotEncodeError, encode
 from elastic.worker.state.state import State
 
 

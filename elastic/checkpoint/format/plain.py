@@ -5,12 +5,12 @@ Only types that `torch.load(weights_only=True)` reads are built. Anything else k
 
 from __future__ import annotations
 
-import base64
-from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+
+from .json_values import decode
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -82,28 +82,4 @@ def tensors_named(value: Any) -> set[str]:
 
 
 def _decoded(value: Any, tensors: Tensors) -> Any:
-    def sub(item: Any) -> Any:
-        return _decoded(item, tensors)
-
-    match value:
-        case list():
-            return [sub(item) for item in value]
-        case {"$tensor": str(name)}:
-            return tensors[name]
-        case {"$int": str(digits)}:
-            return int(digits)
-        case {"$float": str(text)}:
-            return float(text)
-        case {"$bytes": str(text)}:
-            return base64.b64decode(text)
-        case {"$tuple": list(items)}:
-            return tuple(sub(item) for item in items)
-        case {"$set": list(items)} | {"$frozenset": list(items)}:
-            return {sub(item) for item in items}
-        case {"$ordered": list(pairs)}:
-            return OrderedDict((sub(key), sub(item)) for key, item in pairs)
-        case {"$dict": list(pairs)} | {"$counter": list(pairs)} | {"$default": str(), "items": list(pairs)}:
-            return {sub(key): sub(item) for key, item in pairs}
-        case dict():
-            return {key: sub(item) for key, item in value.items()}
-    return value
+    return decode(value, lambda name, _: tensors[name], {}, plain=True)

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from elastic.checkpoint.format.json_values import Codecs
 from elastic.contract.worker.tensor_table import Table, TensorInfo
 from elastic.worker.link.misuse import MisuseRuntimeError, MisuseTypeError, MisuseValueError
 from elastic.worker.state.parts.data_progress import DataProgress
 from elastic.worker.state.parts.described import Described
-from elastic.worker.state.parts.json_codec import Codecs
 from elastic.worker.state.parts.object_parts import ValuePart, object_part
 from elastic.worker.state.parts.parts import ModulePart, OptimizerPart, Part
 from elastic.worker.state.parts.wrapped import optimizer_part

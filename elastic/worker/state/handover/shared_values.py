@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 
 from elastic.checkpoint.format.dtypes import code_of, dtype_of, nbytes_of
+from elastic.checkpoint.format.json_values import decode
 from elastic.contract.worker.tensor_table import Table, TensorInfo
 from elastic.worker.comm import p2p
 from elastic.worker.link.misuse import MisuseTypeError, MisuseValueError
-from elastic.worker.state.parts.json_codec import CannotEncodeError, decode, encode
+from elastic.worker.state.parts.json_codec import CannotEncodeError, encode
 
 from . import broadcast
 

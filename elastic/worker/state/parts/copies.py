@@ -16,7 +16,9 @@ from typing import Any
 import torch
 import xxhash
 
-from .json_codec import Codecs, decode, encode
+from elastic.checkpoint.format.json_values import Codecs, decode
+
+from .json_codec import encode
 
 COMPARED_BYTES = 16 * 1024 * 1024
 """The elements of tensors are compared up to this size in all; of the others type and shape."""

@@ -1,4 +1,4 @@
-"""Encodes state other than tensors as JSON, and decodes it, exactly; tensors inside it become names in the table.
+"""Encodes state other than tensors as JSON, exactly; tensors inside it become names in the table.
 
 Nothing is pickled, so loading cannot run code. Types that JSON lacks are written as an object with one key that begins
 with ``$``: ``{"$tuple": [1, 2]}``.
@@ -12,32 +12,16 @@ import dataclasses
 import enum
 import math
 import pathlib
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
+from elastic.checkpoint.format.json_values import FACTORIES, MAPPINGS, NUMBERS, SEQUENCES, Codecs, name_of
 from elastic.worker.link.misuse import MisuseTypeError
-
-Codec = tuple[Callable[[Any], Any], Callable[[Any], Any]]
-Codecs = Mapping[type, Codec]
-"""type -> (function to an encodable value, function back)."""
-
-_FACTORIES: dict[str, Any] = {"": None} | {
-    kind.__name__: kind for kind in (int, float, bool, str, list, dict, set, tuple)
-}
-"""Supported factories of a defaultdict. Others are refused: a function cannot be saved."""
 
 _BIG = 1 << 53
 """Integers from this magnitude on are written as text: not every JSON reader keeps them exactly."""
-
-_NUMBERS: dict[type, str] = {int: "$int", float: "$float"}
-"""Type -> its key, as of the following ones; these are written as text."""
-_SEQUENCES: dict[type, str] = {tuple: "$tuple", set: "$set", frozenset: "$frozenset"}
-_MAPPINGS: dict[type, str] = {dict: "$dict", collections.Counter: "$counter", collections.OrderedDict: "$ordered"}
-"""Written as pairs."""
-_TYPES: dict[str, Any] = {key: kind for kind, key in (_NUMBERS | _SEQUENCES | _MAPPINGS).items()}
 
 
 class CannotEncodeError(MisuseTypeError):
@@ -88,7 +72,7 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor], codecs: Code
 
     for kind, (to_json, _) in codecs.items():
         if isinstance(value, kind):
-            return {"$as": _name(kind), "value": sub(to_json(value), "value")}
+            return {"$as": name_of(kind), "value": sub(to_json(value), "value")}
     if isinstance(value, torch.Tensor):
         if value.is_nested:
             raise CannotEncodeError(path, value)
@@ -99,12 +83,12 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor], codecs: Code
     kind = type(value)
     if kind in (type(None), bool, str) or (kind is float and math.isfinite(value)):
         return value
-    if kind in _NUMBERS:
-        return value if kind is int and abs(value) < _BIG else {_NUMBERS[kind]: repr(value)}
-    if kind is list or kind in _SEQUENCES:
+    if kind in NUMBERS:
+        return value if kind is int and abs(value) < _BIG else {NUMBERS[kind]: repr(value)}
+    if kind is list or kind in SEQUENCES:
         items = sorted(value, key=repr) if kind in (set, frozenset) else value
         encoded = [sub(item, i) for i, item in enumerate(items)]
-        return encoded if kind is list else {_SEQUENCES[kind]: encoded}
+        return encoded if kind is list else {SEQUENCES[kind]: encoded}
     if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
         return {key: sub(item, key) for key, item in value.items()}
     if kind is bytes:
@@ -113,44 +97,7 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor], codecs: Code
         return {"$numpy": value.dtype.str, "value": base64.b64encode(value.tobytes()).decode()}
     factory = value.default_factory if kind is collections.defaultdict else None
     name = "" if factory is None else getattr(factory, "__name__", "")
-    if (kind not in _MAPPINGS and kind is not collections.defaultdict) or _FACTORIES.get(name) is not factory:
+    if (kind not in MAPPINGS and kind is not collections.defaultdict) or FACTORIES.get(name) is not factory:
         raise CannotEncodeError(path, value)
     pairs = [[sub(key, f"key {i}"), sub(item, key)] for i, (key, item) in enumerate(value.items())]
-    return {_MAPPINGS[kind]: pairs} if kind in _MAPPINGS else {"$default": name, "items": pairs}
-
-
-def decode(value: Any, tensors: Callable[[str, str], torch.Tensor], codecs: Codecs) -> Any:
-    """The inverse of `encode`. `tensors(name, device type)` returns the tensor of that name. Raises ValueError for a
-    type without `convert`."""
-
-    def sub(item: Any) -> Any:
-        return decode(item, tensors, codecs)
-
-    match value:
-        case list():
-            return [sub(item) for item in value]
-        case {"$tensor": str(name), "on": str(device)}:
-            return tensors(name, device)
-        case {"$bytes": str(text)}:
-            return base64.b64decode(text)
-        case {"$numpy": str(code), "value": str(text)}:
-            return np.frombuffer(base64.b64decode(text), dtype=code)[0]
-        case {"$default": str(name), "items": list(pairs)}:
-            return collections.defaultdict(_FACTORIES[name], ((sub(key), sub(item)) for key, item in pairs))
-        case {"$as": str(name), "value": inner}:
-            for kind, (_, from_json) in codecs.items():
-                if _name(kind) == name:
-                    return from_json(sub(inner))
-            raise ValueError(f"the state holds a {name}, and this State has no `convert` for it")
-        case dict() if (written := _TYPES.get(key := next(iter(value), ""))) is not None:
-            content = value[key]
-            if written in _MAPPINGS:
-                return written({sub(name): sub(item) for name, item in content})
-            return written(map(sub, content) if written in _SEQUENCES else content)
-        case dict():
-            return {key: sub(item) for key, item in value.items()}
-    return value
-
-
-def _name(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
+    return {MAPPINGS[kind]: pairs} if kind in MAPPINGS else {"$default": name, "items": pairs}

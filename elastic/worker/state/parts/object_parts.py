@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from elastic.checkpoint.format.json_values import Codecs
 from elastic.worker.torch_internals import torch_private
 
 from .copies import Copy, warn_if_not_restored
 from .described import fitting
-from .json_codec import Codecs, encode
+from .json_codec import encode
 from .parts import Coming, Infos, Named, Slot, Watched
 
 

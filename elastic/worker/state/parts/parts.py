@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from elastic.checkpoint.format.json_values import Codecs, decode
 from elastic.checkpoint.format.plain import tensors_named
 from elastic.contract.worker.tensor_table import TensorInfo
 from elastic.worker.link.misuse import MisuseTypeError
@@ -19,7 +20,7 @@ from elastic.worker.torch_internals import torch_private
 
 from .copies import Copy, immutable, warn_if_not_restored, writable
 from .described import Like, fitting, storage_of
-from .json_codec import Codecs, decode, encode
+from .json_codec import encode
 
 Named = list[tuple[str, torch.Tensor]]
 Infos = Mapping[str, TensorInfo]  # by full name, including the part's own name

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from .json_codec import Codecs
+from elastic.checkpoint.format.json_values import Codecs
+
 from .parts import Infos, Named, OptimizerPart, OptimizerTensors
 
 
