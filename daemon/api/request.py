@@ -28,8 +28,6 @@ from elasticd.views.instant import Identity
 from .actions import Actions
 from .doctor import Doctor
 
-LONGEST_WAIT_S = 60.0
-
 MAX_DEADLINE_S = 1e9
 """Of a drain. Timers accept no unbounded numbers."""
 

@@ -15,6 +15,9 @@ from .safe_text import shown
 SCHEMA = 1
 """Version of every answer. Fields may be added under the same version; none is removed or changes its meaning."""
 
+LONGEST_WAIT_S = 60.0
+"""A request that waits is answered after this time at the latest."""
+
 
 Json = dict[str, Any]
 """An answer, or a row of one, that has no class here."""

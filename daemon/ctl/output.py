@@ -64,18 +64,16 @@ def read(data: Any, kind: type[A], *, safe: bool = True) -> A:
         raise Failed(0, f"elasticd's answer is not understood ({error}): install the same elasticd version") from None
 
 
-LONGEST_ANSWER_S = 60.0
-"""The daemon answers a request that waits after this time at the latest."""
-
-
 def awaited(client: Client, path: str, wait: str, timeout_s: float | None) -> Iterator[Json]:
     """The answer now, and as often as the daemon has waited (parameter `wait` of the query) in vain, until the timeout;
     None: there is none."""
+    from elasticd.base.answers import LONGEST_WAIT_S
+
     end_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
     left_s = 0.0
     while left_s >= 0:
         yield client.get(path, {wait: left_s}, timeout_s=left_s + 10)
-        left_s = min(LONGEST_ANSWER_S, left) if (left := end_s - time.monotonic()) > 0 else -1.0
+        left_s = min(LONGEST_WAIT_S, left) if (left := end_s - time.monotonic()) > 0 else -1.0
 
 
 def say(data: Json, as_json: bool, text: str, err: bool = False) -> None:

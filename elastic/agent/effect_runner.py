@@ -12,6 +12,7 @@ from elastic.agent.workers.pool import Pool
 from elastic.contract.agent_files import AgentConfig
 from elastic.contract.job.spec import JobSpec
 from elastic.contract.records.job_records import IncidentRecord, ProgressRecord
+from elastic.contract.records.reasons import Code, codes
 from elastic.contract.worker import messages
 from elastic.recovery.facts.transitions import Stage
 from elastic.recovery.machine.effects import (
@@ -26,7 +27,6 @@ from elastic.recovery.machine.effects import (
     Send,
 )
 from elastic.recovery.machine.model import Agent
-from elastic.recovery.workers.leaving import TOO_LATE
 
 from .workers import worker_env
 
@@ -83,9 +83,10 @@ class EffectRunner:
                 self._fork(effect, agent)
             case Kill(slot, worker_id, why, graceful):
                 log.info("worker.kill", slot=slot, worker_id=worker_id, why=why, graceful=graceful)
-                self._pool.kill(worker_id, graceful, late=why == TOO_LATE)
+                self._pool.kill(worker_id, graceful, late=Code.LATE_END in codes(why))
             case SaveNow(reason, stop):
-                self.save_now(agent, reason, stop)
+                log.info("checkpoint.wanted", reason=reason, stop=stop)
+                self.save_now(agent, stop)
 
     def _in_etcd(self, effect: Effect, agent: Agent) -> None:
         self._etcd_writer.do(effect, agent.etcd.view, self._progress)
@@ -109,6 +110,6 @@ class EffectRunner:
             if worker.stage is Stage.RUNNING:
                 self._pool.tell(worker.worker_id, messages.SampleGradients(at_step=step))
 
-    def save_now(self, agent: Agent, reason: str, stop: bool = False) -> None:
+    def save_now(self, agent: Agent, stop: bool = False) -> None:
         for worker in agent.local.workers.values():
-            self._pool.tell(worker.worker_id, messages.SaveSoon(reason=reason, stop=stop))
+            self._pool.tell(worker.worker_id, messages.SaveSoon(stop=stop))

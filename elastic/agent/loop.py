@@ -303,7 +303,7 @@ class AgentLoop:
             limit_s = orders.drain_deadline_s or float("inf")
             self._turn(Drain(orders.draining, time.monotonic() + limit_s) if orders.draining else Undrain())
         if orders.checkpoint > before.checkpoint:
-            self._effects.save_now(self.agent, "asked")
+            self._effects.save_now(self.agent)
         if orders.sample_step != before.sample_step:
             self._effects.sample(self.agent, orders.sample_step)
 

@@ -176,7 +176,7 @@ def _heard(turn: Turn, worker: Worker, event: events.WorkerEvent) -> None:
                 if worker.slot in turn.my_ranks():
                     record = worker_failure(turn, worker, kind, evidence)
                     report_failure(turn, replace(record, fingerprint=kind, stacks=dict(stacks)))
-                turn.kill(worker, str(evidence))
+                turn.kill(worker, evidence)
         case events.GroupStuck(_, _, evidence):
             if worker.stage is Stage.RUNNING and worker.slot in turn.my_ranks():
                 group_failed(turn, evidence)

@@ -288,7 +288,7 @@ def _wait(turn: Turn, decision: Wait) -> None:
     turn.lead = replace(turn.lead, reason=listed(*why), below_min=decision.below_min, halted=halted)
     if decision.below_min and any(m.record.draining for m in view.members.values()):
         # Any rank passes this request on to the others; the draining node may have none.
-        turn.ask(SaveNow("a node leaves, and the job falls below its minimum", stop=True), "save")
+        turn.ask(SaveNow(decision.reason, stop=True), "save")
     if halted and view.state.phase is Phase.RUNNING:
         _put_phase(turn, PhaseTrigger.BELOW_MIN, decision.reason)
     elif not lost and view.state.phase is Phase.WAITING:  # absent members are back, and no new generation was needed

@@ -28,7 +28,7 @@ from elastic.agent.workers.pool import Exited, Pool, PoolEvent, WorkerMessage, Z
 from elastic.agent.workers.worker_error import read_error
 from elastic.agent.workers.zygote import ZygoteUnfit
 from elastic.contract.records.reasons import Code, reason
-from elastic.contract.worker.messages import Forked, ForkRefused, GroupClosed, Preload, SaveSoon, ScriptEnded, encode
+from elastic.contract.worker.messages import AbortGroup, Forked, ForkRefused, GroupClosed, Preload, ScriptEnded, encode
 from elastic.worker.link.session import CHANNEL_ENV
 
 
@@ -621,7 +621,7 @@ def test_a_worker_that_reads_nothing_stops_nobody(bench: Bench) -> None:
     channel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     os.kill(bench.pool.processes[1].pid, signal.SIGSTOP)
     for _ in range(1000):
-        bench.pool.tell(1, SaveSoon(reason="x" * 100))
+        bench.pool.tell(1, AbortGroup(generation=1, why="x" * 100))
     bench.pool.kill(1)
     bench.until(lambda: bench.exit_of(1))
 

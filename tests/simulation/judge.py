@@ -137,7 +137,7 @@ class Judge:
                     told[worker_id] = number
                 case Kill(worker_id=worker_id, why=why):
                     worker = node.processes.get(worker_id)
-                    if "did not abort" in why and worker and self.obedient:
+                    if Code.LATE_ABORT in codes(why) and worker and self.obedient:
                         raise Broken("G1", f"{worker.name} is killed though it was about to abort: {why}")
 
     def _generation(self, node: Node, old: GenerationRecord | None, new: GenerationRecord | None) -> None:

@@ -3,6 +3,7 @@ what the agents' machines saw from there on and what they asked for. An event wi
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from elastic.contract.records.job_records import BrokenRecord, GenerationRecord, IncidentRecord, MemberRecord
@@ -130,6 +131,10 @@ def _effect(effect: does.Effect) -> str:
             places = ", ".join(f"{p.node}{list(p.slots)}" for p in change.nodes)
             more = f" after step {at_step}" if at_step is not None else ""
             return f"Publish generation {number}: {places}{more} ({change.why})" + (", charged" if charged else "")
+        case does.Kill(why=why):
+            return repr(replace(effect, why=str(why)))
+        case does.SaveNow(reason):
+            return repr(replace(effect, reason=str(reason)))
         case does.Leave(why):
             return f"Leave: {why}"
         case does.PutMember(record):

@@ -181,7 +181,7 @@ def test_a_death_is_told_and_the_slot_filled_at_once() -> None:
     assert isinstance(said, PutBroken)
     assert (said.record.generation, said.record.slots, said.record.ranks, said.record.step) == (1, (0,), (2,), 9)
     assert said.record.charged
-    assert effects[1:] == [ForkWorker(0, 3), Send(1, 2, messages.AbortGroup(generation=1, why="generation is broken"))]
+    assert effects[1:] == [ForkWorker(0, 3), Send(1, 2, messages.AbortGroup(generation=1, why=reason(Code.GENERATION_BROKEN)))]
 
 
 def test_a_failure_with_a_message_of_several_lines_is_reported_with_all_of_them() -> None:
@@ -315,7 +315,7 @@ def test_a_standby_that_gets_ready_before_the_replacement_comes_first() -> None:
     assert machine.agent.local.workers[1].stage is Stage.STARTING
     effects = machine.take(says.ready(-1, 3))
     assert Send(1, 3, messages.Assign(slot=1)) in effects
-    assert Kill(1, replacement, "a standby was ready before it") in effects
+    assert Kill(1, replacement, reason(Code.OVERTAKEN)) in effects
     assert (machine.worker_id(1), machine.agent.local.workers[1].stage) == (3, Stage.READY)
     assert ForkWorker(-1, replacement + 1, standby=True) in effects
     before = machine.agent
@@ -336,7 +336,7 @@ def test_worker_that_does_not_abort_the_group_in_time_is_killed() -> None:
     machine.see(view(A, B, spec=SPEC, formed=SECOND, failed=broken(1, "b", 0)))
     assert machine.wait(TIMES.abort_s - 0.01) == []
     assert machine.wait(0.01) == [
-        Kill(slot, worker_id, "did not abort in time") for slot, worker_id in ((0, 1), (1, 2))
+        Kill(slot, worker_id, reason(Code.LATE_ABORT)) for slot, worker_id in ((0, 1), (1, 2))
     ]
 
 
@@ -353,7 +353,7 @@ def test_worker_that_declared_a_quiet_span_gets_more_time_to_abort() -> None:
     machine.see(view(A, B, spec=SPEC, formed=SECOND, failed=broken(1, "b", 0)))
     machine.now_s += TIMES.abort_s - 0.01
     machine.take(StillBusy(0, 1))
-    assert only(machine.wait(0.01)) == Kill(1, 2, "did not abort in time")
+    assert only(machine.wait(0.01)) == Kill(1, 2, reason(Code.LATE_ABORT))
     assert kinds(machine.wait(TIMES.abort_s)) == [Kill]
 
 
@@ -972,7 +972,7 @@ def test_the_last_node_stays_until_its_state_is_saved() -> None:
     spec = JobSpec(name="job", script="train.py", nodes="2:2", checkpoint=Checkpoint(dir="/c"))
     machine = running(spec)
     asked = machine.take(Drain("maintenance", machine.now_s + 600.0))
-    assert [(e.reason, e.stop) for e in asked if isinstance(e, SaveNow)] == [("drain: maintenance", True)]
+    assert [(e.reason, e.stop) for e in asked if isinstance(e, SaveNow)] == [(reason(Code.LEAVES, "maintenance", node="a"), True)]
     machine.take(says.group_closed(0, 1, 1, 12), says.group_closed(1, 2, 1, 12), CheckpointSaved(1, 11))
     assert machine.agent.drain.leaving is None
     machine.take(CheckpointSaved(1, 12))

@@ -229,7 +229,7 @@ def test_workers_whose_setup_fails_in_one_generation_are_one_try() -> None:
     again = msgspec.structs.replace(planted, generation=2, slots=(0,), also=(lost[1],))
     state, _ = book((0.0, planted), (1.0, again))
     assert (state.restarts, [f.slots for f in state.failures]) == (2, [(1, 0, 2), (0, 2)])
-    killed = msgspec.structs.replace(lost[0], kind="respawn", detail="did not abort in time")
+    killed = msgspec.structs.replace(lost[0], kind="respawn", detail=reason(Code.LATE_ABORT))
     state, _ = book((0.0, msgspec.structs.replace(planted, also=(killed,))))
     assert state.failures[0].slots == (1,)
 

@@ -8,7 +8,7 @@ import msgspec
 
 from elasticd.api import request
 from elasticd.api.actions import known_nodes, no_node
-from elasticd.api.request import LONGEST_WAIT_S, Query, Request
+from elasticd.api.request import Query, Request
 from elasticd.base import answers, command_answers
 from elasticd.base.answers import Diagnosis, Json
 from elasticd.cluster import drain_effects
@@ -29,7 +29,7 @@ def get_doctor_local(h: Request, query: Query) -> Json:
 def get_node(h: Request, query: Query, node: str) -> command_answers.NodeDetail:
     snapshot = _with_node(h, node)
     if (wait_s := request.seconds(query, "wait_empty_s")) > 0:
-        snapshot = h.service.published.wait(lambda s: s.cluster.is_empty(node), min(wait_s, LONGEST_WAIT_S))
+        snapshot = h.service.published.wait(lambda s: s.cluster.is_empty(node), min(wait_s, answers.LONGEST_WAIT_S))
     there = {"jobs": snapshot.cluster.jobs_on(node), "empty": snapshot.cluster.is_empty(node)}
     return command_answers.NodeDetail(**msgspec.structs.asdict(row(snapshot, h.service.identity.node, node)) | there)
 

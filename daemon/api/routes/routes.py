@@ -11,7 +11,7 @@ from elastic.contract.keys import check_name
 from elasticd.access.accounts import named
 from elasticd.api import request
 from elasticd.api.actions import job_of, no_job
-from elasticd.api.request import LONGEST_WAIT_S, Drain, Forget, Query, Reason, Request, Scale, Submit, read_body
+from elasticd.api.request import Drain, Forget, Query, Reason, Request, Scale, Submit, read_body
 from elasticd.base import answers, command_answers, masking
 from elasticd.base.answers import SCHEMA, Json
 from elasticd.base.errors import Refused
@@ -41,7 +41,7 @@ def get_job(h: Request, query: Query, job: str) -> answers.JobDetail:
     snapshot = h.service.published.now
     if (wait_s := request.seconds(query, "wait_over_s")) > 0:
         snapshot = h.service.published.wait(
-            lambda s: job not in s.cluster.jobs or s.cluster.jobs[job].over, min(wait_s, LONGEST_WAIT_S)
+            lambda s: job not in s.cluster.jobs or s.cluster.jobs[job].over, min(wait_s, answers.LONGEST_WAIT_S)
         )
     current = job_of(snapshot, job)
     if secrets := request.flag(query, "secrets"):

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import msgspec
 
 from elastic.contract.origin import Origin
+from elastic.contract.records.reasons import Text
 
 MAX_MESSAGE_BYTES = 192 * 1024
 """Below the default socket buffer (212,992), so that a packet never fails with EMSGSIZE."""
@@ -58,7 +59,7 @@ class AbortGroup(Message, frozen=True, kw_only=True):
     """The generation is broken: abort its group now, whatever is in flight, and answer GroupClosed."""
 
     generation: int
-    why: str
+    why: Text
 
 
 class StopAtStep(Message, frozen=True, kw_only=True):
@@ -66,7 +67,7 @@ class StopAtStep(Message, frozen=True, kw_only=True):
 
     generation: int
     at_step: int
-    why: str
+    why: Text
 
 
 class Assign(Message, frozen=True, kw_only=True):
@@ -78,7 +79,6 @@ class Assign(Message, frozen=True, kw_only=True):
 class SaveSoon(Message, frozen=True, kw_only=True):
     """Take a checkpoint at the next step that all ranks agree on (rank 0 decides; the others ignore it)."""
 
-    reason: str = "asked"
     stop: bool = False
     """All ranks stop at the step that is saved, and answer GroupClosed."""
 

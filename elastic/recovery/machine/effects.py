@@ -46,7 +46,7 @@ class Send:
 class Kill:
     slot: int
     worker_id: int
-    why: str
+    why: Text
     graceful: bool = False
     """SIGTERM first, SIGKILL after the job's stop grace; else SIGKILL."""
 
@@ -130,7 +130,7 @@ class Rejoin:
 
 @dataclass(frozen=True, slots=True)
 class SaveNow:
-    reason: str
+    reason: Text
     stop: bool = False
     """All ranks stop at the step that is saved."""
 

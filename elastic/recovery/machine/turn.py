@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 
 from elastic.contract.records.job_records import Phase
+from elastic.contract.records.reasons import Text
 from elastic.contract.structs import replace
 from elastic.recovery.facts.membership import NodeLimits
 from elastic.recovery.facts.transitions import Stage, Trigger, after
@@ -66,7 +67,7 @@ class Turn:
     def move(self, worker: Worker, trigger: Trigger, deadline_s: float = math.inf) -> None:
         self.put(self.moved(worker, trigger, deadline_s))
 
-    def kill(self, worker: Worker, why: str, graceful: bool = False) -> None:
+    def kill(self, worker: Worker, why: Text, graceful: bool = False) -> None:
         self.do(Kill(worker.slot, worker.worker_id, why, graceful))
         self.move(replace(worker, told_to_end=graceful), Trigger.KILL)
 

@@ -13,9 +13,6 @@ from elastic.recovery.machine.turn import Turn
 
 from .announce import failure, report_failure, settle_member, uncharged
 
-TOO_LATE = "did not end in time"
-"""Why a worker that was told to end by itself is killed."""
-
 
 def check_drain(turn: Turn) -> None:
     draining = turn.drain.draining
@@ -64,7 +61,7 @@ def _may_fall_below_min(turn: Turn, others: bool) -> bool:
     workers = turn.local.workers.values()
     if stopped and all(_is_saved(turn, worker) for worker in workers) and any(worker.step for worker in workers):
         return True
-    turn.ask(SaveNow(f"drain: {turn.drain.draining}", stop=True), "save")
+    turn.ask(SaveNow(reason(Code.LEAVES, turn.drain.draining or "", node=turn.policy.node), stop=True), "save")
     return False
 
 
@@ -87,7 +84,7 @@ def check_end(turn: Turn) -> None:
 
 def leave(turn: Turn) -> None:
     """End every worker, then the agent."""
-    succeeded = turn.etcd.view.state.phase is Phase.SUCCEEDED
+    succeeded, leaving = turn.etcd.view.state.phase is Phase.SUCCEEDED, turn.drain.leaving
     busy = False
     for worker in tuple(turn.local.workers.values()):
         if not has_process(worker, turn.policy.managed):
@@ -98,15 +95,15 @@ def leave(turn: Turn) -> None:
             turn.move(worker, Trigger.FINISH, turn.now_s + turn.policy.spec.exit_timeout_s)
         elif worker.stage is Stage.ABORTING and succeeded:
             if turn.now_s >= worker.deadline_s:
-                turn.kill(worker, TOO_LATE)
+                turn.kill(worker, reason(Code.LATE_END))
         elif worker.stage is not Stage.KILLED:
-            turn.kill(worker, str(turn.drain.leaving or ""), graceful=True)
+            turn.kill(worker, leaving or "", graceful=True)
     for standby in turn.local.standbys:
         if standby.stage in (Stage.STARTING, Stage.READY):
-            turn.do(Kill(-1, standby.worker_id, "the job is over here"))
+            turn.do(Kill(-1, standby.worker_id, leaving or ""))
             turn.put_standby(standby, turn.moved(standby, Trigger.KILL))
         busy = busy or standby.stage is not Stage.GONE
-    if not busy and (why := turn.drain.leaving) is not None and not turn.drain.left:
+    if not busy and leaving is not None and not turn.drain.left:
         turn.drain = replace(turn.drain, left=True)
-        turn.lead = replace(turn.lead, reason=why)
-        turn.do(Leave(why))
+        turn.lead = replace(turn.lead, reason=leaving)
+        turn.do(Leave(leaving))

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 
 from elastic.contract.records.job_records import GenerationRecord
+from elastic.contract.records.reasons import Code, Text, reason
 from elastic.contract.structs import replace
 from elastic.contract.worker import messages
 from elastic.recovery.facts.transitions import IN_GROUP, Stage, Trigger, after
@@ -58,7 +59,7 @@ def _overtake(turn: Turn) -> None:
             and promote(turn, worker.slot)
             and worker.stage is not Stage.GONE
         ):
-            turn.do(Kill(worker.slot, worker.worker_id, "a standby was ready before it"))
+            turn.do(Kill(worker.slot, worker.worker_id, reason(Code.OVERTAKEN)))
 
 
 def settle_worker(turn: Turn, worker: Worker) -> None:
@@ -74,7 +75,7 @@ def settle_worker(turn: Turn, worker: Worker) -> None:
     if worker.lacks and worker.stage is Stage.READY and turn.now_s >= worker.deadline_s:
         turn.put(worker := replace(worker, lacks="", deadline_s=math.inf))  # a plain one: it can be given a rank again
     if worker.stage is Stage.ABORTING and turn.now_s >= worker.deadline_s:
-        turn.kill(worker, "did not abort in time")
+        turn.kill(worker, reason(Code.LATE_ABORT))
         return
     if generation is None:
         return
@@ -104,15 +105,15 @@ def _settle_in_group(turn: Turn, worker: Worker, generation: GenerationRecord) -
         patience_s = 2 * max(turn.policy.timeouts.abort_s, turn.progress.step_s)
         deadline_s = turn.now_s + max(0.0, ahead_s) + patience_s
         turn.move(worker, Trigger.STOP_AT_STEP, deadline_s)
-        order = messages.StopAtStep(generation=worker.generation, at_step=generation.at_step, why=str(generation.why))
+        order = messages.StopAtStep(generation=worker.generation, at_step=generation.at_step, why=generation.why)
         turn.do(Send(worker.slot, worker.worker_id, order))
     elif worker.stage is Stage.STOPPING_AT_STEP and planned and turn.now_s < worker.deadline_s:
         return
     else:
-        _abort(turn, worker, str(generation.why) if older else "generation is broken")
+        _abort(turn, worker, generation.why if older else reason(Code.GENERATION_BROKEN))
 
 
-def _abort(turn: Turn, worker: Worker, why: str) -> None:
+def _abort(turn: Turn, worker: Worker, why: Text) -> None:
     if not turn.policy.managed:
         if worker.stage is Stage.DONE:
             turn.move(worker, Trigger.GENERATION_OVER)

@@ -236,10 +236,10 @@ class Session:
     def _take(self, message: Message, descriptors: list[int]) -> None:
         match message:
             case AbortGroup(generation=generation, why=why):
-                self._abort(generation, why)
+                self._abort(generation, str(why))
             case StopAtStep(generation=generation, at_step=at_step, why=why):
                 with self._changed:
-                    self._yield_generation, self._yield_step, self._why = generation, at_step, why
+                    self._yield_generation, self._yield_step, self._why = generation, at_step, str(why)
                 # This rank has passed the step at which the others may have stopped. If all take part in the step under
                 # way, it ends with that one. To abort it at once could lose it: a rank that leaves the job may have
                 # committed it, and the others not. If one has stopped, no rank can commit it.
