@@ -181,7 +181,8 @@ def test_a_death_is_told_and_the_slot_filled_at_once() -> None:
     assert isinstance(said, PutBroken)
     assert (said.record.generation, said.record.slots, said.record.ranks, said.record.step) == (1, (0,), (2,), 9)
     assert said.record.charged
-    assert effects[1:] == [ForkWorker(0, 3), Send(1, 2, messages.AbortGroup(generation=1, why=reason(Code.GENERATION_BROKEN)))]
+    order = messages.AbortGroup(generation=1, why=reason(Code.GENERATION_BROKEN))
+    assert effects[1:] == [ForkWorker(0, 3), Send(1, 2, order)]
 
 
 def test_a_failure_with_a_message_of_several_lines_is_reported_with_all_of_them() -> None:
@@ -840,7 +841,7 @@ def test_worker_aborting_the_group_when_the_job_ends_gets_its_grace_time(phase: 
     effects = machine.see(ended(phase, "no more")) + machine.wait(0.1)
     kills = [effect for effect in effects if isinstance(effect, Kill)]
     assert [(e.worker_id, e.graceful, e.why) for e in kills] == [
-        (worker_id, True, f"{phase.value}: no more") for worker_id in (1, 2)
+        (worker_id, True, reason(Code.JOB_OVER, "no more", phase=phase.value)) for worker_id in (1, 2)
     ]
 
 
@@ -972,7 +973,7 @@ def test_the_last_node_stays_until_its_state_is_saved() -> None:
     spec = JobSpec(name="job", script="train.py", nodes="2:2", checkpoint=Checkpoint(dir="/c"))
     machine = running(spec)
     asked = machine.take(Drain("maintenance", machine.now_s + 600.0))
-    assert [(e.reason, e.stop) for e in asked if isinstance(e, SaveNow)] == [(reason(Code.LEAVES, "maintenance", node="a"), True)]
+    assert [e for e in asked if isinstance(e, SaveNow)] == [SaveNow(reason(Code.LEAVES, "maintenance", node="a"), True)]
     machine.take(says.group_closed(0, 1, 1, 12), says.group_closed(1, 2, 1, 12), CheckpointSaved(1, 11))
     assert machine.agent.drain.leaving is None
     machine.take(CheckpointSaved(1, 12))
