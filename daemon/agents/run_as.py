@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from elastic.contract.records.job_records import SpecRecord
+from elastic.contract.records.reasons import Code, Text, reason
 from elasticd.access.accounts import Accounts, Looked, look_up
 from elasticd.access.authority import ROOT, Account, owner_name
 from elasticd.base.settings import RunAsSettings
@@ -26,14 +27,14 @@ class RunAs:
     """Whether agents are started as units of systemd's system manager."""
     accounts: Accounts
 
-    def why_not(self, spec: SpecRecord) -> str | None:
+    def why_not(self, spec: SpecRecord) -> Text | None:
         """Why this node does not run a job; '' if it does, None if that is not known yet."""
         if not self.switches or spec.uid in (None, ROOT):
             return refusal(spec, None, self.settings, self.daemon, self.switches)
         looked = self.accounts.look(spec.user)
         return None if looked is None else refusal(spec, looked, self.settings, self.daemon, self.switches)
 
-    def why_not_now(self, spec: SpecRecord) -> str:
+    def why_not_now(self, spec: SpecRecord) -> Text:
         """The same, asking the user database, which may take its time."""
         looked = look_up(spec.user, groups(self.settings)) if self.switches else None
         return refusal(spec, looked, self.settings, self.daemon, self.switches)
@@ -43,7 +44,7 @@ class RunAs:
         may have given another answer since `why_not`, and what is of another user must never be started as root."""
         looked = self.accounts.look(spec.user) if self.switches and spec.uid not in (None, ROOT) else None
         if why := refusal(spec, looked, self.settings, self.daemon, self.switches):
-            raise NotAllowed(why)
+            raise NotAllowed(str(why))
         return looked.found if looked else None
 
 
@@ -52,30 +53,24 @@ def groups(settings: RunAsSettings) -> tuple[str, ...]:
     return tuple(name.removeprefix("@") for name in settings.allow if name.startswith("@"))
 
 
-def refusal(spec: SpecRecord, looked: Looked | None, settings: RunAsSettings, daemon: Account, switches: bool) -> str:
+def refusal(spec: SpecRecord, looked: Looked | None, settings: RunAsSettings, daemon: Account, switches: bool) -> Text:
     """Why this node does not run a job; '' if it does. Pure."""
     owner = owner_name(spec)
     if not switches:
         if spec.uid in (None, daemon.uid):
             return ""
-        return (
-            f"it is of {owner}, and elasticd runs as {daemon.user} here, not as a service of systemd: it can "
-            f"start jobs of {daemon.user} only"
-        )
+        return reason(Code.OTHER_ACCOUNT, owner=owner, user=daemon.user)
     if spec.uid in (None, ROOT):
         if settings.allow_root:
             return ""
-        return (
-            f"it is of {owner}, and jobs run as root only with run_as.allow_root = true; root can submit it for "
-            "another user with --as USER"
-        )
+        return reason(Code.ROOT_NEEDED, owner=owner)
     account = looked.found if looked else None
     if looked is None or account is None:
-        return f"there is no user {spec.user!r} on this machine"
+        return reason(Code.NO_USER, user=spec.user)
     if account.uid != spec.uid:
-        return f"{spec.user} is uid {account.uid} on this machine, and uid {spec.uid} where the job was submitted"
+        return reason(Code.OTHER_UID, user=spec.user, here=account.uid, there=str(spec.uid))
     if account.uid == ROOT or (settings.allow and not _allowed(account, looked, settings)):
-        return f"run_as.allow on this machine names neither {spec.user} nor a group that {spec.user} is in"
+        return reason(Code.NOT_ALLOWED, user=spec.user)
     return ""
 
 

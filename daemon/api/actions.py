@@ -47,7 +47,7 @@ TRIES = 5
 """Attempts at a change when the same record is changed concurrently."""
 
 R = TypeVar("R", bound=Record)
-RefusalOf = Callable[[SpecRecord], str]
+RefusalOf = Callable[[SpecRecord], Text]
 
 
 @dataclass(eq=False)

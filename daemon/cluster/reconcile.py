@@ -12,7 +12,7 @@ from elastic.contract.agent_files import AgentStatus
 from elastic.contract.records.job_records import JobState, Phase
 from elastic.contract.records.node_records import AgentRow, KnownNode, NodeRecord, WorkerRow
 from elastic.contract.records.phases import PhaseTrigger, after
-from elastic.contract.records.reasons import Code, Text, reason
+from elastic.contract.records.reasons import Code, Reason, Text, reason
 from elasticd.base.settings import Settings
 from elasticd.machine import addresses
 
@@ -81,12 +81,22 @@ def agent_rows(agents: Mapping[str, tuple[AgentStatus | None, float]]) -> tuple[
     rows = []
     for job, (status, started_wall_s) in sorted(agents.items()):
         if status is None:
-            rows.append(AgentRow(job, "importing torch in a new agent", round(started_wall_s)))
+            rows.append(AgentRow(job, reason(Code.AGENT_STARTS), round(started_wall_s)))
         elif not status.etcd_ok and status.phase == "joining" and status.reason:
-            rows.append(AgentRow(job, f"waiting ({status.reason})"[:DOING_CHARS], round(started_wall_s)))
+            waits = reason(Code.AGENT_WAITS, _bounded(status.reason))
+            rows.append(AgentRow(job, waits, round(started_wall_s)))
         elif status.doing:
-            rows.append(AgentRow(job, status.doing[:DOING_CHARS], status.doing_since_wall_s))
+            rows.append(AgentRow(job, _bounded(status.doing), status.doing_since_wall_s))
     return tuple(rows)
+
+
+def _bounded(text: Text) -> Text:
+    """`text`; if it is longer than DOING_CHARS, the beginning of its words."""
+    try:
+        fits = isinstance(text, Reason) and len(msgspec.json.encode(text)) <= DOING_CHARS
+        return text if fits else str(text)[:DOING_CHARS]
+    except RecursionError:  # as deep as it could still be read
+        return "?"
 
 
 def older_agents(agents: Mapping[str, AgentStatus | None], version: str) -> dict[str, str]:

@@ -126,7 +126,7 @@ def _of_node(old: Node | None, new: Node, wall_s: float) -> Iterator[EventRecord
         yield _event(wall_s, "node.restarted", node=name, text=f"elasticd {record.version} started anew")
     if old.record.healthy != record.healthy:
         kind = "node.healthy" if record.healthy else "node.unhealthy"
-        yield _event(wall_s, kind, node=name, text=record.reason or "")
+        yield _event(wall_s, kind, node=name, text=str(record.reason or ""))
     if record.draining and not old.record.draining and not new.drain:
         yield _event(wall_s, "node.draining", node=name, text=str(record.draining))
 

@@ -234,7 +234,7 @@ def _has_stepped_with(job: Job, node: str) -> bool:
     return generation.node_of(node, member.record.incarnation) is not None
 
 
-def _starting(node: str, wall_s: float, job: str, doing: str, since_wall_s: float) -> str:
+def _starting(node: str, wall_s: float, job: str, doing: Text, since_wall_s: float) -> str:
     where = f"{job} is" if job else f"{node} is"
     return f"{where} {doing} for {age(wall_s - since_wall_s)}"
 

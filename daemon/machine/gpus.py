@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from elastic.contract.records.reasons import Code, Text, reason
 from elasticd.base.log import Log
 
 SELF_TEST_S = 300.0
@@ -31,7 +32,6 @@ SICK_XIDS = {
 }
 """XIDs that indicate a faulty GPU. The others, such as 13 and 31, are mostly caused by a program, whose worker dies."""
 
-TESTING = "self-test of its GPUs is under way"
 TEST_AGAIN_S = 10.0
 """Until a self-test that could not be started, for want of memory or processes, is tried again."""
 
@@ -45,7 +45,7 @@ class Health:
         self._gpus = tuple(gpus)
         self._log = log
         self._self_test = self_test and bool(gpus) and not problem
-        self.reason = TESTING if self._self_test else ""
+        self.reason: Text = reason(Code.SELF_TEST) if self._self_test else ""
         """Why the node should accept no work; empty: it may. Once a GPU is faulty it stays so until the daemon
         restarts."""
         self._testing = self._self_test
@@ -55,7 +55,7 @@ class Health:
             self._say(problem)
 
     @property
-    def sick(self) -> str:
+    def sick(self) -> Text:
         """As `reason`, but empty during the self-test: why jobs that run here should leave."""
         return "" if self._testing else self.reason
 
@@ -78,21 +78,21 @@ class Health:
     def stop(self) -> None:
         self._stopped.set()
 
-    def _tested(self) -> str:
+    def _tested(self) -> Text:
         """The result of the self-test, as `self_test`. A node that cannot start it takes no work until it can."""
         while not self._stopped.is_set():
             try:
                 return self_test()
             except OSError as error:
-                self.reason = f"the self-test of its GPUs cannot be started: {error}; tried again"
+                self.reason = reason(Code.NOT_TESTED, str(error))
                 self._log.error("gpu.not_tested", why=str(error))
                 self._stopped.wait(TEST_AGAIN_S)
         return self.reason
 
-    def _say(self, reason: str) -> None:
-        self.reason = reason
-        if reason:
-            self._log.error("gpu.sick", reason=reason)
+    def _say(self, why: Text) -> None:
+        self.reason = why
+        if why:
+            self._log.error("gpu.sick", reason=why)
 
     def _watch(self, nvml: Any) -> None:
         """Monitor until a GPU is faulty or `stop` is called. Raises NVMLError."""
@@ -137,8 +137,8 @@ class Health:
     def _look(self, nvml: Any, handles: dict[int, Any]) -> None:
         for gpu, handle in handles.items():
             try:
-                if reason := _errors(nvml, handle):
-                    self._say(f"GPU {gpu}: {reason}")
+                if errors := _errors(nvml, handle):
+                    self._say(f"GPU {gpu}: {errors}")
                     return
                 throttled = _throttled(nvml, handle)
             except nvml.NVMLError_GpuIsLost:

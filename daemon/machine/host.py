@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from elastic.contract.keys import check_name
+from elastic.contract.records.reasons import Code, Text, reason
 from elasticd.base.config import check_socket
 from elasticd.base.errors import InvalidConfig
 from elasticd.base.settings import Settings
@@ -113,24 +114,23 @@ def _visible(given: str, ids: Sequence[str]) -> Gpus:
     return Gpus(tuple(dict.fromkeys(indices)))
 
 
-def sickness(state_dir: str) -> str:
+def sickness(state_dir: str) -> Text:
     """Why this machine should accept no work; empty: it may."""
     try:
         folder = os.open(state_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE):
-            whose = "elasticd" if error.errno == errno.EMFILE else "this machine"
-            return f"{whose} has no file descriptors left: no agent can be started here"
-        return f"state_dir {state_dir}: {error.strerror}"
+            return reason(Code.NO_DESCRIPTORS, who="elasticd" if error.errno == errno.EMFILE else "this machine")
+        return reason(Code.STATE_DIR, str(error.strerror), folder=state_dir)
     try:
         disk = os.fstatvfs(folder)
     except OSError as error:
-        return f"state_dir {state_dir}: {error.strerror}"
+        return reason(Code.STATE_DIR, str(error.strerror), folder=state_dir)
     finally:
         os.close(folder)
     free_mb = disk.f_bavail * disk.f_frsize / 1e6
     if free_mb < LEAST_FREE_MB:
-        return f"state_dir {state_dir} has {free_mb:.0f} MB left, {LEAST_FREE_MB:g} MB are needed for logs and state"
+        return reason(Code.DISK_FULL, folder=state_dir, free_mb=round(free_mb), least_mb=LEAST_FREE_MB)
     return ""
 
 

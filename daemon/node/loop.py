@@ -18,7 +18,7 @@ from elastic.contract.job.spec import Limits
 from elastic.contract.keys import ClusterKeys
 from elastic.contract.records.job_records import Phase
 from elastic.contract.records.node_records import AgentRow, KnownNode, NodeRecord, WorkerRow
-from elastic.contract.records.reasons import Code, Reason, reason
+from elastic.contract.records.reasons import Code, Reason, Text, reason
 from elastic.etcd.client import ClusterSigner, Lease, View
 from elastic.etcd.stamps import Stamps
 from elasticd.agents.agents import Agents, Gone
@@ -70,7 +70,7 @@ class DaemonLoop:
     signer: ClusterSigner | None = None
 
     def __post_init__(self) -> None:
-        self._refuses: dict[str, str | None] = {}
+        self._refuses: dict[str, Text | None] = {}
         """Job that does not run here yet -> why it will not; '' it will, None: not known yet."""
         self._refuses_anonymous = os.geteuid() == 0 and not self.settings.etcd.insecure
         self._chores = Chores(self.settings, self.writer)

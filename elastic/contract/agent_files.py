@@ -134,7 +134,7 @@ class AgentStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Those that have finished their set-up."""
     why_fresh: str = ""
     """Why workers are started here as new processes, which takes seconds longer than a fork; empty: they are forks."""
-    doing: str = ""
+    doing: Text = ""
     """The activity of an agent whose workers are not at work yet; empty: they are."""
     doing_since_wall_s: float = 0.0
     preloaded: tuple[str, ...] = ()

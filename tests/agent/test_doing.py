@@ -6,6 +6,7 @@ import pytest
 from support.jobs import changed, generation, place, policy
 
 from elastic.agent.reports.status import doing
+from elastic.contract.records.reasons import Code, Text, reason
 from elastic.recovery.facts.transitions import Stage
 from elastic.recovery.machine.model import Agent, Worker
 
@@ -21,14 +22,14 @@ def agent(*stages: Stage, crashes: int = 0) -> Agent:
 @pytest.mark.parametrize(
     ("seen", "zygote_up", "said"),
     [
-        (agent(Stage.STARTING, Stage.STARTING), False, "importing torch and the script's modules"),
-        (agent(Stage.STARTING, Stage.STARTING), True, "running the script up to the end of setup in slots 0, 1"),
-        (agent(Stage.READY, Stage.STARTING), True, "running the script up to the end of setup in slot 1"),
-        (agent(Stage.FORMING, Stage.FORMING), True, "forming the group of generation 3"),
+        (agent(Stage.STARTING, Stage.STARTING), False, reason(Code.IMPORTS)),
+        (agent(Stage.STARTING, Stage.STARTING), True, reason(Code.SETS_UP, slots="0, 1")),
+        (agent(Stage.READY, Stage.STARTING), True, reason(Code.SETS_UP, slots="1")),
+        (agent(Stage.FORMING, Stage.FORMING), True, reason(Code.FORMS, number=3)),
         (agent(Stage.RUNNING, Stage.RUNNING), True, ""),
-        (agent(Stage.RUNNING, Stage.GONE, crashes=3), True, "pausing before the next start in slot 1"),
+        (agent(Stage.RUNNING, Stage.GONE, crashes=3), True, reason(Code.RESTS, slots="1")),
         (agent(Stage.RUNNING, Stage.GONE), True, ""),
     ],
 )
-def test_doing(seen: Agent, zygote_up: bool, said: str) -> None:
+def test_doing(seen: Agent, zygote_up: bool, said: Text) -> None:
     assert doing(seen, zygote_up) == said

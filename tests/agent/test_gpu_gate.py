@@ -38,10 +38,11 @@ from elastic.agent.workers.gpu_gate import Gate
 from elastic.agent.workers.pool import Pool
 from elastic.contract.agent_files import AgentConfig, EtcdAccess
 from elastic.contract.job.spec import JobSpec
+from elastic.contract.records.reasons import Code, codes, reason
 from elastic.contract.worker.messages import Preload
 from elastic.worker.boot import fork_safety, zygote
 from elasticd.machine import host
-from elasticd.machine.gpus import TESTING, Health, _same, self_test
+from elasticd.machine.gpus import Health, _same, self_test
 
 
 @pytest.fixture
@@ -323,7 +324,7 @@ def test_gpu_health_logs_begin_and_end_of_throttling(nvml: FakeNvml, monkeypatch
 
 def test_a_node_takes_no_work_before_its_self_test_is_passed(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
     health = Health((0,), structlog.get_logger(), self_test=True)
-    assert health.reason == TESTING
+    assert health.reason == reason(Code.SELF_TEST)
     assert health.sick == ""  # what runs here stays
     monkeypatch.setattr("elasticd.machine.gpus.self_test", lambda: "cuda:0: 3 of 8 words came back changed from a copy")
     health.run()
@@ -360,7 +361,7 @@ def test_a_self_test_that_cannot_be_started_is_tried_again(nvml: FakeNvml, monke
     monkeypatch.setattr("elasticd.machine.gpus.TEST_AGAIN_S", 0.0)
     health.run()
     assert [sick for _, sick in seen] == ["", "", ""]
-    assert "cannot be started: [Errno 11]" in seen[2][0]
+    assert codes(seen[2][0]) == {Code.NOT_TESTED}
     assert health.sick == health.reason == "cuda:0: a bad copy"
 
 

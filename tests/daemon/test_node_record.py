@@ -17,6 +17,7 @@ from elastic.contract.job.spec import JobSpec
 from elastic.contract.keys import ClusterKeys
 from elastic.contract.records.job_records import JobState, Phase, SpecRecord, decode, encode
 from elastic.contract.records.node_records import NodeRecord
+from elastic.contract.records.reasons import Code, codes
 from elastic.etcd.client import Etcd
 from elasticd.agents.agents import Agents, Running
 from elasticd.base.sd_notify import Notify
@@ -158,7 +159,7 @@ def test_node_publishes_which_jobs_it_does_not_run_and_starts_no_agent_of_them(d
     daemon.client.put(keys.spec, encode(spec))
     daemon.client.put(keys.state, encode(JobState(phase=Phase.PENDING)))
     daemon.settle()
-    assert "it is of alice, and elasticd runs as" in daemon.record.refuses["hers"]
+    assert codes(daemon.record.refuses["hers"]) == {Code.OTHER_ACCOUNT}
     assert not daemon.loop.agents.running
     assert not daemon.loop.agents.trouble, "no agent was tried"
     daemon.client.delete_prefix(keys.root)

@@ -8,6 +8,7 @@ import pathlib
 
 import pytest
 
+from elastic.contract.records.reasons import Code, reason
 from elasticd.machine import host
 
 
@@ -21,7 +22,8 @@ def refusing(code: int) -> object:
 def test_no_descriptors_make_a_node_unwell(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "LEAST_FREE_MB", 0.0)
     assert host.sickness(str(tmp_path)) == ""
-    assert "No such file" in host.sickness(str(tmp_path / "nowhere"))
+    nowhere = str(tmp_path / "nowhere")
+    assert host.sickness(nowhere) == reason(Code.STATE_DIR, os.strerror(errno.ENOENT), folder=nowhere)
     for code, whose in ((errno.EMFILE, "elasticd"), (errno.ENFILE, "this machine")):
         monkeypatch.setattr(os, "open", refusing(code))
-        assert host.sickness(str(tmp_path)).startswith(f"{whose} has no file descriptors left")
+        assert host.sickness(str(tmp_path)) == reason(Code.NO_DESCRIPTORS, who=whose)

@@ -18,6 +18,7 @@ from elastic.agent.snapshots.saver import Saver
 from elastic.agent.workers.pool import Pool
 from elastic.contract.agent_files import AgentConfig, AgentStatus
 from elastic.contract.records.job_records import ProgressRecord, SpecRecord
+from elastic.contract.records.reasons import Text
 from elastic.contract.worker import messages
 from elastic.contract.worker.beat import Beat
 from elastic.recovery.facts.transitions import Stage
@@ -67,7 +68,7 @@ class Reports:
         self._status_due_s = self._progress_due_s = 0.0
         self._preloaded: tuple[str, ...] = ()
         self._zygote_up = False
-        self._doing = ("", 0.0)
+        self._doing: tuple[Text, float] = ("", 0.0)
         """What the agent does before its workers are at work, and since what time of day."""
 
     def zygote_is_up(self, preloaded: tuple[str, ...]) -> None:

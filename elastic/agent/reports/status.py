@@ -152,31 +152,29 @@ def _starting(agent: Agent) -> list[int]:
 
 def _waits_for(agent: Agent, now_s: float) -> Text:
     if starting := _starting(agent):
-        return reason(Code.WORKERS_START, slots=", ".join(map(str, starting)), node=agent.policy.node)
+        return reason(Code.WORKERS_START, slots=_slots(starting), node=agent.policy.node)
     slow = [w for w in agent.local.workers.values() if w.stage is Stage.FORMING and now_s - w.since_s > SLOW_S]
     if slow and (formed := agent.formed.generation):  # only the agent of a missing rank can tell which one it is
         return reason(Code.RANKS_START, formed.why, number=formed.number)
     return ""
 
 
-def doing(agent: Agent, zygote_up: bool) -> str:
+def doing(agent: Agent, zygote_up: bool) -> Text:
     """What this agent does before all of its workers are at work; '' if they are, or if none is needed here."""
     starting = _starting(agent)
     if not zygote_up and any(worker.stage is not Stage.GONE for worker in agent.local.workers.values()):
-        return "importing torch and the script's modules"
+        return reason(Code.IMPORTS)
     if starting:
-        return f"running the script up to the end of setup in {_slots(starting)}"
-    if (
-        any(worker.stage is Stage.FORMING for worker in agent.local.workers.values())
-        and agent.formed.generation is not None
-    ):
-        return f"forming the group of generation {agent.formed.generation.number}"
+        return reason(Code.SETS_UP, slots=_slots(starting))
+    formed = agent.formed.generation
+    if formed is not None and any(worker.stage is Stage.FORMING for worker in agent.local.workers.values()):
+        return reason(Code.FORMS, number=formed.number)
     paused = [w.slot for w in agent.local.workers.values() if w.stage is Stage.GONE and w.crashes > 1]
-    return f"pausing before the next start in {_slots(paused)}" if paused else ""
+    return reason(Code.RESTS, slots=_slots(paused)) if paused else ""
 
 
 def _slots(slots: list[int]) -> str:
-    return f"slot{'s' if len(slots) > 1 else ''} {', '.join(map(str, sorted(slots)))}"
+    return ", ".join(map(str, sorted(slots)))
 
 
 def phase_of(agent: Agent) -> str:

@@ -21,7 +21,7 @@ class AgentRow(msgspec.Struct, frozen=True, array_like=True):
     """What an agent that is not at work yet does, as its node's daemon publishes it."""
 
     job: str
-    doing: str  # 'importing torch', 'running setup in slots 0, 1', …
+    doing: Text
     since_wall_s: float
 
 
@@ -36,12 +36,12 @@ class NodeRecord(Record, frozen=True, kw_only=True):
     started_wall_s: float
     draining: Text | None = None  # why the node is being drained
     healthy: bool = True
-    reason: str | None = None  # why the node takes no work, if it is not healthy
+    reason: Text | None = None  # why the node takes no work, if it is not healthy
     workers: tuple[WorkerRow, ...] = ()  # for queries at other nodes; a few seconds old
     agents: tuple[AgentRow, ...] = ()  # those that are starting; a few seconds old, too
     jobs: tuple[str, ...] = ()  # those that have an agent process here, starting, frozen and leaving ones included
     older: dict[str, str] = msgspec.field(default_factory=dict)  # job -> what its agent is of, unless of `version`
-    refuses: dict[str, str] = msgspec.field(default_factory=dict)  # job -> why this node does not run it
+    refuses: dict[str, Text] = msgspec.field(default_factory=dict)  # job -> why this node does not run it
 
 
 class KnownNode(Record, frozen=True, kw_only=True):

@@ -105,6 +105,13 @@ class Code(enum.StrEnum):
     TRIED_AGAIN = "tried_again", "{node} is tried again and again"
     WORKERS_START = "workers_start", "slot {slots} of {node} to start"
     RANKS_START = "ranks_start", "all ranks to start in generation {number}"
+    # ── what an agent does before its workers are at work ───────────────────────────────────────────────────
+    AGENT_STARTS = "agent_starts", "importing torch in a new agent"
+    AGENT_WAITS = "agent_waits", "waiting ({because})"
+    IMPORTS = "imports", "importing torch and the script's modules"
+    SETS_UP = "sets_up", "running the script up to the end of setup in slot {slots}"
+    FORMS = "forms", "forming the group of generation {number}"
+    RESTS = "rests", "pausing before the next start in slot {slots}"
     # ── a job has too few nodes, by the daemons' plan ───────────────────────────────────────────────────────
     NEVER = "never", "can never run here: it needs {needs}, the cluster has {capacity}"
     NODE_IS = "node_is", "{node} is {state}"
@@ -121,6 +128,25 @@ class Code(enum.StrEnum):
     TURN = "turn", "its turn, number {count} of {total} in the queue"
     DESERTED = "deserted", "no agent of it is left"
     NO_AGENT = "no_agent", "no agent comes up on {node}"
+    # ── a node takes no work, or not that of a job ──────────────────────────────────────────────────────────
+    NO_DESCRIPTORS = "no_descriptors", "{who} has no file descriptors left: no agent can be started here"
+    STATE_DIR = "state_dir", "state_dir {folder}"
+    DISK_FULL = "disk_full", "state_dir {folder} has {free_mb} MB left, {least_mb} MB are needed for logs and state"
+    SELF_TEST = "self_test", "self-test of its GPUs is under way"
+    NOT_TESTED = "not_tested", "the self-test of its GPUs cannot be started: {because}; tried again"
+    OTHER_ACCOUNT = (
+        "other_account",
+        "it is of {owner}, and elasticd runs as {user} here, not as a service of systemd: it can start jobs of {user} "
+        "only",
+    )
+    ROOT_NEEDED = (
+        "root_needed",
+        "it is of {owner}, and jobs run as root only with run_as.allow_root = true; root can submit it for another "
+        "user with --as USER",
+    )
+    NO_USER = "no_user", "there is no user {user!r} on this machine"
+    OTHER_UID = "other_uid", "{user} is uid {here} on this machine, and uid {there} where the job was submitted"
+    NOT_ALLOWED = "not_allowed", "run_as.allow on this machine names neither {user} nor a group that {user} is in"
     # ── no step is made ─────────────────────────────────────────────────────────────────────────────────────
     NOT_FORMED = "not_formed", "generation {number} is broken, and the next one has not formed yet"
     ALL_WAIT = "all_wait", "all {count} ranks wait for each other in {place}"
