@@ -18,6 +18,7 @@ import msgspec
 import elastic
 from elastic.contract.agent_files import EtcdAccess
 from elastic.contract.timeouts import RELATIONS
+from elastic.etcd.client import key_id
 from elasticd.base.command_answers import Config, Relation, Setting
 from elasticd.base.errors import AlreadyRuns, CannotStart, DaemonError, InvalidConfig, Unsaved
 from elasticd.base.masking import masked_setting
@@ -151,7 +152,7 @@ def _run(
         interface=settings.interface,
         address_why=address_why,
         python=sys.executable,
-        key_id=cluster_key.name_of(secret) if secret else "",
+        key_id=key_id(secret) if secret else "",
         plain_text=trust.in_plain_text(settings.etcd),
     )
     daemon = Daemon(
@@ -196,7 +197,6 @@ def _own(state_dir: Path) -> IO[bytes]:
         # For this user only: read access suffices to lock a file, and so to keep elasticd from starting.
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         lock = open(os.open(state_dir / "lock", flags, 0o600), "a+b", buffering=0)  # noqa: SIM115 - see `_run`
-        os.fchmod(lock.fileno(), 0o600)  # created by an earlier version
     except OSError as error:
         raise CannotStart(f"state_dir = {str(state_dir)!r}: {error.strerror}") from error
     try:

@@ -68,7 +68,6 @@ class Running:
     config: AgentConfig
     pid: int
     since_s: float
-    unit: str = ""
     owner: Owner | None = None
     """The user that it runs as; None: this daemon's own."""
     status: AgentStatus | None = None
@@ -168,7 +167,7 @@ class Agents:
                 return False
             write(folder / "config.json", fallback, owner)
             config = fallback
-        running = Running(config, pid, time.monotonic(), owner=owner)
+        running = Running(config, pid, time.monotonic(), owner)
         running.status = status if status and status.pid == pid else None
         running.orders = _read(folder / "orders.json", AgentOrders) or AgentOrders()
         self.running[job] = running
@@ -241,7 +240,7 @@ class Agents:
             if short:
                 trouble.pause_s = min(trouble.pause_s, SHORT_OF_S)
             return
-        self.running[job] = Running(config, started.pid, time.monotonic(), started.unit, owner)
+        self.running[job] = Running(config, started.pid, time.monotonic(), owner)
         self.trouble.get(job, Trouble()).short_since_s = math.inf
         self.log.info(
             "agent.started",

@@ -135,7 +135,7 @@ class Doctor:
             facts[node] = answer["versions"]
             clocks[node] = answer["wall_s"] - (began_s + ended_s) / 2, (ended_s - began_s) / 2
             unreached[node] = answer["unreached"]
-            if answer.get("mbit_s") is not None:  # absent from a daemon of an earlier version
+            if answer["mbit_s"] is not None:
                 rates[node] = answer["mbit_s"]
         findings += reach.judge(me, listening, unreached, rates)
         findings += [*doctor.compare(facts), *doctor.judge_clocks(clocks)]

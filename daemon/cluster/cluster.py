@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -294,7 +294,3 @@ def slots_wanted(spec: SpecRecord, node_slots: int) -> int:
     """Workers of this job on a node with `node_slots` slots."""
     wanted = spec.spec.workers_per_node
     return max(1, node_slots) if isinstance(wanted, str) else wanted
-
-
-def names(nodes: Iterable[Node]) -> str:
-    return ", ".join(n.name for n in nodes) or "none"

@@ -67,19 +67,14 @@ def ensure(folder: Path, names: Sequence[str], gid: int | None = None) -> None:
 
 
 def _good(certificate: Path) -> bool:
-    """Whether it is there, issued for the time that such a certificate has, and not about to expire."""
+    """Whether it is there, and not about to expire."""
     from cryptography import x509
 
     try:
         loaded = x509.load_pem_x509_certificate(read_file(certificate))
     except FileNotFoundError:
         return False
-    ends, now = loaded.not_valid_after_utc, datetime.datetime.now(datetime.UTC)
-    if certificate.name == "client.pem" and ends - loaded.not_valid_before_utc > datetime.timedelta(
-        days=VALID_DAYS + 10
-    ):
-        return False  # of an earlier elasticd: ten years
-    return ends - now > datetime.timedelta(days=RENEWED_DAYS)
+    return loaded.not_valid_after_utc - datetime.datetime.now(datetime.UTC) > datetime.timedelta(days=RENEWED_DAYS)
 
 
 def _make(folder: Path, name: str, subject: str, names: Sequence[str], *, authority: bool = False) -> None:

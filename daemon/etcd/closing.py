@@ -18,12 +18,11 @@ from elastic.etcd.login import NAME
 from elastic.etcd.types import EtcdDenied, EtcdError, EtcdUnavailable
 from elastic.util.files import read_file, replace_file
 from elasticd.base.log import Log
-from elasticd.processes import launch
 
 PREFIX = "/elastic/"
 ROOT_NAME = "root-login"
 AGAIN_S = 60.0
-"""Pause between attempts while agents of an earlier elasticd keep etcd open."""
+"""Pause between attempts while etcd refuses our own login."""
 
 
 class Closing:
@@ -52,8 +51,6 @@ class Closing:
                 if closed:
                     admin.open_again(self._endpoint, root)
             elif not closed:
-                if earlier := self._agents_without_login():
-                    return self._say(AGAIN_S, f"agents of an earlier elasticd have no login: {', '.join(earlier)}")
                 admin.close(self._endpoint, PREFIX, root, self._password(NAME))
                 self._log.info("etcd.closed", why="only elasticd's logins are served from now on")
         except EtcdUnavailable:
@@ -73,20 +70,6 @@ class Closing:
 
     def _password(self, name: str) -> str:
         return read_file(self._state_dir / "etcd" / name).decode().strip().partition(":")[2]
-
-    def _agents_without_login(self) -> list[str]:
-        """Jobs whose agents here began before there was a login: they would lose etcd."""
-        import psutil
-
-        since_wall_s, jobs = (self._state_dir / "etcd" / NAME).stat().st_mtime, []
-        for lock in sorted(self._state_dir.glob("jobs/*/agent/lock")):
-            try:
-                pid = launch.holder(lock)
-                if pid is not None and psutil.Process(pid).create_time() < since_wall_s - 1:
-                    jobs.append(lock.parent.parent.name)
-            except (OSError, psutil.Error):
-                continue  # it has just ended, or it is none
-        return jobs
 
 
 def _sync(path: Path) -> None:

@@ -57,11 +57,6 @@ def load(settings: Settings) -> bytes | None:
     return bytes.fromhex(text)
 
 
-def name_of(secret: bytes) -> str:
-    """The id by which status and messages name a key."""
-    return key_id(secret)
-
-
 def make(settings: Settings) -> str:
     """Generate the key of a cluster with an etcd of its own, for `elasticd --make-cluster-key`. Returns what to tell
     the user. Raises InvalidConfig, CannotStart."""

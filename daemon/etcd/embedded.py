@@ -88,11 +88,6 @@ class EmbeddedEtcd:
             raise CannotStart(str(error)) from None
         as_another = user is not None and pid is not None and host.uid_of(pid) != user.uid
         if pid is not None and ((listens := _listens(pid)) != self._urls() or as_another):
-            if listens and "unix:" not in listens:
-                raise CannotStart(
-                    f"an embedded etcd of an earlier elasticd (process {pid}) runs and takes writes from every user "
-                    f"at {listens}: end it and the jobs with `elasticd --stop`, then start elasticd again"
-                )
             if listens:
                 whose = user.user if user is not None else ""
                 self._log.warning("etcd.restarts", pid=pid, listens=listens, shall=self._urls(), user=whose)

@@ -108,10 +108,9 @@ def curve(
     title: str,
     *,
     from_zero: bool = False,
-    height: float = 220,
 ) -> str:
     """A line through `points` (x, value), with a gap where a value is None; vertical lines at `marks` (x, kind)."""
-    top, bottom = 10.0, height - 26
+    top, bottom, height = 10.0, 194.0, 220.0
     values = [value for _, value in points if value is not None]
     low, high = min(values, default=0.0), max(values, default=1.0)
     low = min(low, 0.0) if from_zero else low

@@ -44,16 +44,6 @@ def test_certificates_are_good_for_a_year_and_renewed_in_time(tmp_path: Path, mo
     assert all(ends(tmp_path / name) > in_days(366) for name in names)
 
 
-def test_a_clients_certificate_of_ten_years_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as earlier:
-        earlier.setattr(certificates, "VALID_DAYS", 3650)
-        certificates.ensure(tmp_path, ["localhost"])
-    server = (tmp_path / "server.pem").read_bytes()
-    certificates.ensure(tmp_path, ["localhost"])
-    assert ends(tmp_path / "client.pem") < in_days(366)
-    assert (tmp_path / "server.pem").read_bytes() == server
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root: another group is given access")
 def test_etcd_as_another_user_reads_its_own_key_and_no_other(tmp_path: Path) -> None:
     certificates.ensure(tmp_path, ["localhost"], 12345)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +14,6 @@ from elastic.contract.agent_files import EtcdAccess
 from elastic.etcd import admin, login
 from elastic.etcd.client import Etcd, EtcdDenied, EtcdError
 from elasticd.etcd.closing import AGAIN_S, PREFIX, Closing
-from elasticd.processes.launch import holding
 
 pytestmark = pytest.mark.etcd
 
@@ -110,21 +107,6 @@ def test_a_client_that_began_before_it_was_closed_goes_on(embedded: Embedded, tm
     agent.put("/elastic/y", b"2")
     eventually(lambda: views and views[-1] == 2, 10, "the watch goes on")
     agent.close()
-
-
-def test_agents_of_an_earlier_elasticd_keep_it_open_until_they_have_ended(embedded: Embedded) -> None:
-    lock = embedded.state / "jobs" / "old" / "agent" / "lock"
-    lock.parent.mkdir(parents=True)
-    old = subprocess.Popen(holding(lock, ["/bin/sleep", "60"]))
-    try:
-        eventually(lambda: lock.exists() and lock.read_text() == str(old.pid), 10, "it holds its lock")
-        os.utime(embedded.state / "etcd" / login.NAME, (2e9, 2e9))
-        assert embedded.closing.attempt() == AGAIN_S
-        embedded.client().put("/elastic/x", b"1")
-    finally:
-        old.kill()
-        old.wait()
-    attempt(embedded.closing)
 
 
 def test_another_root_is_not_taken_for_ours(embedded: Embedded) -> None:

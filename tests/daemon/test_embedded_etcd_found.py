@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import socket
-import subprocess
-import sys
 
 import pytest
 from support import procs
@@ -33,23 +31,6 @@ def test_embedded_etcd_is_adopted_by_its_lock_and_restarted_on_a_new_listen_addr
         assert not procs.alive(etcd)
         (row,) = eventually(lambda: node.get("/v1/nodes")["nodes"], 20.0, "the node is registered again")
         assert row["reason"] == "kept", "its data are the same"
-
-
-def test_embedded_etcd_of_an_earlier_version_without_access_control_is_not_adopted() -> None:
-    with Nodes() as nodes:
-        node = nodes.add("early", start=False)
-        (node.state / "etcd").mkdir(mode=0o700)
-        hold = "import fcntl, os, sys, time; f = open(sys.argv[1], 'w'); fcntl.flock(f, 2); f.write(str(os.getpid()))"
-        hold += "; f.flush(); print(flush=True); time.sleep(60)"
-        argv = [sys.executable, "-c", hold, node.state / "etcd" / "lock"]
-        early = nodes._procs.popen([*argv, "--listen-client-urls=http://127.0.0.1:2379"], stdout=subprocess.PIPE)
-        assert early.stdout is not None
-        early.stdout.readline()
-        node.start(wait_s=0)
-        assert node.process is not None
-        assert node.process.wait(20) == 69
-        assert "takes writes from every user at http://127.0.0.1:2379" in node.log.read_text()
-        assert early.poll() is None, "it is for a person to decide when the jobs there end"
 
 
 def test_an_elasticd_that_cannot_start_leaves_no_etcd_behind() -> None:
