@@ -19,7 +19,7 @@ from elasticd.access.accounts import Accounts, account, group_id
 from elasticd.access.audit import Audit
 from elasticd.access.authority import Authority, Peer
 from elasticd.agents.agents import Agents
-from elasticd.agents.cleaner import Cleaner
+from elasticd.agents.cleaner import FIRST_S, Cleaner
 from elasticd.agents.etcd_grants import EtcdGrants
 from elasticd.agents.run_as import RunAs, groups
 from elasticd.api.doctor import Doctor
@@ -86,7 +86,6 @@ class Daemon:
         self._etcd = Etcd(self.access, call_s=self.settings.timeouts.etcd_call_s, signer=signer)
         self._etcd.on_call = self._requests.etcd_called
         self._writer = ClusterWriter(self._etcd, self._keys, self._event_queue, self.log)
-        self._members = Members(self._etcd, self._writer.show_members, self.log)
         grants = EtcdGrants(Path(self.settings.state_dir), self.access, self.log)
         self._agents = Agents(
             Path(self.settings.state_dir), self.launcher, self.threads, self._event_queue.post, self.log, grants
@@ -98,7 +97,7 @@ class Daemon:
         for name in groups(self.settings.run_as):
             if group_id(name) is None:
                 self.log.warning("run_as.unknown_group", group=name, why="run_as.allow names it: none is allowed by it")
-        self.threads.start("accounts", accounts.run)
+        self.threads.repeat("accounts", accounts.run_one)
         self._run_as = RunAs(self.settings.run_as, account(os.geteuid()), self.launcher.switches_user, accounts)
         self._loop = DaemonLoop(
             self.settings, self.access, self.gpus.indices, self._event_queue, self._writer, self._agents,
@@ -110,15 +109,15 @@ class Daemon:
         """Serve and run the loop until stopped. Returns the exit code."""
         self._serve()
         self.served = True
-        self.threads.start("writer", self._writer.run)
+        self.threads.repeat("writer", self._writer.run_one)
         self.threads.start("gpus", self._health.run)
         if not self.identity.embedded:
-            self.threads.start("etcd-members", self._members.run)
+            self.threads.repeat("etcd-members", Members(self._etcd, self._writer.show_members, self.log).look)
         self._etcd.watch(self._keys.root, self._event_queue.show)
-        self.threads.start("cleaner", self._cleaner.run)
+        self.threads.repeat("cleaner", self._cleaner.turn, FIRST_S)
         self.threads.start("take-work-again", self._take_work_again)
         if self._notifier:
-            self.threads.start("notifications", self._notifier.run)
+            self.threads.repeat("notifications", self._notifier.turn)
         stop = self.threads.run("loop", self._loop.run)
         self._stopped_in_order = not stop.code
         (self.log.error if stop.code else self.log.info)("daemon.stopping", why=stop.why, code=stop.code)
@@ -158,10 +157,7 @@ class Daemon:
         # The servers end with the process: stopping them first would only cost the time of their polls.
         Path(self.settings.socket).unlink(missing_ok=True)
         self._health.stop()
-        self._members.close()
-        self._cleaner.close()
-        if self._notifier:
-            self._notifier.close()
+        self.threads.closed.set()
         self._loop.leave(in_order=self._stopped_in_order)
         self._etcd.close()
 
@@ -229,7 +225,9 @@ class Daemon:
         )
 
         sent = channels(settings.notify)
-        return Notifier(settings.notify, settings.cluster, settings.node, sent, self._published, self.log)
+        return Notifier(
+            settings.notify, settings.cluster, settings.node, sent, self._published, self.log, self.threads.closed
+        )
 
     def _watch_preemption(self, actions: Actions, audit: Audit) -> None:
         """The node is drained when its cloud announces that the machine will be taken away."""
@@ -239,8 +237,6 @@ class Daemon:
         from .machine import preemption
 
         announced = preemption.source(settings.preemption, settings.preemption_url)
-        if announced is None:
-            return
         own = _own_peer()
 
         def drain(notice: preemption.Notice) -> bool:
@@ -252,7 +248,8 @@ class Daemon:
             audit.done(own, "node.drain", node=settings.node, text=notice.reason)
             return True
 
-        self.threads.start("preemption", preemption.PreemptionWatch(announced, drain, self.log).run)
+        watch = preemption.PreemptionWatch(announced, drain, self.log)
+        self.threads.repeat("preemption", watch.look, preemption.ASK_EVERY_S)
 
     def _answer_other_nodes(self, service: Service) -> None:
         settings, answer = self.settings, partial(remote_answers.answer, service)
@@ -260,7 +257,7 @@ class Daemon:
         answers = AnswerQueue(self._etcd, settings.cluster, settings.node, answer, self.log, first_time, self.secret)
         answers.start()
         for number in range(asks.WORKERS):
-            self.threads.start(f"asks-{number}", answers.run)
+            self.threads.repeat(f"asks-{number}", answers.run_one)
 
     def _add(self, name: str, server: Server) -> None:
         self.threads.start(name, server.serve)

@@ -72,13 +72,8 @@ class Accounts:
             self._queue.put(user)
         return looked
 
-    def run(self) -> None:
-        """Body of the thread."""
-        while True:
-            self.run_one()
-
     def run_one(self) -> None:
-        """Wait for one question, and answer it."""
+        """Wait for one question, and answer it: repeated by a thread."""
         user = self._queue.get()
         self._known[user] = look_up(user, self._groups)
         self._asked.discard(user)

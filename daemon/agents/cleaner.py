@@ -43,21 +43,15 @@ class Cleaner:
         self._one = threading.Lock()
         self.forget: Callable[[Sequence[str]], object] = lambda jobs: None
         """Forgets jobs in etcd, those of them that are still over. Set before the thread is started."""
-        self._closed = threading.Event()
 
-    def run(self) -> None:
-        """Body of the thread."""
-        pause_s = FIRST_S
-        while not self._closed.wait(pause_s):
-            pause_s = EVERY_S
-            self.clean()
-            snapshot = self.now()
-            jobs = forgettable(snapshot.cluster.jobs.values(), self.settings.retention, time.time())
-            if jobs and snapshot.contact.connected:
-                self.forget(jobs)
-
-    def close(self) -> None:
-        self._closed.set()
+    def turn(self) -> float:
+        """Clean up, and forget jobs. Returns the pause to the next turn."""
+        self.clean()
+        snapshot = self.now()
+        jobs = forgettable(snapshot.cluster.jobs.values(), self.settings.retention, time.time())
+        if jobs and snapshot.contact.connected:
+            self.forget(jobs)
+        return EVERY_S
 
     def clean(self, *, dry_run: bool = False) -> Cleanup:
         """Remove what the settings do not keep; with `dry_run` only say what that is. Returns the answer of /v1/gc."""

@@ -20,6 +20,8 @@ EXIT_CODE = 70
 class Threads:
     def __init__(self, log: Log) -> None:
         self._log = log
+        self.closed = threading.Event()
+        """Set when the daemon ends: what is repeated is not done again."""
 
     def start(self, name: str, work: Callable[[], None]) -> threading.Thread:
         """Raises RuntimeError at a limit of threads: a daemon that has just begun ends then, and is started again."""
@@ -35,6 +37,16 @@ class Threads:
             self._log.error("daemon.no_thread", thread=name, why=str(error))
             return False
         return True
+
+    def repeat(self, name: str, work: Callable[[], float | None], first_s: float = 0.0) -> threading.Thread:
+        """Do `work` in a thread again and again: after `first_s`, then as many seconds later as it returns."""
+
+        def run() -> None:
+            pause_s = first_s
+            while not self.closed.wait(pause_s):
+                pause_s = work() or 0.0
+
+        return self.start(name, run)
 
     def run(self, name: str, work: Callable[[], T]) -> T:
         """Do `work` in this thread. If it raises, the process ends."""

@@ -1,8 +1,7 @@
-"""The thread that queries each etcd member separately: with one of three down, the other two hide the loss."""
+"""Queries each etcd member separately: with one of three down, the other two hide the loss."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 
 from elastic.etcd.client import Etcd, MemberHealth
@@ -23,25 +22,12 @@ class Members:
         self._etcd = etcd
         self._show = show
         self._log = log
-        self._closed = threading.Event()
         self._missed: dict[str, int] = {}
         self._said: dict[str, str] = {}
 
-    def run(self) -> None:
-        """Body of the thread."""
-        while not self._closed.is_set():
-            self.look()
-            self._closed.wait(self.pause_s())
-
-    def pause_s(self) -> float:
-        return AGAIN_S if any(0 < missed < LOOKS for missed in self._missed.values()) else LOOK_S
-
-    def close(self) -> None:
-        self._closed.set()
-
-    def look(self) -> None:
+    def look(self) -> float:
         """Query all members and publish the result: one that has answered before, and failed to for the first time, is
-        shown as before."""
+        shown as before. Returns the pause to the next look."""
         members = []
         for member in self._etcd.members(ANSWER_S):
             missed = 0 if member.ok else self._missed.get(member.endpoint, LOOKS - 1) + 1
@@ -55,3 +41,4 @@ class Members:
                 self._log.info("etcd.member_back", endpoint=member.endpoint)
             self._said[member.endpoint] = member.error
         self._show(tuple(members))
+        return AGAIN_S if any(0 < missed < LOOKS for missed in self._missed.values()) else LOOK_S

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import datetime
 import http.client
-import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
@@ -43,21 +42,6 @@ class Notice:
 
 class MetadataError(Exception):
     """The metadata service did not answer, or not as documented."""
-
-
-class MetadataService(Protocol):
-    """One provider's metadata service."""
-
-    def look(self, now_wall_s: float) -> Notice | None:
-        """The notice for this machine, if there is one. Raises MetadataError."""
-
-
-def source(provider: str, url: str) -> MetadataService | None:
-    """The source for the setting `preemption`; None for "none". `url`: "" for the provider's own address."""
-    if provider == "gcp":
-        return Gcp(url or "http://metadata.google.internal")
-    kinds: dict[str, type[Aws | Azure]] = {"aws": Aws, "azure": Azure}
-    return kinds[provider](url or "http://169.254.169.254") if provider in kinds else None
 
 
 class Spot(msgspec.Struct):
@@ -134,43 +118,47 @@ class Azure:
         return self._name in (str(resource).lower() for resource in event.resources)
 
 
+MetadataService = Aws | Gcp | Azure
+"""`look`: the notice for this machine, if there is one. Raises MetadataError."""
+
+
+def source(provider: str, url: str) -> MetadataService:
+    """`provider`: the setting `preemption`. `url`: "" for the provider's own address."""
+    if provider == "gcp":
+        return Gcp(url or "http://metadata.google.internal")
+    kinds: dict[str, type[Aws | Azure]] = {"aws": Aws, "azure": Azure}
+    return kinds[provider](url or "http://169.254.169.254")
+
+
 @dataclass(eq=False)
 class PreemptionWatch:
-    """The thread that asks the metadata service, and calls `drain` once per notice. `drain` returns whether the node is
-    being drained. False, as without etcd, has it called again."""
+    """Asks the metadata service, and calls `drain` once per notice. `drain` returns whether the node is being drained.
+    False, as without etcd, has it called again."""
 
     source: MetadataService
     drain: Callable[[Notice], bool]
     log: Log
-    every_s: float = ASK_EVERY_S
 
     def __post_init__(self) -> None:
-        self._closed = threading.Event()
         self._drained = False
         self._failures = 0
 
-    def run(self) -> None:
-        """Body of the thread."""
-        while not self._closed.wait(self.every_s):
-            self.look()
-
-    def close(self) -> None:
-        self._closed.set()
-
-    def look(self) -> None:
+    def look(self) -> float:
+        """Returns the pause to the next look."""
         try:
             notice = self.source.look(time.time())
         except MetadataError as error:
             self._failures += 1
             if self._failures == RELUCTANT:
                 self.log.warning("preemption.unknown", error=str(error), failures=self._failures)
-            return
+            return ASK_EVERY_S
         self._failures = 0
         if notice is None:
             self._drained = False  # the provider has withdrawn it; the drain stays until `elasticctl uncordon`
         elif not self._drained:
             self.log.warning("preemption.notice", reason=notice.reason, deadline_s=round(notice.deadline_s, 1))
             self._drained = self.drain(notice)
+        return ASK_EVERY_S
 
 
 def _ask(url: str, headers: dict[str, str], method: str = "GET") -> str | None:

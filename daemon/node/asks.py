@@ -251,7 +251,7 @@ class AnswerQueue:
         self._seen: set[str] = set()
 
     def start(self) -> None:
-        """Watch for questions; `run` answers them."""
+        """Watch for questions; `run_one` answers them."""
         self.etcd.watch(asks_of(self.cluster, self.node), self.show)
 
     def show(self, view: View) -> None:
@@ -280,12 +280,8 @@ class AnswerQueue:
                 self.log.warning("ask.refused", asker=ask.asker, path=ask.path, why="too many at a time")
         self._seen = set(names)
 
-    def run(self) -> None:
-        """Body of a thread."""
-        while True:
-            self.run_one()
-
     def run_one(self) -> None:
+        """Wait for one question, and answer it: repeated by WORKERS threads."""
         ask = self._work.get()
         began_s = time.monotonic()
         try:

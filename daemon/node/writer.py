@@ -58,13 +58,8 @@ class ClusterWriter:
         self.anonymous: bool | None = None
         """Whether etcd accepts writes without a password or certificate; None: not known yet."""
 
-    def run(self) -> None:
-        """Body of the thread."""
-        while True:
-            self.run_one()
-
     def run_one(self) -> None:
-        """Wait for one piece of work, and run it."""
+        """Wait for one piece of work, and run it: repeated by the thread."""
         name, work = self._work.get()
         error = ""
         try:

@@ -163,7 +163,7 @@ def channels(settings: NotifySettings) -> list[Channel]:
 
 @dataclass(eq=False)
 class Notifier:
-    """The thread that looks once a second, and sends."""
+    """Looks once a second, and sends. `closed`: the daemon ends, and no further attempt is made."""
 
     settings: NotifySettings
     cluster: str
@@ -171,38 +171,30 @@ class Notifier:
     channels: Sequence[Channel]
     published: PublishedState
     log: Log
-    every_s: float = LOOK_EVERY_S
+    closed: threading.Event
     pauses_s: Sequence[float] = PAUSES_S
 
     def __post_init__(self) -> None:
         self._receivers = [_Receiver(channel, self.log, self.pauses_s) for channel in self.channels]
         self._memory = Memory(time.time())
         self._pending: deque[Occurrence] = deque()
-        self._closed = threading.Event()
 
-    def run(self) -> None:
-        """Body of the thread."""
-        while not self._closed.wait(0.0 if self._pending else self.every_s):
-            self.turn()
-
-    def close(self) -> None:
-        self._closed.set()
-
-    def turn(self) -> None:
-        """Look once, and send one notification, if there is one: so that it looks between two slow ones."""
+    def turn(self) -> float:
+        """Look once, and send one notification, if there is one: so that it looks between two slow ones. Returns the
+        pause to the next turn."""
         self._memory, occurrences = look(
             self._memory, self.published.now, self.node, self.settings, time.time(), time.monotonic()
         )
         self._pending.extend(occurrences)
-        if excess := len(self._pending) - PENDING:
-            for _ in range(max(0, excess)):
+        if (excess := len(self._pending) - PENDING) > 0:
+            for _ in range(excess):
                 self._pending.popleft()
-            if excess > 0:
-                self.log.warning("notify.dropped", lost=excess, why=f"more than {PENDING} were waiting")
+            self.log.warning("notify.dropped", lost=excess, why=f"more than {PENDING} were waiting")
         if self._pending:
             body = as_json(self._pending.popleft(), self.cluster, self.node)
             for receiver in self._receivers:
-                receiver.deliver(body, self._closed)
+                receiver.deliver(body, self.closed)
+        return 0.0 if self._pending else LOOK_EVERY_S
 
 
 class _Receiver:

@@ -54,10 +54,7 @@ def test_a_member_counts_as_down_after_two_looks_and_is_logged_once() -> None:
 def test_a_member_that_is_down_at_the_start_is_shown_at_once_and_one_in_doubt_is_asked_again_soon() -> None:
     shown: list[tuple[MemberHealth, ...]] = []
     watcher = Members(cast(Etcd, Asked([True, False, True, True])), shown.append, structlog.get_logger())
-    pauses = []
-    for _ in range(4):
-        watcher.look()
-        pauses.append(watcher.pause_s())
+    pauses = [watcher.look() for _ in range(4)]
     assert [found[2].ok for found in shown] == [False, True, True, False]
     assert pauses == [LOOK_S, LOOK_S, AGAIN_S, LOOK_S]
 

@@ -6,8 +6,9 @@ import subprocess
 import sys
 
 import pytest
+import structlog
 
-from elasticd.base.threads import EXIT_CODE
+from elasticd.base.threads import EXIT_CODE, Threads
 
 HEAD = """
 import threading
@@ -36,3 +37,18 @@ def test_a_thread_that_fails_ends_the_process(thread: str) -> None:
     assert '"event": "daemon.failed"' in done.stderr
     assert '"where": "limb"' in done.stderr
     assert "LookupError: a limb" in done.stderr
+
+
+def test_work_is_repeated_until_the_daemon_ends() -> None:
+    threads, turns = Threads(structlog.get_logger()), list[int]()
+
+    def turn() -> float:
+        turns.append(len(turns))
+        if len(turns) == 3:
+            threads.closed.set()
+        return 0.0
+
+    limb = threads.repeat("limb", turn)
+    limb.join(10.0)
+    assert not limb.is_alive()
+    assert turns == [0, 1, 2]

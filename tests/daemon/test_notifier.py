@@ -268,7 +268,7 @@ def waiting_jobs(*names: str) -> PublishedState:
 
 def a_notifier(published: PublishedState, way: Fragile, log: Log, pauses_s: tuple[float, ...] = ()) -> Notifier:
     settings = NotifySettings(job_waiting_s=5.0)
-    return Notifier(settings, "main", "a", [way], published, log, every_s=0.01, pauses_s=pauses_s)
+    return Notifier(settings, "main", "a", [way], published, log, threading.Event(), pauses_s=pauses_s)
 
 
 def test_each_turn_sends_one_and_no_notification_twice() -> None:
@@ -310,10 +310,10 @@ def test_closing_ends_the_pauses_between_attempts() -> None:
     way, log = Fragile(), Log()
     one = a_notifier(waiting_jobs("p"), way, log, pauses_s=(600.0, 600.0))
     way.error = NotSent("no", True)
-    thread = threading.Thread(target=one.run)
+    thread = threading.Thread(target=one.turn)
     thread.start()
     eventually(lambda: way.tried, 10.0, "the first attempt is made")
-    one.close()
+    one.closed.set()
     thread.join(60.0)
     assert not thread.is_alive()
 

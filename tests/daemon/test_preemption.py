@@ -152,9 +152,9 @@ def test_what_is_no_http_or_is_cut_off_is_an_error(said: bytes) -> None:
             thread.join()
 
 
-def test_no_source_without_a_provider() -> None:
-    assert source("none", "") is None
+def test_the_source_is_the_providers() -> None:
     assert isinstance(source("aws", ""), Aws)
+    assert isinstance(source("gcp", ""), Gcp)
 
 
 class Said:
