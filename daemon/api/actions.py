@@ -34,6 +34,7 @@ from elastic.etcd.signing import ending
 from elasticd.access.authority import Account, Authority, Peer
 from elasticd.base.errors import Refused
 from elasticd.base.settings import PerUserSettings
+from elasticd.cluster import reconcile
 from elasticd.cluster.cluster import Cluster, Job
 from elasticd.cluster.published_state import PublishedState, Snapshot
 from elasticd.cluster.quotas import Quotas, check_spec
@@ -260,12 +261,7 @@ class Actions:
         self._txn([], [*ending(keys, keys.cordon(node)), *ending(keys, keys.drain(node))])
 
         def pardoned(state: JobState) -> JobState | None:
-            if node not in state.excluded_nodes:
-                return None
-            excluded_nodes = tuple(n for n in state.excluded_nodes if n != node)
-            failures = tuple(f for f in state.failures if f.node != node)  # else the next one excludes it again
-            no_agent = {n: why for n, why in state.no_agent.items() if n != node}
-            return msgspec.structs.replace(state, excluded_nodes=excluded_nodes, failures=failures, no_agent=no_agent)
+            return reconcile.pardoned(state, node) if node in state.excluded_nodes else None
 
         for job in self.published.now.cluster.jobs.values():
             if node in job.state.excluded_nodes and not job.over:

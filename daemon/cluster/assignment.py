@@ -29,7 +29,7 @@ from elastic.contract.records.job_records import Phase
 from elastic.contract.records.node_records import KnownNode, NodeRecord
 from elastic.contract.records.reasons import Code, Reason, Text, listed, reason
 
-from .cluster import Cluster, Job, Node, slots_wanted
+from .cluster import Cluster, Job, Node
 
 RESERVED_AFTER_S = 600.0
 
@@ -82,8 +82,7 @@ def plan(
     remembered = _remembered(cluster)
     alive = [job for job in cluster.by_age() if not job.over]
     for job in sorted(alive, key=lambda job: not _is_incomplete(job, staying[job.name])):
-        assert job.spec is not None
-        has, spec = places[job.name], job.spec.spec
+        has, spec = places[job.name], job.wanted
         if job.state.phase is not Phase.STOPPING:
             room = spec.max_nodes - len(staying[job.name])
             new = _candidates(cluster, job, has, used, silent)[:room] if room > 0 else []
@@ -96,7 +95,7 @@ def plan(
                     if wall_s - job.state.since_wall_s >= RESERVED_AFTER_S and not used.held:
                         _reserve(cluster, job, used)
             for each in new:
-                has[each.name] = slots_wanted(job.spec, each.record.slots)
+                has[each.name] = job.slots_on(each.record.slots)
                 used.add(job, each.name, has[each.name])
         if extra := _surplus(job, staying[job.name], list(has)):
             surplus[job.name] = extra
@@ -108,15 +107,14 @@ def plan(
 
 def _is_incomplete(job: Job, staying: list[str]) -> bool:
     """Whether it has agents, and too few: it is completed before a new job is begun."""
-    return bool(staying and job.spec and len(staying) < job.spec.spec.min_nodes)
+    return bool(staying and job.spec and len(staying) < job.wanted.min_nodes)
 
 
 def _could_run(nodes: Sequence[KnownNode | NodeRecord], on_gpus: bool, job: Job) -> bool:
     """Whether `nodes` could hold the job's minimum if they were empty and took work."""
-    assert job.spec is not None
-    spec, fit = job.spec.spec, 0
+    spec, fit = job.wanted, 0
     for node in nodes:
-        wanted = slots_wanted(job.spec, node.slots)
+        wanted = job.slots_on(node.slots)
         fit += wanted <= node.slots and (wanted <= node.gpus if on_gpus else not (_wants_gpus(job) and node.gpus))
     return fit >= spec.min_nodes
 
@@ -128,14 +126,12 @@ def _remembered(cluster: Cluster) -> list[KnownNode | NodeRecord]:
 
 def _reserve(cluster: Cluster, job: Job, used: _Used) -> None:
     """Hold nodes for its minimum: those on which the most of the slots that it needs are free, then the oldest."""
-    assert job.spec is not None
 
     def lacks(node: Node) -> int:
-        assert job.spec is not None
-        return max(0, slots_wanted(job.spec, node.record.slots) - used.free(node))
+        return max(0, job.slots_on(node.record.slots) - used.free(node))
 
     large = _candidates(cluster, job, {}, _Used())
-    for node in sorted(large, key=lacks)[: job.spec.spec.min_nodes]:  # stable: then the oldest
+    for node in sorted(large, key=lacks)[: job.wanted.min_nodes]:  # stable: then the oldest
         used.hold(job, node)
 
 
@@ -149,9 +145,8 @@ class _Used:
         """Node -> the job that it is reserved for."""
 
     def hold(self, job: Job, node: Node) -> None:
-        assert job.spec is not None
         self.held[node.name] = job.name
-        self.add(job, node.name, slots_wanted(job.spec, node.record.slots))
+        self.add(job, node.name, job.slots_on(node.record.slots))
 
     def add(self, job: Job, node: str, slots: int) -> None:
         self._slots[node] += slots
@@ -166,8 +161,7 @@ class _Used:
 
     def fits(self, job: Job, node: Node, on_gpus: bool) -> bool:
         """`on_gpus`: whether the job's workers use GPUs."""
-        assert job.spec is not None
-        wanted = slots_wanted(job.spec, node.record.slots)
+        wanted = job.slots_on(node.record.slots)
         if wanted > self.free(node):
             return False
         if on_gpus:
@@ -177,7 +171,7 @@ class _Used:
 
 def _wants_gpus(job: Job) -> bool:
     """Whether the job's workers use one GPU each on nodes that have GPUs."""
-    return job.spec is None or job.spec.spec.backend != "gloo"
+    return job.spec is None or job.wanted.backend != "gloo"
 
 
 def _on_gpus(cluster: Cluster, job: Job, has: Mapping[str, int]) -> bool:
@@ -186,9 +180,8 @@ def _on_gpus(cluster: Cluster, job: Job, has: Mapping[str, int]) -> bool:
     With backend auto as on the nodes that the job has; else if any node of the cluster has GPUs, even if none is free:
     a job that waits says why, one that trains on a CPU does not.
     """
-    assert job.spec is not None
-    if job.spec.spec.backend != "auto":
-        return job.spec.spec.backend == "nccl"
+    if job.wanted.backend != "auto":
+        return job.wanted.backend == "nccl"
     nodes = [cluster.nodes[name] for name in has if name in cluster.nodes][:1] or list(cluster.nodes.values())
     return any(node.record.gpus for node in nodes)
 
@@ -206,7 +199,7 @@ def _taken(cluster: Cluster, job: Job, node: str, slots: int) -> int:
     """`slots` of a member record, within what an agent there can have: the job's user can write any number."""
     row = cluster.nodes.get(node)
     there = row.record.slots if row else MAX_WORKERS_PER_NODE
-    return max(1, min(slots, there, slots_wanted(job.spec, there) if job.spec else there))
+    return max(1, min(slots, there, job.slots_on(there) if job.spec else there))
 
 
 def _leaving(cluster: Cluster, job: Job, node: str) -> bool:
@@ -219,14 +212,13 @@ def _leaving(cluster: Cluster, job: Job, node: str) -> bool:
 def _surplus(job: Job, staying: list[str], planned: list[str]) -> dict[str, Reason]:
     """Node -> why it should leave: beyond the job's maximum, those outside its generation, then the youngest; and
     excluded ones."""
-    assert job.spec is not None
     inside = [place.node for place in job.generation.nodes] if job.generation else []
     order = sorted(staying, key=lambda n: inside.index(n) if n in inside else len(inside))  # stable sort: then by age
-    extra = order[job.spec.spec.max_nodes :]
+    extra = order[job.wanted.max_nodes :]
     aside = [n for n in planned if n in job.state.excluded_nodes]
-    if len(planned) - len(aside) < job.spec.spec.min_nodes:
+    if len(planned) - len(aside) < job.wanted.min_nodes:
         aside = []
-    return dict.fromkeys(extra, reason(Code.SURPLUS, nodes=job.spec.spec.nodes)) | {
+    return dict.fromkeys(extra, reason(Code.SURPLUS, nodes=job.wanted.nodes)) | {
         n: reason(Code.EXCLUDED, job.state.no_agent.get(n) or reason(Code.FAILS_MORE), node=n) for n in aside
     }
 
@@ -241,8 +233,7 @@ def _candidates(
 
 def _why(cluster: Cluster, job: Job, has: Mapping[str, int], used: _Used, never: bool) -> Text:
     """Why each node that the job does not have is not assigned to it."""
-    assert job.spec is not None
-    spec, on_gpus = job.spec.spec, _on_gpus(cluster, job, has)
+    spec, on_gpus = job.wanted, _on_gpus(cluster, job, has)
     if never:
         short = reason(Code.NEVER, needs=_size(spec), capacity=_capacity(cluster, on_gpus))
     else:
@@ -255,8 +246,7 @@ def _why(cluster: Cluster, job: Job, has: Mapping[str, int], used: _Used, never:
 
 def _against(job: Job, node: Node, used: _Used, on_gpus: bool) -> Iterator[Reason]:
     """What speaks against `node` for `job`, the most general first."""
-    assert job.spec is not None
-    name, needs, free = node.name, slots_wanted(job.spec, node.record.slots), used.free(node)
+    name, needs, free = node.name, job.slots_on(node.record.slots), used.free(node)
     if node.why_not:
         yield reason(Code.NODE_IS, node=name, state=node.why_not)
     if name in job.state.excluded_nodes:
@@ -268,7 +258,7 @@ def _against(job: Job, node: Node, used: _Used, on_gpus: bool) -> Iterator[Reaso
     if needs > free:
         yield reason(Code.NO_SLOTS, node=name, free=free, total=node.record.slots, needs=needs)
     if not used.fits(job, node, on_gpus):
-        yield _lacks_gpus(node, needs, used.free_gpus(node), job.spec.spec.backend)
+        yield _lacks_gpus(node, needs, used.free_gpus(node), job.wanted.backend)
 
 
 def _size(spec: JobSpec) -> str:

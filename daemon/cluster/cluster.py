@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from elastic.contract.job.spec import JobSpec
 from elastic.contract.keys import ClusterKeys, JobKeys
 from elastic.contract.records.decoding import Decoder, Member, R, Stored
 from elastic.contract.records.incident_account import IncidentAccount
@@ -93,6 +94,17 @@ class Job:
     def over(self) -> bool:
         return self.state.phase.over
 
+    @property
+    def wanted(self) -> JobSpec:
+        """Its description, of a job that has one."""
+        assert self.spec is not None
+        return self.spec.spec
+
+    def slots_on(self, node_slots: int) -> int:
+        """Its workers on a node with `node_slots` slots."""
+        each = self.wanted.workers_per_node
+        return max(1, node_slots) if isinstance(each, str) else each
+
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
@@ -109,6 +121,11 @@ class Cluster:
     """Key -> why its signature is not valid. Such a record is not used."""
     known: Mapping[str, KnownNode] = field(default_factory=dict)
     """The inventory: every node that was here and was not forgotten."""
+
+    @property
+    def oldest_first(self) -> list[str]:
+        """Names of its nodes, in the order in which they registered."""
+        return sorted(self.nodes, key=lambda name: (self.nodes[name].create_revision, name))
 
     @property
     def absent(self) -> dict[str, KnownNode]:
@@ -288,9 +305,3 @@ def _by_job(prefix: str, kvs: Mapping[str, KeyValue]) -> dict[str, dict[str, Key
         if key.startswith(prefix):
             jobs.setdefault(key[len(prefix) :].partition("/")[0], {})[key] = kv
     return jobs
-
-
-def slots_wanted(spec: SpecRecord, node_slots: int) -> int:
-    """Workers of this job on a node with `node_slots` slots."""
-    wanted = spec.spec.workers_per_node
-    return max(1, node_slots) if isinstance(wanted, str) else wanted

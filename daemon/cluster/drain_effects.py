@@ -31,8 +31,7 @@ def effects(cluster: Cluster, node: str) -> list[DrainEffect]:
 
 
 def _effect(job: Job, left: int, had: int, new: tuple[str, ...], kept_on: tuple[str, ...]) -> DrainEffect:
-    assert job.spec is not None
-    spec = job.spec.spec
+    spec = job.wanted
     kind = STOPS if left < spec.min_nodes else MOVES if new and left >= had else SHRINKS
     effect = DrainEffect(job.name, kind, left, spec.min_nodes, list(new), bool(spec.checkpoint.dir), list(kept_on))
     effect.text = _text(effect)

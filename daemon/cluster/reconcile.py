@@ -117,11 +117,7 @@ def refuses_unsound(settings: Settings) -> bool:
 
 def is_oldest(cluster: Cluster, me: str) -> bool:
     """Whether `me` is the node that registered first: its daemon does the tasks that only one daemon is to do."""
-    return (
-        min(cluster.nodes.values(), key=lambda node: (node.create_revision, node.name)).name == me
-        if cluster.nodes
-        else False
-    )
+    return cluster.oldest_first[:1] == [me]
 
 
 class Since:
@@ -197,10 +193,7 @@ def job_state(
     if job.stop_is_due:
         return msgspec.structs.replace(state, since_wall_s=wall_s)
     if me in state.excluded_nodes and aside_s >= SET_ASIDE_S:
-        rest = tuple(node for node in state.excluded_nodes if node != me)
-        failures = tuple(failure for failure in state.failures if failure.node != me)
-        no_agent = {node: why for node, why in state.no_agent.items() if node != me}
-        return msgspec.structs.replace(state, excluded_nodes=rest, failures=failures, no_agent=no_agent)
+        return pardoned(state, me)
     if failed and not here and me not in state.excluded_nodes and state.phase is not Phase.STOPPING:
         excluded_nodes = tuple(sorted({*state.excluded_nodes, me}))
         if lacking and set(cluster.nodes) <= set(excluded_nodes):
@@ -214,6 +207,16 @@ def job_state(
     if deserted and no_room and is_oldest(cluster, me):  # else its leader writes this
         return after(state, PhaseTrigger.BELOW_MIN, reason(Code.DESERTED, no_room), wall_s)
     return None
+
+
+def pardoned(state: JobState, node: str) -> JobState:
+    """The job may use the node again. What has failed there is forgotten: else the next failure excludes it again."""
+    return msgspec.structs.replace(
+        state,
+        excluded_nodes=tuple(n for n in state.excluded_nodes if n != node),
+        failures=tuple(failure for failure in state.failures if failure.node != node),
+        no_agent={n: why for n, why in state.no_agent.items() if n != node},
+    )
 
 
 def of_an_earlier_job(job: Job, said: AgentStatus | None) -> bool:

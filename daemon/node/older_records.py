@@ -74,8 +74,8 @@ class OlderRecords:
         """Called in each turn in which etcd can be reached."""
         if self._view is None:
             return
-        by_age = sorted(cluster.nodes.values(), key=lambda node: (node.create_revision, node.name))
-        place = next((i for i, node in enumerate(by_age) if node.name == self._node), len(by_age))
+        by_age = cluster.oldest_first
+        place = by_age.index(self._node) if self._node in by_age else len(by_age)
         for key, (name, refusal) in self._older.items():
             newest = self._view.kvs.get(key)
             ending = newest is None and key.startswith(self._keys.endings)  # no effect: another daemon may know more

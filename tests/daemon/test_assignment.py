@@ -21,7 +21,7 @@ from elastic.contract.records.job_records import (
 from elastic.contract.records.node_records import CordonRecord, DrainRecord, NodeRecord
 from elastic.contract.records.reasons import Code, Reason, codes, listed, reason, reasons
 from elasticd.cluster.assignment import Assignment, plan
-from elasticd.cluster.cluster import Cluster, Job, Node, slots_wanted
+from elasticd.cluster.cluster import Cluster, Job, Node
 from elasticd.cluster.reconcile import Silent
 
 
@@ -368,7 +368,7 @@ class World:
             idle = [
                 name
                 for name, me in self.nodes.items()
-                if slots_wanted(target.spec, me.record.slots) <= me.record.slots - used[name]
+                if target.slots_on(me.record.slots) <= me.record.slots - used[name]
                 and not me.why_not
                 and name not in target.state.excluded_nodes
                 and name not in members

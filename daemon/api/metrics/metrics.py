@@ -23,6 +23,7 @@ from elastic.contract.records.job_records import Phase
 from elastic.contract.records.ledger import STALL_S, STEP_S, Bucket, Ledger, Spread
 from elasticd.base import answers
 from elasticd.base.answers import Certificate
+from elasticd.cluster import reconcile
 from elasticd.cluster.cluster import Job
 from elasticd.cluster.published_state import Snapshot
 from elasticd.views import views
@@ -53,24 +54,19 @@ class FromSnapshot(Collector):
                          self._requests.etcd.items(), ("method", "result"))  # fmt: skip
         yield _histogram("elasticd_api_request_duration_seconds", "Requests on the socket, without followed logs.",
                          self._requests.api.items(), ("method", "route", "code"))  # fmt: skip
-        yield from _nodes(status.nodes if self._identity.node == first_node(snapshot) else [])
+        yield from _nodes(status.nodes if reconcile.is_oldest(snapshot.cluster, self._identity.node) else [])
         exported = {name for name, job in snapshot.cluster.jobs.items()
                 if exporter(snapshot, name) == self._identity.node}  # fmt: skip
         rows = [row for row in status.jobs if row.job in exported]
         yield from job_families(rows, snapshot.cluster.jobs, histories, snapshot)
 
 
-def first_node(snapshot: Snapshot) -> str:
-    """The node that registered first; '' if there is none."""
-    nodes = snapshot.cluster.nodes.values()
-    return min(nodes, key=lambda n: (n.create_revision, n.name)).name if nodes else ""
-
-
 def exporter(snapshot: Snapshot, job: str) -> str:
-    """The node whose daemon exports `job`: the first one of its generation that has a daemon, else `first_node`."""
+    """The node whose daemon exports `job`: the first one of its generation that has a daemon, else the oldest."""
     current = snapshot.cluster.jobs[job]
     places = current.generation.nodes if current.generation and not current.over else ()
-    return next((p.node for p in places if p.node in snapshot.cluster.nodes), "") or first_node(snapshot)
+    there = (place.node for place in places if place.node in snapshot.cluster.nodes)
+    return next(there, "") or next(iter(snapshot.cluster.oldest_first), "")
 
 
 def _build(status: answers.Status) -> Any:
