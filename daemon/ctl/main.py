@@ -19,65 +19,51 @@ import click
 import elastic
 from elasticd.base import safe_text
 
-from .client import Client, Failed, Unreachable, name
-from .completion import JOB, NODE, job_names
-from .output import (
-    AS_USER,
-    DEGRADED,
-    DENIED,
-    ERROR,
-    FAILED,
-    INTERRUPTED,
-    NO_DAEMON,
-    NO_ETCD,
-    OK,
-    OVER,
-    USAGE,
-    WITHOUT_DAEMON,
-    as_json,
-    as_of,
-    command,
-    read,
-)  # fmt: skip
-from .output import print_json as _print
-from .output import say as _say
-
-HEALTH = {"healthy": OK, "degraded": DEGRADED, "failed": FAILED}
-
+from .client import Client, Failed, Unreachable
+from .output import DENIED, ERROR, INTERRUPTED, NO_DAEMON, NO_ETCD, OK, USAGE, print_json
 
 LATE = {
     "bundle": ".nodes.bundle:bundle",
+    "checkpoint": ".jobs.checkpoint_commands:checkpoint",
     "completion": ".completion:completion",
     "config": ".nodes.node_commands:config",
+    "cordon": ".nodes.node_commands:cordon",
     "debug": ".jobs.debug:debug",
     "doctor": ".nodes.doctor:doctor",
     "drain": ".nodes.node_commands:drain",
     "events": ".show.course:events",
     "forget": ".jobs.lifecycle:forget",
     "gc": ".nodes.node_commands:gc",
+    "incidents": ".show.lists:incidents",
     "install-service": ".nodes.install:install_service",
+    "jobs": ".show.lists:jobs",
     "logs": ".jobs.follow:logs",
     "loss": ".show.course:loss",
+    "nodes": ".show.lists:nodes",
     "report": ".show.course:report",
     "restart": ".jobs.lifecycle:restart",
     "run": ".jobs.run_command:run",
+    "scale": ".jobs.lifecycle:scale",
     "stacks": ".nodes.doctor:stacks",
+    "status": ".show.lists:status",
     "stop": ".jobs.lifecycle:stop",
+    "submit": ".jobs.run_command:submit",
     "top": ".jobs.top:top",
+    "uncordon": ".nodes.node_commands:uncordon",
     "wait": ".jobs.lifecycle:wait",
 }
-"""Commands whose modules are imported only when they are called: `elasticctl status` must not pay for them."""
+"""Command -> where it is. Its module is imported when it is called: `elasticctl status` must not pay for the others."""
 
 
 class Main(click.Group):
     """Turns errors into text, or JSON if requested, and an exit code."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted({*super().list_commands(ctx), *LATE})
+        return sorted(LATE)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if not (place := LATE.get(cmd_name)):
-            return super().get_command(ctx, cmd_name)
+            return None
         module, _, function = place.partition(":")
         command: click.Command = getattr(importlib.import_module(module, __package__), function)
         return command
@@ -127,204 +113,12 @@ def main(ctx: click.Context, socket: str | None) -> None:
     ctx.obj = Client(socket or "")
 
 
-@command(group=main)
-@click.argument("job", required=False, shell_complete=job_names)
-@click.option("-w", "--watch", is_flag=True, help="Show it anew every second, until Ctrl-C.")
-@click.option("--all", "every", is_flag=True, help="Also the jobs that are over beyond the newest hundred.")
-def status(client: Client, job: str | None, watch: bool, every: bool, as_json: bool) -> None:
-    """Show the cluster, or one JOB with its ranks."""
-    from elasticd.base.answers import JobDetail, Status
-
-    path = f"/v1/jobs/{name(job)}" if job else f"/v1/status{'?all=1' if every else ''}"
-
-    def show() -> JobDetail | Status:
-        from .show import render
-
-        if job:
-            render.job(detail := read(client.get(path), JobDetail))
-            return detail
-        render.status(cluster := read(client.get(path), Status))
-        return cluster
-
-    if watch and not as_json:
-        from .show import render
-
-        return render.watch(show)
-    if as_json:
-        _print(data := client.get(path))
-        seen: JobDetail | Status = read(data, JobDetail) if job else read(data, Status)
-    else:
-        seen = show()
-    sys.exit(max(HEALTH[seen.health], OK if seen.etcd.connected else DEGRADED))
-
-
-@command(group=main)
-def jobs(client: Client, as_json: bool) -> None:
-    """All jobs, running ones first."""
-    data = client.get("/v1/jobs")
-    if as_json:
-        return _print(data)
-    from elasticd.base.answers import Status
-
-    from .show import render
-
-    render.jobs(read(data, Status).jobs)
-    return as_of(data)
-
-
-@main.group(invoke_without_command=True)
-@as_json
-@click.pass_context
-def nodes(ctx: click.Context, as_json: bool) -> None:
-    """The nodes of the cluster, also those that are lost; or forget one of them."""
-    if ctx.invoked_subcommand:
-        return None
-    client: Client = ctx.obj
-    data = client.get("/v1/nodes")
-    if as_json:
-        return _print(data)
-    from elasticd.base.answers import Status
-
-    from .show import render
-
-    render.nodes(read(data, Status).nodes)
-    return as_of(data)
-
-
-@command("forget", group=nodes)
-@NODE
-def nodes_forget(client: Client, node: str, as_json: bool) -> None:
-    """Forget NODE, which is lost or off and does not come back, with its cordon or drain."""
-    _say(client.delete(f"/v1/nodes/{name(node)}"), as_json, f"{node} is forgotten")
-
-
-@command(group=main)
-@click.argument("job", required=False, shell_complete=job_names)
-@click.option("--last", default=0, help="Only the newest N.")
-@click.option("--full", is_flag=True, help="With verdict, time line, stacks and traceback of each.")
-def incidents(client: Client, job: str | None, last: int, full: bool, as_json: bool) -> None:
-    """Failures and planned changes, with the cost of each."""
-    data = client.get("/v1/incidents", {"job": job or "", "last": last})
-    if as_json:
-        return _print(data)
-    from elasticd.base.answers import Incident
-
-    from .show import render
-
-    rows = [read(row, Incident) for row in data["incidents"]]
-    if full and rows:
-        for row in rows:
-            render.incident(row)
-    else:
-        render.incidents(rows)
-    return as_of(data)
-
-
-@command(group=main)
-@click.argument("file")
-@click.option("--set", "settings", multiple=True, metavar="FIELD=VALUE", help="Override a field: checkpoint.keep=5.")
-@click.option("--replace", is_flag=True, help="Take the name of a job that is over; its records go.")
-@AS_USER
-def submit(client: Client, file: str, settings: tuple[str, ...], replace: bool, user: str, as_json: bool) -> None:
-    """Submit the job that FILE (job.toml) describes."""
-    from pathlib import Path
-
-    from .jobs import job_file
-
-    try:
-        raw = job_file.from_file(Path(file))
-        job_file.override(raw, settings)
-        job_file.resolve(raw, Path.cwd())
-        job_file.check_source(raw, client.get("/v1/status")["python"])
-    except job_file.InvalidJob as error:
-        raise Failed(400, str(error)) from None
-    data = client.post("/v1/jobs", {"spec": raw, "replace": replace, "as": user})
-    note = f"; it {data['note']}" if data.get("note") else ""
-    _say(data, as_json, f"{data['job']} is submitted{note}; see: elasticctl status {data['job']}")
-
-
-@command(group=main)
-@JOB
-@click.argument("nodes", metavar="MIN:MAX")
-def scale(client: Client, job: str, nodes: str, as_json: bool) -> None:
-    """Change the number of nodes that JOB may have; no step is lost."""
-    data = client.post(f"/v1/jobs/{name(job)}/scale", {"nodes": nodes})
-    many = "1 node" if nodes in ("1", "1:1") else f"{nodes} nodes"
-    when = f"when it is started again: it is over ({phase})" if (phase := data.get("phase")) in OVER else "now"
-    _say(data, as_json, f"{job} may have {many} {when}")
-
-
-@command(group=main)
-@NODE
-@click.option("--reason", default="", help="Why, for the record and for status.")
-def cordon(client: Client, node: str, reason: str, as_json: bool) -> None:
-    """Assign no new work to NODE; running work continues."""
-    data = client.post(f"/v1/nodes/{name(node)}/cordon", {"reason": reason} if reason else {})
-    _say(data, as_json, f"{node} takes no new work")
-
-
-@command(group=main)
-@NODE
-def uncordon(client: Client, node: str, as_json: bool) -> None:
-    """Undo a cordon or drain of NODE, and let the jobs that excluded it use it again."""
-    data = client.post(f"/v1/nodes/{name(node)}/uncordon")
-    text = f"{node} takes work again"
-    if (state := data.get("state", "ready")) in WITHOUT_DAEMON:
-        text = f"{node} may take work again, once its elasticd runs: now none does"
-    elif state == "unhealthy":
-        text = f"{node} is neither cordoned nor drained any more, and takes no work still: {data['reason']}"
-    _say(data, as_json, text)
-
-
-@main.group()
-def checkpoint() -> None:
-    """Checkpoints: take one now, list, verify, export."""
-
-
-@command("now", group=checkpoint)
-@JOB
-def checkpoint_now(client: Client, job: str, as_json: bool) -> None:
-    """Request a checkpoint of JOB at the next step that all ranks agree on."""
-    _say(client.post(f"/v1/jobs/{name(job)}/checkpoint"), as_json, f"{job} is asked for a checkpoint")
-
-
-@command("list", group=checkpoint)
-@click.argument("where", metavar="DIR|JOB")
-def checkpoint_list(client: Client, where: str, as_json: bool) -> None:
-    """The checkpoints in DIR, or in JOB's directory: newest first, then quarantined ones."""
-    from .jobs import checkpoint_commands
-
-    sys.exit(checkpoint_commands.show_list(client, where, as_json))
-
-
-@command("verify", group=checkpoint)
-@click.argument("where", metavar="PATH|DIR|JOB")
-def checkpoint_verify(client: Client, where: str, as_json: bool) -> None:
-    """Check every byte of one checkpoint, or of all in a directory. Exit code 1: one is damaged."""
-    from .jobs import checkpoint_commands
-
-    sys.exit(checkpoint_commands.show_verify(client, where, as_json))
-
-
-@checkpoint.command("export")
-@click.argument("path")
-@click.argument("target")
-@click.option("--format", "form", type=click.Choice(["torch", "dcp"]), default="torch", show_default=True,
-              help="One file for torch.load, or a torch.distributed.checkpoint directory.")  # fmt: skip
-@as_json
-def checkpoint_export(path: str, target: str, form: str, as_json: bool) -> None:
-    """Write the checkpoint at PATH to TARGET in the format of another tool. Every byte is checked."""
-    from .jobs import checkpoint_commands
-
-    sys.exit(checkpoint_commands.export(path, target, form, as_json))
-
-
 def _die(message: str, code: int, as_json: bool = False, status: int | None = None, hint: str = "") -> NoReturn:
     """End with `code`. As JSON on stdout, in the form of the API's errors; else as text on stderr."""
     if as_json:
         from elasticd.base.answers import error
 
-        _print(error(status, message, exit_code=code))
+        print_json(error(status, message, exit_code=code))
     else:
         if hint:
             click.echo(safe_text.block(hint), err=True)

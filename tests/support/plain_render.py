@@ -8,6 +8,7 @@ from elasticd.base.answers import Incident, Job, JobDetail, Json, Node, Status, 
 from elasticd.base.command_answers import Config
 from elasticd.ctl.show import render
 from elasticd.ctl.show.screen import Console
+from elasticd.views import columns
 
 
 def status(data: Json) -> None:
@@ -19,15 +20,15 @@ def job(data: Json) -> None:
 
 
 def jobs(rows: Sequence[Json]) -> None:
-    render.jobs([read(row, Job) for row in rows])
+    render.table(columns.JOBS, [read(row, Job) for row in rows], "no jobs")
 
 
 def nodes(rows: Sequence[Json]) -> None:
-    render.nodes([read(row, Node) for row in rows])
+    render.table(columns.NODES, [read(row, Node) for row in rows], "no nodes")
 
 
 def incidents(rows: Sequence[Json]) -> None:
-    render.incidents([read(row, Incident) for row in rows])
+    render.table(columns.INCIDENTS, [read(row, Incident) for row in rows], "no incidents")
 
 
 def checkpoints(rows: Sequence[Json]) -> None:

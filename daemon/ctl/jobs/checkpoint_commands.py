@@ -1,4 +1,4 @@
-"""elasticctl checkpoint list, verify, export: runs `python -m elastic.checkpoint` as a separate process.
+"""elasticctl checkpoint now, list, verify, export. All but the first run `python -m elastic.checkpoint` as a process.
 
 So neither torch nor the checkpoint code is imported here.
 """
@@ -15,37 +15,60 @@ import click
 from elasticd.base import safe_text
 from elasticd.base.answers import SCHEMA
 from elasticd.ctl.client import Client, Failed, Json, Unreachable, name
+from elasticd.ctl.completion import JOB
+from elasticd.ctl.output import ERROR, OK, as_json, command, print_json, say
+from elasticd.ctl.show import render
 
 
-def show_list(client: Client, where: str, as_json: bool) -> int:
-    """Returns 0, even if there is none."""
+@click.group()
+def checkpoint() -> None:
+    """Checkpoints: take one now, list, verify, export."""
+
+
+@command("now", group=checkpoint)
+@JOB
+def now(client: Client, job: str, as_json: bool) -> None:
+    """Request a checkpoint of JOB at the next step that all ranks agree on."""
+    say(client.post(f"/v1/jobs/{name(job)}/checkpoint"), as_json, f"{job} is asked for a checkpoint")
+
+
+@command("list", group=checkpoint)
+@click.argument("where", metavar="DIR|JOB")
+def show_list(client: Client, where: str, as_json: bool) -> None:
+    """The checkpoints in DIR, or in JOB's directory: newest first, then quarantined ones."""
     rows = _rows(client, where, "list")
     if as_json:
-        _print(rows)
+        print_json({"schema": SCHEMA, "checkpoints": rows})
     elif rows:
-        from elasticd.ctl.show import render
-
         render.checkpoints(rows)
     else:
         click.echo(safe_text.line(f"no checkpoints in {where}"))
-    return 0
 
 
-def show_verify(client: Client, where: str, as_json: bool) -> int:
-    """Returns 1 if one is damaged, or there is none."""
+@command("verify", group=checkpoint)
+@click.argument("where", metavar="PATH|DIR|JOB")
+def show_verify(client: Client, where: str, as_json: bool) -> None:
+    """Check every byte of one checkpoint, or of all in a directory. Exit code 1: one is damaged."""
     rows = [row for row in _rows(client, where, "verify") if row["state"] not in ("quarantined", UNFINISHED)]
     if as_json:
-        _print(rows)
+        print_json({"schema": SCHEMA, "checkpoints": rows})
     for row in () if as_json else rows:
         good = row["state"] == "good"
         verdict = "good" if good else f"DAMAGED ({row['state']}): {row['detail']}"
         click.secho(safe_text.line(f"{row['path']}: {verdict}"), fg=None if good else "red")
     if not rows and not as_json:
         click.echo(safe_text.line(f"no checkpoints in {where}"), err=True)
-    return int(not rows or any(row["state"] != "good" for row in rows))
+    sys.exit(ERROR if not rows or any(row["state"] != "good" for row in rows) else OK)
 
 
-def export(path: str, target: str, form: str, as_json: bool) -> int:
+@checkpoint.command("export")
+@click.argument("path")
+@click.argument("target")
+@click.option("--format", "form", type=click.Choice(["torch", "dcp"]), default="torch", show_default=True,
+              help="One file for torch.load, or a torch.distributed.checkpoint directory.")  # fmt: skip
+@as_json
+def export(path: str, target: str, form: str, as_json: bool) -> None:
+    """Write the checkpoint at PATH to TARGET in the format of another tool. Every byte is checked."""
     if not os.path.isdir(path):
         raise Failed(404, f"{path!r} is no folder here: give that of one checkpoint, CHECKPOINT_DIR/step-N")
     done = _ask("export", os.path.abspath(path), os.path.abspath(target), "--format", form)
@@ -53,7 +76,6 @@ def export(path: str, target: str, form: str, as_json: bool) -> int:
         raise Failed(500, done.stderr.strip() or f"ended with exit code {done.returncode}")
     content = {"schema": SCHEMA, "exported": target, "format": form}
     click.echo(json.dumps(content) if as_json else safe_text.line(f"{target} is written"))
-    return 0
 
 
 UNFINISHED = "being written, or left over"
@@ -94,7 +116,3 @@ def _ask(*args: str) -> subprocess.CompletedProcess[str]:
         )
     except (OSError, ValueError) as error:  # a path too long for one argument; a NUL in it
         raise Failed(400, f"{args[1]!r}: {error}") from None
-
-
-def _print(rows: list[Json]) -> None:
-    click.echo(json.dumps({"schema": SCHEMA, "checkpoints": rows}, indent=2))

@@ -74,6 +74,17 @@ def restart(client: Client, job: str, timeout_s: float, as_json: bool) -> None:
 
 
 @command()
+@JOB
+@click.argument("nodes", metavar="MIN:MAX")
+def scale(client: Client, job: str, nodes: str, as_json: bool) -> None:
+    """Change the number of nodes that JOB may have; no step is lost."""
+    data = client.post(f"/v1/jobs/{name(job)}/scale", {"nodes": nodes})
+    many = "1 node" if nodes in ("1", "1:1") else f"{nodes} nodes"
+    when = f"when it is started again: it is over ({phase})" if (phase := data.get("phase")) in OVER else "now"
+    say(data, as_json, f"{job} may have {many} {when}")
+
+
+@command()
 @click.argument("jobs", metavar="[JOB]...", nargs=-1, shell_complete=job_names)
 @click.option("--over", is_flag=True, help="All jobs that are over and that you may forget.")
 @click.option("--older-than", "older_s", type=length, default="0", metavar="TIME",

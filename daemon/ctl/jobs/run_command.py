@@ -1,4 +1,4 @@
-"""`elasticctl run`: submits a script and follows it to its end."""
+"""`elasticctl run`, which submits a script and follows it to its end; and `elasticctl submit`, of a file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import click
 
 from elasticd.base import safe_text
 from elasticd.ctl.client import Client, Failed, Json, Unreachable
-from elasticd.ctl.output import AS_USER, OVER, as_json, say
+from elasticd.ctl.output import AS_USER, OVER, as_json, command, say
 
 from . import follow, job_file, torchrun
 
@@ -106,6 +106,25 @@ def run(
         began_s = None
     if not detach:
         sys.exit(follow.until_over(client, raw["name"], as_json, meant.local_ranks, began_s))
+
+
+@command()
+@click.argument("file")
+@click.option("--set", "settings", multiple=True, metavar="FIELD=VALUE", help="Override a field: checkpoint.keep=5.")
+@click.option("--replace", is_flag=True, help="Take the name of a job that is over; its records go.")
+@AS_USER
+def submit(client: Client, file: str, settings: tuple[str, ...], replace: bool, user: str, as_json: bool) -> None:
+    """Submit the job that FILE (job.toml) describes."""
+    try:
+        raw = job_file.from_file(Path(file))
+        job_file.override(raw, settings)
+        job_file.resolve(raw, Path.cwd())
+        job_file.check_source(raw, client.get("/v1/status")["python"])
+    except job_file.InvalidJob as error:
+        raise Failed(400, str(error)) from None
+    data = client.post("/v1/jobs", {"spec": raw, "replace": replace, "as": user})
+    note = f"; it {data['note']}" if data.get("note") else ""
+    say(data, as_json, f"{data['job']} is submitted{note}; see: elasticctl status {data['job']}")
 
 
 def ready_cluster(client: Client, wait_s: float = STARTING_S) -> Json:

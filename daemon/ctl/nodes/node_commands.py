@@ -61,6 +61,28 @@ def _what(row: Removed) -> str:
 @command()
 @NODE
 @click.option("--reason", default="", help="Why, for the record and for status.")
+def cordon(client: Client, node: str, reason: str, as_json: bool) -> None:
+    """Assign no new work to NODE; running work continues."""
+    data = client.post(f"/v1/nodes/{name(node)}/cordon", {"reason": reason} if reason else {})
+    say(data, as_json, f"{node} takes no new work")
+
+
+@command()
+@NODE
+def uncordon(client: Client, node: str, as_json: bool) -> None:
+    """Undo a cordon or drain of NODE, and let the jobs that excluded it use it again."""
+    data = client.post(f"/v1/nodes/{name(node)}/uncordon")
+    text = f"{node} takes work again"
+    if (state := data.get("state", "ready")) in WITHOUT_DAEMON:
+        text = f"{node} may take work again, once its elasticd runs: now none does"
+    elif state == "unhealthy":
+        text = f"{node} is neither cordoned nor drained any more, and takes no work still: {data['reason']}"
+    say(data, as_json, text)
+
+
+@command()
+@NODE
+@click.option("--reason", default="", help="Why, for the record and for status.")
 @click.option(
     "--deadline", "deadline_s", type=length, default="0", metavar="TIME",
     help="When the node goes away, whether it is empty or not.",

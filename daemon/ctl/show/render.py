@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from elasticd.base.answers import EtcdContact, Incident, Job, JobDetail, Json, Node, Status, WorkerError
+from elasticd.base.answers import EtcdContact, Incident, Job, JobDetail, Json, Status, WorkerError
 from elasticd.base.safe_text import shown
 from elasticd.views import columns
 from elasticd.views.columns import Column, ago, clock, failed_first, incident_short, number
@@ -72,19 +72,7 @@ def status(data: Status) -> None:
         out.say(Text.assemble((f"{' ' if well else '!'} {job.job} ", "dim" if well else "yellow"), job.why))
 
 
-def jobs(rows: Sequence[Job]) -> None:
-    _table(columns.JOBS, rows, "no jobs")
-
-
-def nodes(rows: Sequence[Node]) -> None:
-    Rows(columns.NODES, rows).print(console())
-
-
-def incidents(rows: Sequence[Incident]) -> None:
-    _table(columns.INCIDENTS, rows, "no incidents")
-
-
-def _table(columns: Sequence[Column], rows: Sequence[object], none: str) -> None:
+def table(columns: Sequence[Column], rows: Sequence[object], none: str) -> None:
     out = console()
     Rows(columns, rows).print(out) if rows else out.say(none)
 
