@@ -60,10 +60,12 @@ test-of: venv
 	$(BIN)/pytest -q -n logical --dist worksteal -m "not long and not slow and not chaos" $$files
 
 # Everything in the repository that is generated, anew: look at `git diff` then. Golden histories, the example settings,
-# the page of all reasons, the pictures of the documentation, the tables and diagrams of states, the fields of the API.
+# the page of all reasons, the pictures of the documentation, the tables and diagrams of states, the
+# fields of the API, the pages of commands, of a job's fields and of settings.
 golden: venv
 	@PYTHONPATH=tests $(BIN)/python -m simulation.diagram > $(VENV)/states.md && mv $(VENV)/states.md docs/states.md
 	@PYTHONPATH=tests $(BIN)/python -m support.api_doc
+	@PYTHONPATH=tests $(BIN)/python -m support.reference_doc
 	@ELASTIC_REWRITE=1 $(BIN)/pytest -q tests/unit/test_scenarios.py tests/unit/test_reasons.py tests/systemd/test_files.py
 	@$(BIN)/python docs/pictures/make.py
 	@git status --short tests/scenarios tests/unit/reasons.txt systemd docs

@@ -119,8 +119,9 @@ def test_a_wrong_call_is_seen(text: str, why: str) -> None:
 
 def test_every_page_is_in_the_site_and_on_its_first_page() -> None:
     pages = {path.name for path in (ROOT / "docs").glob("*.md")}
-    nav = set(re.findall(r"([a-z-]+\.md)", (ROOT / "mkdocs.yml").read_text().partition("nav:")[2]))
-    linked = set(re.findall(r"\(([a-z-]+\.md)\)", (ROOT / "docs" / "index.md").read_text()))
+    pages |= {f"howto/{path.name}" for path in (ROOT / "docs" / "howto").glob("*.md")}
+    nav = set(re.findall(r"([a-z/-]+\.md)", (ROOT / "mkdocs.yml").read_text().partition("nav:")[2]))
+    linked = set(re.findall(r"\(([a-z/-]+\.md)\)", (ROOT / "docs" / "index.md").read_text()))
     assert pages - nav == set()
     assert pages - linked - {"index.md"} == set()
 
