@@ -23,7 +23,6 @@ from elasticd.agents.cleaner import FIRST_S, Cleaner
 from elasticd.agents.etcd_grants import EtcdGrants
 from elasticd.agents.run_as import RunAs, groups
 from elasticd.api.doctor import Doctor
-from elasticd.api.http.httpd import Server
 from elasticd.api.metrics.observations import Requests
 from elasticd.api.request import Service
 from elasticd.base.command_answers import Config
@@ -183,7 +182,7 @@ class Daemon:
                 self.log.warning("http.other_port", why=str(error), url=server.url, fix="set http.listen")
             identity = dataclasses.replace(identity, metrics=server.url)
             self.identity = identity
-            self._add("metrics", server)
+            self.threads.start("metrics", server.serve)
         if settings.page.listen:
             self._serve_page(identity)
         authority = _authority(settings)
@@ -202,7 +201,7 @@ class Daemon:
             examiner, self._cleaner, self._requests,
         )  # fmt: skip
         self._answer_other_nodes(service)
-        self._add("api", api.unix_server(settings.socket, settings.socket_group, service))
+        self.threads.start("api", api.unix_server(settings.socket, settings.socket_group, service).serve)
         self.log.info("api.listening", socket=settings.socket, metrics=identity.metrics)
 
     def _serve_page(self, identity: Identity) -> None:
@@ -212,7 +211,7 @@ class Daemon:
         token = access.TokenFile(settings.page, os.geteuid(), settings.etcd.allow_readable_secrets, self.log)
         source = server.PageSource(self._published, identity, self._agents.logs)
         served = server.page_server(settings.page, token, source, self.log)
-        self._add("page", served)
+        self.threads.start("page", served.serve)
         self.log.info("page.listening", url=served.url, token=bool(token()))
 
     def _make_notifier(self) -> Notifier | None:
@@ -258,9 +257,6 @@ class Daemon:
         answers.start()
         for number in range(asks.WORKERS):
             self.threads.repeat(f"asks-{number}", answers.run_one)
-
-    def _add(self, name: str, server: Server) -> None:
-        self.threads.start(name, server.serve)
 
 
 def _own_peer() -> Peer:

@@ -85,13 +85,10 @@ class Tail:
     def more_from(self, offsets: Mapping[str, int]) -> list[Line]:
         """Lines written since an earlier reader's `offsets`, of up to FAR_BYTES of each file."""
         self._offsets = dict(offsets)
-        return list(self._more(most=FAR_BYTES))
+        return list(self.more(FAR_BYTES))
 
-    def more(self) -> Iterator[Line]:
-        """Lines written since the last read."""
-        yield from self._more()
-
-    def _more(self, most: int = 0) -> Iterator[Line]:
+    def more(self, most: int = 0) -> Iterator[Line]:
+        """Lines written since the last read, of up to `most` bytes of each file; 0: all of them."""
         for name, descriptor in self._opened():
             yield from self._read(name, descriptor, most)
 

@@ -203,7 +203,11 @@ class Actions:
         checkpoints stay. `seen`: return when this daemon's view has it."""
         if self._of_another_protocol(job):
             self.authority.check_job(peer, job, None, "forget")
-            if self._count(self._job(job).members):
+            try:
+                agents = self.etcd.newest(self._job(job).members).count
+            except EtcdError as error:
+                raise _unavailable(error) from error
+            if agents:
                 raise Refused(
                     409, f"job {job!r} has agents of another elasticd version: stop it with that version first"
                 )
@@ -282,10 +286,7 @@ class Actions:
     # ── etcd ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _job(self, name: str) -> JobKeys:
-        try:
-            return self.keys.job(name)
-        except ValueError as error:
-            raise Refused(400, str(error)) from None
+        return self.keys.job(checked("job", name))
 
     def _of_another_protocol(self, job: str) -> bool:
         try:
@@ -298,12 +299,6 @@ class Actions:
             pass  # told by the reader of the record
         return False
 
-    def _count(self, prefix: str) -> int:
-        try:
-            return self.etcd.newest(prefix).count
-        except EtcdError as error:
-            raise _unavailable(error) from error
-
     def _owned(self, job: str, peer: Peer, verb: str) -> tuple[SpecRecord, Compare]:
         """The job as it stands in etcd now, if `peer` may do this to it, and a condition for the write that follows: by
         then the name may be that of another user's new job. Raises Refused (403, 404)."""
@@ -315,10 +310,7 @@ class Actions:
         return spec, ModIs(key, revision)
 
     def _node(self, node: str) -> None:
-        try:
-            check_name("node", node)
-        except ValueError as error:
-            raise Refused(400, str(error)) from None
+        checked("node", node)
         if node not in (names := known_nodes(cluster := self.published.now.cluster)):
             raise no_node(node, names, cluster)
 
@@ -395,6 +387,14 @@ def _all_but_spec_and_state(keys: JobKeys) -> list[Op]:
     gone: list[Op] = [Delete(key) for key in (keys.generation, keys.restored, keys.progress, keys.asked)]
     below = (keys.members, keys.ranks, keys.broken_all, keys.incidents)
     return gone + [Delete(prefix, prefix=True) for prefix in below]
+
+
+def checked(field: str, name: str) -> str:
+    """`name`, or Refused (400)."""
+    try:
+        return check_name(field, name)
+    except ValueError as error:
+        raise Refused(400, str(error)) from None
 
 
 def job_of(snapshot: Snapshot, name: str) -> Job:

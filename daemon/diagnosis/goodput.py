@@ -12,6 +12,7 @@ from elasticd.base import answers
 
 if TYPE_CHECKING:
     from elastic.contract.records.job_records import ProgressRecord
+    from elastic.contract.records.ledger import Ledger
     from elastic.contract.records.rank_records import RanksRecord, RankTimes
 
 STANDSTILL = "standstill"
@@ -36,21 +37,10 @@ WORDS = {
 
 def row(progress: ProgressRecord | None) -> answers.Goodput | None:
     """None: no agent has kept a ledger yet, or the script is plain: of what it does nothing is known."""
-    from elastic.contract.records.ledger import Bucket, shares
-
     ledger = progress.ledger if progress else None
     if ledger is None or not ledger.total_ms or tells_nothing(progress):
         return None
-    stood_ms = ledger.open_ms if stands_still(progress) else 0
-    stepped_ms = ledger.ranks_ms.get(Bucket.STEPPING, 0) + ledger.open_ms - stood_ms
-    badput = {name: share for name, share in shares(ledger).items() if name != Bucket.STEPPING}
-    return answers.Goodput(
-        goodput=stepped_ms / ledger.total_ms,
-        badput=badput | _standing(stood_ms / ledger.total_ms),
-        rank_seconds={bucket.value: ledger.ranks_ms.get(bucket.value, 0) / 1000 for bucket in Bucket},
-        open_rank_seconds=ledger.open_ms / 1000,
-        wall_s=ledger.wall_ms / 1000,
-    )
+    return answers.Goodput(**_parts(ledger, stands_still(progress)), wall_s=ledger.wall_ms / 1000)
 
 
 def tells_nothing(progress: ProgressRecord | None) -> bool:
@@ -63,8 +53,19 @@ def stands_still(progress: ProgressRecord | None) -> bool:
     return progress is not None and progress.still is not None and not progress.still.declared
 
 
-def _standing(share: float) -> dict[str, float]:
-    return {STANDSTILL: share} if share else {}
+def _parts(ledger: Ledger, still: bool) -> dict[str, Any]:
+    """Fields that `answers.Goodput` and `answers.RankTime` have both. `still`: the time since the newest commit is no
+    goodput."""
+    from elastic.contract.records.ledger import Bucket, shares
+
+    stepped_ms = ledger.ranks_ms.get(Bucket.STEPPING, 0) + (0 if still else ledger.open_ms)
+    badput = {name: share for name, share in shares(ledger).items() if name != Bucket.STEPPING}
+    return {
+        "goodput": stepped_ms / ledger.total_ms,
+        "badput": badput | ({STANDSTILL: ledger.open_ms / ledger.total_ms} if still and ledger.open_ms else {}),
+        "rank_seconds": {bucket.value: ledger.ranks_ms.get(bucket.value, 0) / 1000 for bucket in Bucket},
+        "open_rank_seconds": ledger.open_ms / 1000,
+    }
 
 
 def of_ranks(
@@ -86,30 +87,24 @@ def summed(
     """The accounts of all ranks of all nodes that the job has had, added up: in whole milliseconds, so what the buckets
     sum to is the time of all accounts, exactly. None: there is no account yet. `each`: with a row for each rank.
     `still`: the job stands still."""
-    from elastic.contract.records.ledger import Bucket
+    from elastic.contract.records.ledger import Bucket, Ledger
 
     newest = _newest(records, local)
     rows = [(node, times) for node, record in newest.items() for times in record.ranks]
-    spent_ms = {bucket: sum(times.ranks_ms.get(bucket, 0) for _, times in rows) for bucket in Bucket}
-    open_ms = sum(times.open_ms for _, times in rows)
-    total_ms = sum(spent_ms.values()) + open_ms
-    if total_ms <= 0:
+    spent_ms = {bucket.value: sum(times.ranks_ms.get(bucket, 0) for _, times in rows) for bucket in Bucket}
+    all_ = Ledger(until_ms=0, ranks_ms=spent_ms, open_ms=sum(times.open_ms for _, times in rows))
+    if all_.total_ms <= 0:
         return None
     accounts = [
         answers.Account(rank=times.rank, node=node, slot=times.slot, **_times(times, still))
         for node, times in rows
         if each
     ]
-    stood_ms = open_ms if still else 0
-    badput = {b.value: ms / total_ms for b, ms in spent_ms.items() if ms and b is not Bucket.STEPPING}
     return answers.RankTime(
+        **_parts(all_, still),
         ranks=len(rows),
-        rank_wall_s=total_ms / 1000,
-        wall_s=total_ms / 1000 / len(rows),
-        goodput=(spent_ms[Bucket.STEPPING] + open_ms - stood_ms) / total_ms,
-        badput=badput | _standing(stood_ms / total_ms),
-        rank_seconds={bucket.value: ms / 1000 for bucket, ms in spent_ms.items()},
-        open_rank_seconds=open_ms / 1000,
+        rank_wall_s=all_.total_ms / 1000,
+        wall_s=all_.total_ms / 1000 / len(rows),
         accounts=sorted(accounts, key=lambda row: (row.rank < 0, row.rank, row.node, row.slot)),
     )
 

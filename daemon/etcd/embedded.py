@@ -208,7 +208,7 @@ class EmbeddedEtcd:
         while not self._closed.is_set():
             since_s = time.monotonic()
             if self._pid is not None:
-                self._until_gone(self._pid)
+                wait_until_gone(self._pid, 0.5, self._closed.is_set)
             if self._closed.is_set():
                 return
             code = self._child.wait(1) if self._child is not None else None
@@ -222,9 +222,6 @@ class EmbeddedEtcd:
             except (CannotStart, OSError) as error:
                 self._pid = None
                 self._log.error("etcd.cannot_start", why=str(error))
-
-    def _until_gone(self, pid: int) -> None:
-        wait_until_gone(pid, 0.5, self._closed.is_set)
 
     def _last_words(self) -> str:
         try:

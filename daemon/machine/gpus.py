@@ -152,11 +152,8 @@ class Health:
                 self._log.warning("gpu.throttled" if throttled else "gpu.full_speed", gpu=gpu)
 
 
-class _Unsupported:
-    """Answer for a counter that the card or an older driver lacks, or that this user may not read."""
-
-
-_UNSUPPORTED = _Unsupported()
+_UNSUPPORTED = object()
+"""Answer for a counter that the card or an older driver lacks, or that this user may not read."""
 
 
 def _tolerant(nvml: Any, ask: Callable[..., Any], *args: Any) -> Any:

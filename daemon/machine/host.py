@@ -51,7 +51,12 @@ def complete(settings: Settings, gpus: tuple[int, ...]) -> Settings:
 
 def state_dir_of(settings: Settings) -> str:
     """The state directory, absolute."""
-    return os.path.abspath(settings.state_dir or default_state_dir())
+    if given := settings.state_dir or os.environ.get("STATE_DIRECTORY", "").partition(":")[0]:
+        return os.path.abspath(given)
+    if as_system_service():
+        return "/var/lib/elasticd"
+    home = os.environ.get("XDG_STATE_HOME") or os.path.join(Path.home(), ".local", "state")
+    return os.path.abspath(os.path.join(home, "elasticd"))
 
 
 def node_name(hostname: str) -> str:
@@ -137,15 +142,6 @@ def sickness(state_dir: str) -> Text:
 def as_system_service() -> bool:
     """Whether systemd's system manager started this very process."""
     return os.environ.get("SYSTEMD_EXEC_PID") == str(os.getpid()) and os.geteuid() == 0
-
-
-def default_state_dir() -> str:
-    if given := os.environ.get("STATE_DIRECTORY", "").partition(":")[0]:
-        return given
-    if as_system_service():
-        return "/var/lib/elasticd"
-    home = os.environ.get("XDG_STATE_HOME") or os.path.join(Path.home(), ".local", "state")
-    return os.path.join(home, "elasticd")
 
 
 def uid_of(pid: int) -> int | None:

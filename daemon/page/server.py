@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from urllib.parse import unquote
 
-from elasticd.api.actions import no_job
+from elasticd.api.actions import checked, no_job
 from elasticd.api.http.httpd import (
     MAX_ARRIVING,
     ClientConnection,
@@ -18,7 +18,7 @@ from elasticd.api.http.httpd import (
     host_of,
     listen_on,
 )
-from elasticd.api.routes import event_routes, job_routes, routes
+from elasticd.api.routes import event_routes, job_routes
 from elasticd.base import masking
 from elasticd.base.errors import Refused
 from elasticd.base.folders import Folder
@@ -117,12 +117,12 @@ class Page:
             job = request.query.get("job", "")
             if request.method != "GET":
                 raise Refused(405, "a stream can only be got")
-            self._stream(connection, routes.checked("job", job) if job else "")
+            self._stream(connection, checked("job", job) if job else "")
             return
         head, _, name = request.path.rpartition("/")
         if (head, name) != ("", "") and (head != "/job" or not name):
             raise Refused(404, f"there is no page {request.path}: / is the cluster, /job/NAME a job")
-        job = routes.checked("job", unquote(name)) if name else ""
+        job = checked("job", unquote(name)) if name else ""
         page = live.document(self._source.identity.cluster, job, self._fragment(job))
         connection.answer(200, HTML, page.encode("utf-8", "replace"), HEADERS)
 

@@ -217,7 +217,7 @@ def test_a_number_in_a_record_that_is_no_number_spoils_no_sum() -> None:
     histories = Histories()
     assert counted(histories, incident(1, timeline_s={"stepping": float("nan"), "synced": float("inf")})) == (1, 2)
     found = histories.look(snapshot(job(incidents=(incident(1),))))["train"].recovery_s.items()
-    assert all(one.buckets()[1] == 0.0 for _, one in found)
+    assert all(total == 0.0 for _, _, total in found)
 
 
 def test_names_follow_the_conventions() -> None:

@@ -29,7 +29,7 @@ from elasticd.cluster.published_state import Snapshot
 from elasticd.views import views
 from elasticd.views.instant import Identity, Now
 
-from .observations import Histogram, Histories, JobHistory, Requests
+from .observations import Buckets, Histories, JobHistory, Requests, cumulated
 
 NODE_STATES = ("ready", "cordoned", "draining", "unhealthy", "no daemon", "lost", "off")
 
@@ -145,11 +145,10 @@ def _gauge(name: str, text: str, value: float | None) -> GaugeMetricFamily:
 
 
 def _histogram(
-    name: str, text: str, histograms: Iterable[tuple[tuple[str, ...], Histogram]], labels: tuple[str, ...]
+    name: str, text: str, histograms: Iterable[tuple[tuple[str, ...], Buckets, float]], labels: tuple[str, ...]
 ) -> HistogramMetricFamily:
     family = HistogramMetricFamily(name, text, labels=labels)
-    for values, histogram in histograms:
-        buckets, total = histogram.buckets()
+    for values, buckets, total in histograms:
         family.add_metric(values, buckets=buckets, sum_value=total)
     return family
 
@@ -257,11 +256,7 @@ def _rank_times(summed: Mapping[str, answers.RankTime]) -> Iterator[Any]:
 def _spread(family: HistogramMetricFamily, job: str, spread: Spread, bounds: Sequence[float]) -> None:
     most = len(bounds) + 1
     counts = [*spread.counts, *[0] * most][:most]  # the job's agents wrote them, and may have written too many
-    total, buckets = 0, []
-    for bound, count in zip([*(f"{b:g}" for b in bounds), "+Inf"], counts, strict=True):
-        total += count
-        buckets.append((bound, float(total)))
-    family.add_metric([job], buckets=buckets, sum_value=spread.sum_ms / 1000)
+    family.add_metric([job], buckets=cumulated(bounds, counts), sum_value=spread.sum_ms / 1000)
 
 
 def _histories(histories: Mapping[str, JobHistory]) -> Iterator[Any]:
@@ -270,13 +265,11 @@ def _histories(histories: Mapping[str, JobHistory]) -> Iterator[Any]:
     yield _counters("elasticd_job_incidents", text, ["job", "kind"], kinds)
     lost = (([job], history.steps_lost) for job, history in histories.items())
     yield _counters("elasticd_job_steps_lost", "Committed steps lost, at least.", ["job"], lost)
-    recovery = {(job, *labels): each for job, kept in histories.items() for labels, each in kept.recovery_s.items()}
+    recovery = [((job, *key), n, total) for job, kept in histories.items() for key, n, total in kept.recovery_s.items()]
     yield _histogram("elasticd_job_recovery_seconds", "From the detection until a phase of the recovery was complete.",
-                     recovery.items(), ("job", "phase"))  # fmt: skip
-    writes = {(job, *labels): each for job, kept in histories.items() for labels, each in kept.write_s.items()}
-    yield _histogram(
-        "elasticd_job_checkpoint_write_seconds", "Duration of writing a checkpoint.", writes.items(), ("job",)
-    )
+                     recovery, ("job", "phase"))  # fmt: skip
+    writes = [((job, *key), n, total) for job, kept in histories.items() for key, n, total in kept.write_s.items()]
+    yield _histogram("elasticd_job_checkpoint_write_seconds", "Duration of writing a checkpoint.", writes, ("job",))
 
 
 def _at(row: answers.Job, path: tuple[str, ...]) -> float | None:

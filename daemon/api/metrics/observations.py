@@ -7,56 +7,45 @@ import itertools
 import math
 import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from elastic.contract.records.job_records import IncidentRecord
 from elasticd.cluster.cluster import Job
 from elasticd.cluster.published_state import Snapshot
 
+Buckets = list[tuple[str, float]]
+"""(upper bound, observations up to it), as Prometheus takes them."""
 
-class Histogram:
-    """Counts observations by upper bound. Thread-safe."""
 
-    def __init__(self, bounds: Iterable[float]) -> None:
-        """`bounds`: upper bounds, ascending, without infinity."""
-        self.bounds = tuple(bounds)
-        self._counts = [0] * (len(self.bounds) + 1)
-        self._sum = 0.0
-        self._lock = threading.Lock()
-
-    def observe(self, value: float) -> None:
-        """Numbers that are not finite, as a record may hold, are left out."""
-        if not math.isfinite(value):
-            return
-        with self._lock:
-            self._counts[bisect.bisect_left(self.bounds, value)] += 1
-            self._sum += value
-
-    def buckets(self) -> tuple[list[tuple[str, float]], float]:
-        """([(upper bound, observations up to it)], sum of all), as Prometheus takes them."""
-        with self._lock:
-            total, counts = self._sum, list(itertools.accumulate(self._counts))
-        names = [*(f"{bound:g}" for bound in self.bounds), "+Inf"]
-        return [(name, float(count)) for name, count in zip(names, counts, strict=True)], total
+def cumulated(bounds: Sequence[float], counts: Iterable[int]) -> Buckets:
+    """`counts`: between the bounds, and beyond the last one."""
+    names = [*(f"{bound:g}" for bound in bounds), "+Inf"]
+    return [(name, float(count)) for name, count in zip(names, itertools.accumulate(counts), strict=True)]
 
 
 class Histograms:
-    """Histograms of one metric, by the values of its labels; created when first observed."""
+    """Histograms of one metric, by the values of its labels. Thread-safe."""
 
-    def __init__(self, bounds: Iterable[float]) -> None:
-        self._bounds = tuple(bounds)
-        self._known: dict[tuple[str, ...], Histogram] = {}
+    def __init__(self, bounds: Sequence[float]) -> None:
+        """`bounds`: upper bounds, ascending, without infinity."""
+        self._bounds = bounds
+        self._counts: dict[tuple[str, ...], list[int]] = {}
+        self._sums: Counter[tuple[str, ...]] = Counter()
         self._lock = threading.Lock()
 
     def observe(self, value: float, *labels: str) -> None:
-        with self._lock:
-            histogram = self._known.setdefault(labels, Histogram(self._bounds))
-        histogram.observe(value)
+        """Numbers that are not finite, as a record may hold, are left out."""
+        if math.isfinite(value):
+            with self._lock:
+                counts = self._counts.setdefault(labels, [0] * (len(self._bounds) + 1))
+                counts[bisect.bisect_left(self._bounds, value)] += 1
+                self._sums[labels] += value  # type: ignore[assignment]
 
-    def items(self) -> list[tuple[tuple[str, ...], Histogram]]:
+    def items(self) -> list[tuple[tuple[str, ...], Buckets, float]]:
+        """(labels, buckets, sum) of each."""
         with self._lock:
-            return sorted(self._known.items())
+            return [(key, cumulated(self._bounds, n), self._sums[key]) for key, n in sorted(self._counts.items())]
 
 
 REQUEST_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)

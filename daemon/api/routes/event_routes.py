@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
-from elastic.contract.keys import check_name
 from elastic.contract.records.node_records import EventRecord
-from elasticd.api.actions import known_nodes, no_job, no_node
+from elasticd.api.actions import checked, known_nodes, no_job, no_node
 from elasticd.api.request import Request
 from elasticd.base import answers
-from elasticd.base.errors import Refused
 from elasticd.cluster.cluster import Cluster
 from elasticd.cluster.published_state import PublishedState, Snapshot
 from elasticd.diagnosis import timeline
@@ -32,10 +30,7 @@ def check_names(snapshot: Snapshot, job: str, node: str) -> None:
     is any."""
     cluster = snapshot.cluster
     for field, name in (("job", job), ("node", node)):
-        try:
-            check_name(field, name or "any")
-        except ValueError as error:
-            raise Refused(400, str(error)) from None
+        checked(field, name or "any")
     if job and job not in cluster.jobs and not any(chosen(cluster, job, "", 0.0)):
         raise no_job(job, snapshot)
     if node and node not in (names := known_nodes(cluster)) and not any(chosen(cluster, "", node, 0.0)):

@@ -7,10 +7,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import unquote
 
-from elastic.contract.keys import check_name
 from elasticd.access.accounts import named
 from elasticd.api import request
-from elasticd.api.actions import job_of, no_job
+from elasticd.api.actions import checked, job_of, no_job
 from elasticd.api.request import Drain, Forget, Query, Reason, Request, Scale, Submit, read_body
 from elasticd.base import answers, command_answers, masking
 from elasticd.base.answers import SCHEMA, Json
@@ -267,14 +266,6 @@ def template(method: str, path: str) -> tuple[str, str]:
         if verb == method and pattern.fullmatch(path):
             return verb, re.sub(r"\(\?P<(\w+)>[^)]*\)", r"{\1}", pattern.pattern)
     return "other", "other"
-
-
-def checked(field: str, name: str) -> str:
-    """`name`, or Refused (400)."""
-    try:
-        return check_name(field, name)
-    except ValueError as error:
-        raise Refused(400, str(error)) from None
 
 
 def find(method: str, path: str) -> tuple[Answer, dict[str, str]]:
