@@ -135,7 +135,7 @@ class Daemon:
     def _leave_and_stop(self, why: str) -> None:
         if self._actions and machine_shutdown.is_stopping():
             machine_shutdown.leave(
-                self.settings.node, self.settings.shutdown_drain_s, self._actions, self._published.wait,
+                self.settings.node, self.settings.shutdown_drain_s, self._actions.drain, self._published.wait,
                 self.notify.not_yet, self.log,
             )  # fmt: skip
         self._event_queue.post(Stop(why))

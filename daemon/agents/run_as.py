@@ -30,20 +30,22 @@ class RunAs:
     def why_not(self, spec: SpecRecord) -> Text | None:
         """Why this node does not run a job; '' if it does, None if that is not known yet."""
         if not self.switches or spec.uid in (None, ROOT):
-            return refusal(spec, None, self.settings, self.daemon, self.switches)
+            return self._refusal(spec, None)
         looked = self.accounts.look(spec.user)
-        return None if looked is None else refusal(spec, looked, self.settings, self.daemon, self.switches)
+        return None if looked is None else self._refusal(spec, looked)
 
     def why_not_now(self, spec: SpecRecord) -> Text:
         """The same, asking the user database, which may take its time."""
-        looked = look_up(spec.user, groups(self.settings)) if self.switches else None
+        return self._refusal(spec, look_up(spec.user, groups(self.settings)) if self.switches else None)
+
+    def _refusal(self, spec: SpecRecord, looked: Looked | None) -> Text:
         return refusal(spec, looked, self.settings, self.daemon, self.switches)
 
     def account(self, spec: SpecRecord) -> Account | None:
         """The user that an agent of the job is to run as; None: the daemon's own. Raises NotAllowed: the user database
         may have given another answer since `why_not`, and what is of another user must never be started as root."""
         looked = self.accounts.look(spec.user) if self.switches and spec.uid not in (None, ROOT) else None
-        if why := refusal(spec, looked, self.settings, self.daemon, self.switches):
+        if why := self._refusal(spec, looked):
             raise NotAllowed(str(why))
         return looked.found if looked else None
 

@@ -148,19 +148,15 @@ class Doctor:
         me, call_s = self._settings.node, self._settings.timeouts.etcd_call_s
         try:
             took_s = doctor.median_s(lambda: self._etcd.get(self._key))
-            yield msgspec.structs.replace(
-                doctor.judge_latency("a read", took_s, call_s, "etcd needs a quick disk and network of its own"),
-                node=me,
-            )
+            fix = "etcd needs a quick disk and network of its own"
+            yield doctor.judge_latency("a read", took_s, call_s, fix, me)
             fresh = Etcd(self._etcd.access, call_s=call_s)
             try:
                 took_s = doctor.median_s(lambda: fresh.get(self._key), 1)
             finally:
                 fresh.close()
             fix = "client certificates in place of a password: no bcrypt at each login"
-            yield msgspec.structs.replace(
-                doctor.judge_latency("a new connection with login", took_s, call_s, fix), node=me
-            )
+            yield doctor.judge_latency("a new connection with login", took_s, call_s, fix, me)
         except EtcdError as error:
             yield Finding(check="etcd", level=ERROR, node=me, text=f"etcd does not answer: {error}",
                           fix="see [etcd] in the settings, and etcd's own log")  # fmt: skip

@@ -24,6 +24,7 @@ from elastic.contract.job.spec import InvalidSpec, refuse_unknown
 from elastic.contract.keys import check_name
 
 from . import masking
+from .dotted import Raw, leaves, put, value_of
 from .errors import InvalidConfig
 from .settings import NotifySettings, Settings
 
@@ -41,8 +42,6 @@ MAKE_TOKEN = "(umask 077; head -c 24 /dev/urandom | base64 > FILE)"
 
 EVENTS = NotifySettings().on
 """All that can be notified: by default, everything is."""
-
-Raw = dict[str, Any]
 
 
 class SettingSource(enum.StrEnum):
@@ -64,20 +63,20 @@ class Loaded:
 def load(path: Path | None, environment: Mapping[str, str], flags: Mapping[str, str]) -> Loaded:
     """Read and validate all settings. `flags`: 'etcd.endpoints' -> text. Raises InvalidConfig naming the setting."""
     raw = _read(path) if path else {}
-    sources = {name: SettingSource.FILE for name, _ in _leaves(raw)}
+    sources = {name: SettingSource.FILE for name, _ in leaves(raw)}
     try:
         refuse_unknown(Settings, raw)
         for name, text in _from_environment(environment):
-            _put(raw, name, _value(name, text))
+            put(raw, name, _value(name, text))
             sources[name] = SettingSource.ENVIRONMENT
         for name, text in flags.items():
             sources[name] = SettingSource.FLAG
             if name not in HINTS:
                 probe: Raw = {}
-                _put(probe, ".".join(name.split(".")[:3]), text)  # no setting is nested deeper
+                put(probe, ".".join(name.split(".")[:3]), text)  # no setting is nested deeper
                 refuse_unknown(Settings, probe)
                 raise ValueError(f"{name} = {text!r}: no such field: {name.rpartition('.')[0]} is no table")
-            _put(raw, name, _value(name, text))
+            put(raw, name, _value(name, text))
         settings = msgspec.convert(raw, Settings)
         check(settings)
     except msgspec.ValidationError as error:
@@ -246,25 +245,7 @@ def _value(name: str, text: str) -> Any:
         return text
     if typing.get_origin(hint) is tuple:
         return [part.strip() for part in text.split(",") if part.strip()]
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except (tomllib.TOMLDecodeError, RecursionError):
-        return text
-
-
-def _put(raw: Raw, name: str, value: Any) -> None:
-    *tables, last = name.split(".")
-    for table in tables:
-        raw = raw.setdefault(table, {})
-    raw[last] = value
-
-
-def _leaves(raw: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in raw.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{path}{name}.")
-        else:
-            yield f"{path}{name}", value
+    return value_of(text)
 
 
 def _is_table(hint: Any) -> bool:

@@ -6,6 +6,7 @@ fix it. Nothing is changed on the machine.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import platform
@@ -110,12 +111,13 @@ def judge_members(members: Sequence[tuple[str, bool, str, str]]) -> Iterator[Fin
         yield Finding(check="etcd", text=f"{len(good)} of {len(members)} members work{version}: {', '.join(good)}")
 
 
-def judge_latency(what: str, took_s: float, call_s: float, fix: str) -> Finding:
+def judge_latency(what: str, took_s: float, call_s: float, fix: str, node: str = "") -> Finding:
     text = f"{what} takes {took_s * 1000:.0f} ms"
     if took_s < SLOW_SHARE * call_s:
-        return Finding(check="etcd", text=text)
+        return Finding(check="etcd", text=text, node=node)
     level = ERROR if took_s >= call_s else WARNING
-    return Finding(check="etcd", level=level, text=f"{text}; timeouts.etcd_call_s is {call_s:g} s", fix=fix)
+    text += f"; timeouts.etcd_call_s is {call_s:g} s"
+    return Finding(check="etcd", level=level, text=text, fix=fix, node=node)
 
 
 STRICT = frozenset({"torch", "nccl", "elasticd"})
@@ -154,18 +156,22 @@ def worst(findings: Iterable[Finding]) -> str:
 # ── measurements ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def versions() -> dict[str, str]:
-    """What must be alike on all nodes, without importing torch."""
+def installed(*packages: str) -> str:
+    """Version of the first of these packages that is there; '': none is."""
     import importlib.metadata  # with the parsers of e-mail and zip, a megabyte: imported when the node is examined
 
+    for package in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(package)
+    return ""
+
+
+def versions() -> dict[str, str]:
+    """What must be alike on all nodes, without importing torch."""
     facts = {"python": platform.python_version(), "kernel": platform.release()}
     for what, packages in {"torch": ("torch",), "nccl": ("nvidia-nccl-cu13", "nvidia-nccl-cu12")}.items():
-        for package in packages:
-            try:
-                facts[what] = importlib.metadata.version(package)
-                break
-            except importlib.metadata.PackageNotFoundError:
-                continue
+        if version := installed(*packages):
+            facts[what] = version
     try:
         facts["driver"] = Path("/sys/module/nvidia/version").read_text().strip()
     except OSError:

@@ -11,6 +11,7 @@ answers it once, also after a restart (`Stamps.first_time`). An answer has at mo
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import json
@@ -204,18 +205,13 @@ class Asker:
                 arrived.wait(within_s)
             finally:
                 watch.close()
-                self._revoke(lease)
+                with contextlib.suppress(EtcdError):  # it expires by itself
+                    self._etcd.revoke(lease)
         except EtcdError as error:
             raise Refused(503, f"etcd cannot be reached now, and asking {node} needs it: {error}") from error
         if (answer := joined(name, values, self._secret)) is None:
             raise Refused(504, f"{node} has not answered within {within_s:g} s: does its elasticd run?")
         return answer
-
-    def _revoke(self, lease: int) -> None:
-        try:
-            self._etcd.revoke(lease)
-        except EtcdError:
-            pass  # it expires by itself
 
 
 def ask_each(asker: Asker, nodes: Sequence[str], path: str, query: Mapping[str, object], by: User) -> dict[str, Json]:

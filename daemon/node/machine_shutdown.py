@@ -9,7 +9,6 @@ from __future__ import annotations
 import subprocess
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 from elastic.contract.records.reasons import Code, Text, reason
 from elasticd.base.errors import Refused
@@ -21,10 +20,6 @@ REASON = reason(Code.SHUTS_DOWN)
 ASK_S = 5.0
 MARGIN_S = 15.0
 """Beyond the drain's own time, for what follows it."""
-
-
-class Drains(Protocol):
-    def drain(self, node: str, why: Text, deadline_s: float) -> None: ...
 
 
 def is_stopping() -> bool:
@@ -41,19 +36,19 @@ def is_stopping() -> bool:
 def leave(
     node: str,
     within_s: float,
-    actions: Drains,
+    drain: Callable[[str, Text, float], None],
     wait: Callable[[Callable[[Snapshot], object], float], Snapshot],
     extend: Callable[[float], None],
     log: Log,
 ) -> None:
-    """Drain `node` and wait until no agent runs on it, at most `within_s`. `extend`: asks systemd for as many seconds
-    more. Without etcd nothing can be drained: the agents then end by SIGTERM."""
+    """Drain `node` and wait until no agent runs on it, at most `within_s`. `drain`: see `Actions.drain`. `extend`: asks
+    systemd for as many seconds more. Without etcd nothing can be drained: the agents then end by SIGTERM."""
     began_s = time.monotonic()
     if not wait(lambda s: True, 0.0).agents:
         return
     extend(within_s + MARGIN_S)
     try:
-        actions.drain(node, REASON, within_s)
+        drain(node, REASON, within_s)
     except Refused as refused:
         log.warning("shutdown.not_drained", why=str(refused))
         return

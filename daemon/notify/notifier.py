@@ -19,7 +19,7 @@ import urllib.request
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from elasticd.base.log import Log
 from elasticd.base.masking import masked_text
@@ -48,13 +48,6 @@ class NotSent(Exception):
     def __init__(self, why: str, again: bool) -> None:
         super().__init__(why)
         self.again = again
-
-
-class Channel(Protocol):
-    name: str
-
-    def send(self, body: bytes) -> None:
-        """Raises NotSent."""
 
 
 class Webhook:
@@ -154,6 +147,10 @@ class Command:
         if process.returncode:
             how = f"exit code {process.returncode}" if process.returncode > 0 else f"signal {-process.returncode}"
             raise NotSent(f"{self._argv[0]}: {how}", False)
+
+
+Channel = Webhook | Command
+"""`send` raises NotSent."""
 
 
 def channels(settings: NotifySettings) -> list[Channel]:

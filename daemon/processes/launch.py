@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO
 
 from elastic.contract.agent_files import MARK_ENV, SYSTEMD_VARIABLES
 from elastic.contract.job.spec import JobSpec
@@ -123,21 +123,15 @@ class ServiceProcess:
     """Of its unit, for `systemctl status`: without one systemd shows the command line."""
 
 
-class Launcher(Protocol):
-    switches_user: bool
-    """Whether it can start a process as another user."""
-
-    def start(self, service: ServiceProcess) -> Started:
-        """Raises CannotStart."""
-
-
 class Detached:
     """A process in a session of its own, which survives the end of this daemon and of its terminal; an agent with a
     guard as its parent."""
 
     switches_user = False
+    """Whether it can start a process as another user."""
 
     def start(self, service: ServiceProcess) -> Started:
+        """Raises CannotStart."""
         try:
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
             with open(os.open(service.output, flags, 0o640), "ab") as log:
@@ -159,6 +153,7 @@ class TransientUnit:
     switches_user = True
 
     def start(self, service: ServiceProcess) -> Started:
+        """Raises CannotStart."""
         unit, env = f"{service.name}.service", public(service.env)
         command = ["systemd-run", "--quiet", "--collect", f"--unit={unit}", f"--working-directory={service.cwd}"]
         command += [f"--description={service.description or service.name}"]
@@ -195,6 +190,9 @@ class TransientUnit:
         if done.returncode:
             raise CannotStart(f"{command[0]} failed: {done.stderr.strip() or done.returncode}")
         return done.stdout
+
+
+Launcher = Detached | TransientUnit
 
 
 def launcher() -> Launcher:

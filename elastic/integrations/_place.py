@@ -31,6 +31,16 @@ def now() -> Any:
     return PartialState()
 
 
+def ddp_options(accelerator: Any) -> dict[str, Any]:
+    """For `Job.ddp`, from the script's DistributedDataParallelKwargs; none without a group."""
+    if accelerator.ddp_handler is None or not dist.is_initialized():
+        return {}
+    options: dict[str, Any] = accelerator.ddp_handler.to_kwargs()
+    if options.pop("broadcast_buffers", True) is False:
+        options["sync_buffers"] = False
+    return options
+
+
 def alone(device: torch.device, *, rank: int = 0, local_rank: int = 0) -> None:
     """From here on this process works for itself. `rank` stays what it was in the group, so that one process saves."""
     _set(device, DistributedType.NO, None, 1, rank, local_rank)

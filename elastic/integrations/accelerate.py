@@ -24,7 +24,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import elastic
 from elastic.worker.data.seeds import seed_everything
@@ -79,10 +78,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         model = super().prepare_model(model, device_placement, evaluation_mode=True)
         if evaluation_mode or not any(parameter.requires_grad for parameter in model.parameters()):
             return model  # as Accelerate does: there is no gradient to exchange
-        options = self.ddp_handler.to_kwargs() if self.ddp_handler is not None and dist.is_initialized() else {}
-        if options.pop("broadcast_buffers", True) is False:
-            options["sync_buffers"] = False
-        wrapped = self._job.ddp(model, **options)
+        wrapped = self._job.ddp(model, **_place.ddp_options(self))
         self._models[-1] = wrapped
         return wrapped
 

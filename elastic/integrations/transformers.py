@@ -271,12 +271,9 @@ class ElasticMixin:
             return super()._wrap_model(model, training, dataloader)  # type: ignore[misc]
         if not dist.is_initialized():
             return run.job.ddp(model)
-        handler = self.accelerator.ddp_handler
-        options = handler.to_kwargs() if handler is not None else {}
-        if options.pop("broadcast_buffers", True) is False:
-            options["sync_buffers"] = False
         # Autocast only: the model is wrapped below.
-        return run.job.ddp(self.accelerator.prepare_model(model, evaluation_mode=True), **options)
+        prepared = self.accelerator.prepare_model(model, evaluation_mode=True)
+        return run.job.ddp(prepared, **_place.ddp_options(self.accelerator))
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         if self._run is not None and self.control.should_training_stop:

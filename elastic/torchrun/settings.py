@@ -90,14 +90,8 @@ def settings(params: RendezvousParameters) -> TorchrunSettings:
             raise ValueError(f"--rdzv-endpoint: {endpoint!r} is not host:port")
     if not params.run_id:
         raise ValueError("--rdzv-id is empty")
-    access = EtcdAccess(
-        endpoints=endpoints,
-        user=conf.user,
-        password=_password(conf),
-        ca_file=conf.ca_file,
-        cert_file=conf.cert_file,
-        key_file=conf.key_file,
-    )
+    same = {name: getattr(conf, name) for name in ("user", "ca_file", "cert_file", "key_file")}
+    access = EtcdAccess(endpoints=endpoints, password=_password(conf), **same)
     return TorchrunSettings(
         conf=conf,
         access=access,

@@ -40,7 +40,7 @@ def waits(*found: Snapshot) -> Callable[[Callable[[Snapshot], object], float], S
 
 def test_a_node_with_agents_is_drained_and_systemd_asked_for_the_time() -> None:
     drains, extended = Drains(), []
-    leave("a", 30.0, drains, waits(BUSY, EMPTY), extended.append, LOG)
+    leave("a", 30.0, drains.drain, waits(BUSY, EMPTY), extended.append, LOG)
     assert drains.asked == [("a", REASON, 30.0)]
     assert extended
     assert extended[0] > 30.0
@@ -48,12 +48,12 @@ def test_a_node_with_agents_is_drained_and_systemd_asked_for_the_time() -> None:
 
 def test_an_empty_node_is_not_drained() -> None:
     drains = Drains()
-    leave("a", 30.0, drains, waits(EMPTY), lambda s: None, LOG)
+    leave("a", 30.0, drains.drain, waits(EMPTY), lambda s: None, LOG)
     assert not drains.asked
 
 
 def test_without_etcd_the_shutdown_goes_on() -> None:
-    leave("a", 30.0, Drains(refuses=True), waits(BUSY), lambda s: None, LOG)
+    leave("a", 30.0, Drains(refuses=True).drain, waits(BUSY), lambda s: None, LOG)
 
 
 @pytest.mark.parametrize(("reason", "removed"), [(REASON, True), ("a new disk", False)])

@@ -7,7 +7,6 @@ registered first.
 
 from __future__ import annotations
 
-import importlib.metadata
 import math
 import platform
 import time
@@ -26,6 +25,7 @@ from elasticd.base.answers import Certificate
 from elasticd.cluster import reconcile
 from elasticd.cluster.cluster import Job
 from elasticd.cluster.published_state import Snapshot
+from elasticd.machine import doctor
 from elasticd.views import views
 from elasticd.views.instant import Identity, Now
 
@@ -71,16 +71,8 @@ def exporter(snapshot: Snapshot, job: str) -> str:
 
 def _build(status: answers.Status) -> Any:
     labels = {"version": status.version, "cluster": status.cluster, "node": status.node,
-              "python": platform.python_version(), "torch": _torch()}  # fmt: skip
+              "python": platform.python_version(), "torch": doctor.installed("torch")}  # fmt: skip
     return _gauges("elasticd_build_info", "Constant 1, with versions as labels.", labels, [(labels.values(), 1)])
-
-
-def _torch() -> str:
-    """Version of torch beside this daemon, which never imports it; '' if it has none."""
-    try:
-        return importlib.metadata.version("torch")
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 def _daemon(snapshot: Snapshot, status: answers.Status, now: Now) -> Iterator[Any]:

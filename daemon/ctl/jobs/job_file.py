@@ -11,9 +11,12 @@ import sys
 import tomllib
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from elasticd.base import dotted
+from elasticd.base.dotted import Raw
 
 LOOK_S = 10.0
 
@@ -94,9 +97,6 @@ def _asked(python: str, program: str, about: str, workdir: str, env: Mapping[str
     return done.stderr.strip() if done.returncode == 1 else ""
 
 
-Raw = dict[str, Any]
-
-
 class InvalidJob(Exception):
     """The input is not a valid job; the message says what to change."""
 
@@ -111,7 +111,7 @@ def from_file(path: Path) -> Raw:
         raise InvalidJob(f"{path}: is not TOML: {error}") from None
     except ValueError as error:  # a NUL in the path
         raise InvalidJob(f"{str(path)!r}: {error}") from None
-    for field, value in _leaves(raw):
+    for field, value in dotted.leaves(raw):
         if not _is_json(value):
             raise InvalidJob(f"{path}: {field} = {value}: no field is a date: write a text in quotes")
     raw.setdefault("name", job_name(path.stem))
@@ -149,7 +149,8 @@ def override(raw: Raw, settings: Iterable[str]) -> None:
         if name.strip().startswith("env."):
             environment(raw, [f"{name.strip().removeprefix('env.')}={value}"])
         else:
-            put(raw, name.strip(), _value(value))
+            read = dotted.value_of(value)
+            put(raw, name.strip(), read if _is_json(read) else value)
 
 
 def environment(raw: Raw, pairs: Iterable[str], shell: Mapping[str, str] = os.environ) -> None:
@@ -170,14 +171,12 @@ def environment(raw: Raw, pairs: Iterable[str], shell: Mapping[str, str] = os.en
 
 
 def put(raw: Raw, name: str, value: Any) -> None:
-    *tables, last = name.split(".")
-    if len(tables) > 1:
+    if name.count(".") > 1:
         raise InvalidJob(f"{name[:200]}: no such field")
-    for table in tables:
-        raw = raw.setdefault(table, {})
-        if not isinstance(raw, dict):
-            raise InvalidJob(f"{name}: {table!r} is not a table")
-    raw[last] = value
+    try:
+        dotted.put(raw, name, value)
+    except ValueError as error:
+        raise InvalidJob(f"{name}: {error}") from None
 
 
 def resolve(raw: Raw, here: Path) -> None:
@@ -285,22 +284,6 @@ def job_name(text: str) -> str:
     """`text` with the characters that a job's name may have."""
     cleaned = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in text.lower())
     return cleaned.strip("._-")[:60] or "job"
-
-
-def _value(text: str) -> Any:
-    try:
-        value = tomllib.loads(f"value = {text}")
-    except (tomllib.TOMLDecodeError, RecursionError):
-        return text
-    return value["value"] if list(value) == ["value"] and _is_json(value["value"]) else text
-
-
-def _leaves(raw: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in raw.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{path}{name}.")
-        else:
-            yield f"{path}{name}", value
 
 
 def _is_json(value: Any) -> bool:

@@ -14,7 +14,9 @@ from typing import Any, TypeVar
 
 import click
 
-from .job_file import InvalidJob, Raw, put
+from elasticd.base.dotted import Raw
+
+from .job_file import InvalidJob, put
 
 TOGETHER = "elasticd brings the workers together"
 OUTPUT = "each worker's output is printed here and kept on its node: see elasticctl logs"
