@@ -59,7 +59,7 @@ MUTANTS = (
            "turn.etcd = replace(turn.etcd, wiped_until_s=until_s, asked={})\n"
            "    turn.lead = replace(turn.lead, publishing=0)", "pass"),
     Mutant("a worker that does not abort is left alone", "recovery.workers.workers",
-           "turn.kill(worker, \"did not abort in time\")\n        return", "return"),
+           "turn.kill(worker, reason(Code.LATE_ABORT))\n        return", "return"),
     Mutant("a broken generation is formed all the same, and its group not aborted", "recovery.workers.workers",
            "    if not older and not turn.is_broken():\n        return\n",
            "    if not older:\n        return\n"),
