@@ -29,6 +29,7 @@ from elastic.contract.records.job_records import (
 from elastic.contract.records.node_records import AskedRecord, CordonRecord, DrainRecord, KnownNode, NodeRecord
 from elastic.contract.records.phases import PhaseTrigger, after, allows
 from elastic.contract.records.rank_records import RanksRecord
+from elastic.contract.records.reasons import Text
 from elastic.contract.records.report_size import fitted, reader
 from elastic.etcd.client import Refusal
 
@@ -59,13 +60,19 @@ class Node:
         return self.record.node
 
     @property
+    def state(self) -> tuple[str, Text]:
+        """`ready`, or why it accepts no new work: what it is, and the reason for that."""
+        if self.drain or self.record.draining:
+            return "draining", self.drain.reason if self.drain else self.record.draining or ""
+        if not self.record.healthy:
+            return "unhealthy", self.record.reason or "no reason given"
+        return ("cordoned", self.cordon.reason) if self.cordon else ("ready", "")
+
+    @property
     def why_not(self) -> str:
         """Why it accepts no new work; empty: it does."""
-        if self.drain or self.record.draining:
-            return f"draining: {self.drain.reason if self.drain else self.record.draining}"
-        if not self.record.healthy:
-            return f"unhealthy: {self.record.reason or 'no reason given'}"
-        return f"cordoned: {self.cordon.reason}" if self.cordon else ""
+        state, why = self.state
+        return f"{state}: {why}" if state != "ready" else ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,8 +98,8 @@ def nodes(snapshot: Snapshot, me: str, wall_s: float) -> list[answers.Node]:
             row.state, row.reason = down if jobs else why.absence(cluster, name, wall_s)
             row.away_since_wall_s = (cluster.known[name].away_wall_s or None) if name in cluster.known else None
         else:
-            state, _, row.reason = node.why_not.partition(": ")
-            row.state = state or "ready"
+            row.state, reason = node.state
+            row.reason = str(reason)
             row.slots, row.gpus, row.older_agents = node.record.slots, node.record.gpus, node.record.older
             row.up_since_wall_s = node.record.started_wall_s
         row.why = why.of_node(snapshot, row, me, wall_s)
