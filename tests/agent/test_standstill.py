@@ -42,13 +42,13 @@ def standing(rank: int, doing: str, place_: int, **more: bool) -> Standing:
 KNOWN = (StillRank("a", standing(0, "exchanging", 2), AT_S), StillRank("b", standing(1, "computing", 0), AT_S))
 
 
-def said(made: Agent, after_s: float, known: tuple[StillRank, ...] = KNOWN) -> ProgressRecord:
+def progress_after(made: Agent, after_s: float, known: tuple[StillRank, ...] = KNOWN) -> ProgressRecord:
     return with_stillness(RECORD, made, known, RULES, AT_S + after_s, WALL_S + after_s)
 
 
 def test_ten_step_times_without_a_step_are_said_with_the_rank_and_the_reason() -> None:
-    assert said(agent(), 2.9) == RECORD
-    record = said(agent(), 3.1)
+    assert progress_after(agent(), 2.9) == RECORD
+    record = progress_after(agent(), 3.1)
     why = reason(Code.DOES_NOT_WAIT, doing="computing", place="step 41", furthest="step 41")
     assert record.still == Stillness(WALL_S, why, rank=1, node="b")
 
@@ -61,7 +61,7 @@ def test_standstill_record_keeps_known_waiting_reason() -> None:
 
 def test_a_declared_span_is_nothing_that_is_waited_for() -> None:
     quiet = StillRank("b", standing(1, "quiet", 0, quiet=True), AT_S)
-    record = said(agent(), 9.0, (KNOWN[0], quiet))
+    record = progress_after(agent(), 9.0, (KNOWN[0], quiet))
     assert record.still is not None
     assert record.still.declared
     assert record.waiting_for == ""
@@ -69,15 +69,15 @@ def test_a_declared_span_is_nothing_that_is_waited_for() -> None:
 
 def test_before_the_first_step_of_a_job_there_is_more_time() -> None:
     fresh = agent(step_s=0.0, stepped_at_s=float("-inf"), formed_at_s=AT_S)
-    assert said(fresh, 29.0).still is None
-    still = said(fresh, 31.0).still
+    assert progress_after(fresh, 29.0).still is None
+    still = progress_after(fresh, 31.0).still
     assert still is not None
     assert still.since_wall_s == WALL_S
 
 
 def test_a_generation_that_is_broken_and_not_followed_by_another_is_the_reason() -> None:
     broken = BrokenRecord(generation=1, node="b", kind="exit", detail="killed by SIGKILL")
-    still = said(agent(broken=1, broken_record=broken), 9.0).still
+    still = progress_after(agent(broken=1, broken_record=broken), 9.0).still
     assert still is not None
     assert still.because == reason(Code.NOT_FORMED, "killed by SIGKILL", number=1)
 
@@ -91,15 +91,15 @@ def test_a_generation_that_is_broken_and_not_followed_by_another_is_the_reason()
     ],
 )
 def test_a_job_that_is_over_here_does_not_stand_still(over: dict[str, Any]) -> None:
-    assert said(agent(**over), 100.0) == RECORD
+    assert progress_after(agent(**over), 100.0) == RECORD
 
 
 def test_agent_without_a_rank_repeats_the_standstill_on_record() -> None:
     made = agent(generation=generation(1, [place("b"), place("c")]))
-    assert said(made, 100.0) == RECORD
+    assert progress_after(made, 100.0) == RECORD
     still = Stillness(since_wall_s=7.0, because="x")
     object.__setattr__(made.etcd.view, "progress", replace(RECORD, still=still))
-    assert said(made, 100.0).still == still
+    assert progress_after(made, 100.0).still == still
 
 
 def test_standing_from_another_agent_is_timed_from_first_sight() -> None:
@@ -122,4 +122,4 @@ def test_standing_from_another_agent_is_timed_from_first_sight() -> None:
 def test_a_phase_that_is_over_is_no_standstill() -> None:
     made = agent()
     object.__setattr__(made.etcd.view, "state", JobState(phase=Phase.SUCCEEDED))
-    assert said(made, 100.0) == RECORD
+    assert progress_after(made, 100.0) == RECORD

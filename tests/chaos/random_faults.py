@@ -311,7 +311,7 @@ def check_exclusion(node: str, before: list[dict[str, Any]]) -> None:
     assert there > others, f"{node} is excluded after {there} failures there and {others} elsewhere"
 
 
-def told(strike: Strike) -> str:
+def described(strike: Strike) -> str:
     return f"  step {strike.step:5}  {strike.kind} ({strike.node})"
 
 
@@ -365,10 +365,10 @@ def one_round(
                     recover_s, f"recovery from {strike}", every_s=0.1,
                 )  # type: ignore[misc]  # fmt: skip
                 if whole_s < 0:
-                    tell(f"{told(strike)}: the others were done before it was back")
+                    tell(f"{described(strike)}: the others were done before it was back")
                     break
                 strike.recovered_s = whole_s - since_s
-                tell(f"{told(strike)}: all step again after {strike.recovered_s:.2f} s")
+                tell(f"{described(strike)}: all step again after {strike.recovered_s:.2f} s")
             job.wait_over()
             # A node that is stopped or cut off may write down its last commit late.
             history = job.check(lost=len(result.strikes), frozen=[n.name for n in cluster.nodes])

@@ -113,7 +113,7 @@ def wall_s(at_s: float) -> float:
 KILLED = Injection("exit", pids=(2,), struck_s=6.3, words=("SIGKILL",))
 
 
-def told() -> dict[str, Any]:
+def incident_row() -> dict[str, Any]:
     """What is true of `good`."""
     return {
         "generation": 2, "kind": "exit", "node": "n2", "ranks": [2], "detail": "killed by SIGKILL", "open": False,
@@ -124,7 +124,7 @@ def told() -> dict[str, Any]:
 
 
 def test_an_incident_that_is_true_passes(tmp_path: pathlib.Path) -> None:
-    check_injections(history(tmp_path, good()), [told()], [KILLED])
+    check_injections(history(tmp_path, good()), [incident_row()], [KILLED])
 
 
 LIES: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
@@ -155,16 +155,16 @@ LIES: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
 def test_an_incident_that_lies_is_refused(lie: str, tmp_path: pathlib.Path) -> None:
     change, what = LIES[lie]
     with pytest.raises(AssertionError, match=what):
-        check_injections(history(tmp_path, good()), [{**told(), **change()}], [KILLED])
+        check_injections(history(tmp_path, good()), [{**incident_row(), **change()}], [KILLED])
 
 
 def test_steps_that_were_done_again_in_silence_are_seen(tmp_path: pathlib.Path) -> None:
     commits = [commit(6, 2, r, WORLD, f"n{r}.{r + 50}", 16.0 + r / 10) for r in range(WORLD)]
     with pytest.raises(AssertionError, match="at most 0 steps lost it says, 1 were done again"):
-        check_injections(history(tmp_path, [*good(), *commits]), [told()], [KILLED])
+        check_injections(history(tmp_path, [*good(), *commits]), [incident_row()], [KILLED])
 
 
 @pytest.mark.parametrize("count", [0, 2])
 def test_history_check_requires_one_incident_per_fault(count: int, tmp_path: pathlib.Path) -> None:
     with pytest.raises(AssertionError, match=f"{count} incidents, not 1"):
-        check_injections(history(tmp_path, good()), [told()] * count, [KILLED])
+        check_injections(history(tmp_path, good()), [incident_row()] * count, [KILLED])

@@ -41,7 +41,7 @@ def quotas(clock: Clock | None = None, **limits: Any) -> Quotas:
     return Quotas(PerUserSettings(**limits), clock or Clock())
 
 
-def said(take: Any) -> str:
+def refusal_of(take: Any) -> str:
     with pytest.raises(Refused) as refused:
         take()
     assert refused.value.status in (400, 429)
@@ -58,7 +58,7 @@ def said(take: Any) -> str:
 def test_a_description_that_is_too_large_is_refused_by_its_largest_field(
     facts: dict[str, Any], words: tuple[str, ...]
 ) -> None:
-    message = said(lambda: check_spec(spec(**facts)))
+    message = refusal_of(lambda: check_spec(spec(**facts)))
     assert all(word in message for word in words), message
     check_spec(large(SPEC_BYTES - 2000))
 
@@ -66,7 +66,7 @@ def test_a_description_that_is_too_large_is_refused_by_its_largest_field(
 def test_a_user_has_so_many_jobs_at_most() -> None:
     limited = quotas(jobs=3)
     limited.take(ADA, spec(), jobs(ADA, 2) | jobs(BOB, 9))
-    message = said(lambda: limited.take(ADA, spec(), jobs(ADA, 3)))
+    message = refusal_of(lambda: limited.take(ADA, spec(), jobs(ADA, 3)))
     assert "ada has in etcd 3 jobs, and per_user.jobs = 3 is the most" in message
     assert "elasticctl forget --over" in message
     quotas(jobs=0).take(ADA, spec(), jobs(ADA, 9999))
@@ -75,7 +75,9 @@ def test_a_user_has_so_many_jobs_at_most() -> None:
 def test_a_user_has_so_many_bytes_at_most() -> None:
     limited = quotas(specs_mb=0.2)
     limited.take(ADA, large(60_000), jobs(ADA, 2, large(60_000)))
-    assert "per_user.specs_mb = 0.2" in said(lambda: limited.take(ADA, large(60_000), jobs(ADA, 3, large(60_000))))
+    assert "per_user.specs_mb = 0.2" in refusal_of(
+        lambda: limited.take(ADA, large(60_000), jobs(ADA, 3, large(60_000)))
+    )
     limited.take(BOB, large(60_000), jobs(ADA, 3, large(60_000)))
 
 
@@ -84,7 +86,7 @@ def test_what_was_forgotten_counts_for_an_hour() -> None:
     limited = quotas(clock, jobs=2)
     for _ in range(2):
         limited.take(ADA, spec(), {})
-    assert "submitted in the last hour 2 jobs" in said(lambda: limited.take(ADA, spec(), {}))
+    assert "submitted in the last hour 2 jobs" in refusal_of(lambda: limited.take(ADA, spec(), {}))
     limited.take(BOB, spec(), {})
     clock.now_s += HOUR_S
     limited.take(ADA, spec(), {})

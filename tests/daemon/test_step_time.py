@@ -23,22 +23,22 @@ def ranks(*of: StepParts | None) -> list[object]:
     return [msgspec.to_builtins(each) for each in rows]
 
 
-def said(known: ProgressRecord) -> str:
+def slow_ranks_text(known: ProgressRecord) -> str:
     return step_time.text(views.job_row(snapshot(job()), job(progress=known), NOW).step_time)
 
 
 def test_shares_are_given_the_largest_first_and_what_takes_no_time_is_left_out() -> None:
     wanted = "120 ms: compute 50.0 %, collectives 30.0 %, optimizer 10.0 %, data 2.5 %"
-    assert said(progress(ranks=ranks(CPU, CPU, None))) == wanted
+    assert slow_ranks_text(progress(ranks=ranks(CPU, CPU, None))) == wanted
 
 
 def test_what_a_gpu_does_not_tell_is_said_to_be_missing() -> None:
-    assert said(progress(ranks=ranks(GPU))) == "100 ms: data 10.0 %; the rest is not measured yet"
+    assert slow_ranks_text(progress(ranks=ranks(GPU))) == "100 ms: data 10.0 %; the rest is not measured yet"
 
 
 def test_a_slow_rank_is_named() -> None:
     slow = [{"rank": 3, "node": "b", "ratio": 1.8}]
-    assert said(progress(ranks=ranks(CPU), slow_ranks=slow)).endswith(
+    assert slow_ranks_text(progress(ranks=ranks(CPU), slow_ranks=slow)).endswith(
         "; rank 3 on b takes 1.8 times as long as the others"
     )
     row = views.job_row(snapshot(job()), job(progress=progress(ranks=ranks(CPU), slow_ranks=slow)), NOW)
@@ -48,8 +48,8 @@ def test_a_slow_rank_is_named() -> None:
 
 
 def test_nothing_is_said_before_anything_is_measured() -> None:
-    assert said(progress()) == ""
-    assert said(progress(ranks=ranks(None))) == ""
+    assert slow_ranks_text(progress()) == ""
+    assert slow_ranks_text(progress(ranks=ranks(None))) == ""
 
 
 def test_shares_of_a_step_do_not_add_up_to_more_than_all_of_it() -> None:

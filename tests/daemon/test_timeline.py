@@ -35,44 +35,49 @@ def cluster(*jobs: Job, nodes: Sequence[Node] = (node("a"),), **facts: object) -
     return replace(base, **facts)  # type: ignore[arg-type]
 
 
-def told(before: Cluster, after: Cluster) -> list[tuple[str, str, str]]:
+def events_of(before: Cluster, after: Cluster) -> list[tuple[str, str, str]]:
     return [(e.kind, e.job, e.node) for e in happened(before, after, NOW_S)]
 
 
 def test_nothing_happens_between_equal_views() -> None:
-    assert told(cluster(job()), cluster(job())) == []
+    assert events_of(cluster(job()), cluster(job())) == []
 
 
 def test_nodes_come_go_restart_and_fall_sick() -> None:
     a, b = node("a"), node("b", 2)
-    assert told(cluster(nodes=[a]), cluster(nodes=[a, b])) == [("node.came", "", "b")]
-    assert told(cluster(nodes=[a, b]), cluster(nodes=[a])) == [("node.gone", "", "b")]
+    assert events_of(cluster(nodes=[a]), cluster(nodes=[a, b])) == [("node.came", "", "b")]
+    assert events_of(cluster(nodes=[a, b]), cluster(nodes=[a])) == [("node.gone", "", "b")]
     gone = happened(cluster(job(), nodes=[a, b]), cluster(job(), nodes=[a]), NOW_S)[0]
     assert gone.text.endswith("; its agents of train are still there")
-    assert told(cluster(nodes=[a]), cluster(nodes=[node("a", started_wall_s=6.0)])) == [("node.restarted", "", "a")]
+    assert events_of(cluster(nodes=[a]), cluster(nodes=[node("a", started_wall_s=6.0)])) == [
+        ("node.restarted", "", "a")
+    ]
     sick = node("a", healthy=False, reason="disk full")
-    assert told(cluster(nodes=[a]), cluster(nodes=[sick])) == [("node.unhealthy", "", "a")]
-    assert told(cluster(nodes=[sick]), cluster(nodes=[a])) == [("node.healthy", "", "a")]
+    assert events_of(cluster(nodes=[a]), cluster(nodes=[sick])) == [("node.unhealthy", "", "a")]
+    assert events_of(cluster(nodes=[sick]), cluster(nodes=[a])) == [("node.healthy", "", "a")]
 
 
 def test_a_resume_from_saved_state_is_told_once() -> None:
     resumed = job(progress=msgspec.structs.replace(job().progress, resumed_step=40, resumed_from="checkpoint step 40"))  # type: ignore[type-var]
     (event,) = happened(cluster(job()), cluster(resumed), NOW_S)
     assert (event.kind, event.text) == ("job.resumed", "resumed from step 40: checkpoint step 40")
-    assert told(cluster(resumed), cluster(resumed)) == []
+    assert events_of(cluster(resumed), cluster(resumed)) == []
 
 
 def test_drain_by_a_user_is_told_by_the_request_alone() -> None:
     by_itself = node("a", draining="GPU 0: XID 79")
-    assert told(cluster(), cluster(nodes=[by_itself])) == [("node.draining", "", "a")]
+    assert events_of(cluster(), cluster(nodes=[by_itself])) == [("node.draining", "", "a")]
     asked = replace(by_itself, drain=DrainRecord(reason="x", since_wall_s=1.0))
-    assert told(cluster(), cluster(nodes=[asked])) == []
+    assert events_of(cluster(), cluster(nodes=[asked])) == []
 
 
 def test_phases_generations_and_exclusions_of_a_job() -> None:
     before = job(state=JobState(phase=Phase.PENDING), generation=None, incidents=())
     formed = replace(before, state=JobState(phase=Phase.RUNNING), generation=job().generation)
-    assert told(cluster(before), cluster(formed)) == [("job.running", "train", ""), ("generation.formed", "train", "")]
+    assert events_of(cluster(before), cluster(formed)) == [
+        ("job.running", "train", ""),
+        ("generation.formed", "train", ""),
+    ]
     text = happened(cluster(before), cluster(formed), NOW_S)[1].text
     assert text == "generation 2: 3 ranks on a, b (exit on a: killed by SIGKILL)"
     assert formed.generation is not None
@@ -82,17 +87,17 @@ def test_phases_generations_and_exclusions_of_a_job() -> None:
     failed = replace(formed, state=JobState(phase=Phase.FAILED, reason="crash loop"))
     assert [e.text for e in happened(cluster(formed), cluster(failed), NOW_S)] == ["crash loop"]
     aside = replace(formed, state=JobState(phase=Phase.RUNNING, excluded_nodes=("b",)))
-    assert told(cluster(formed), cluster(aside)) == [("node.excluded", "train", "b")]
+    assert events_of(cluster(formed), cluster(aside)) == [("node.excluded", "train", "b")]
     for no_agent, text in (({}, "the job's workers fail there more often"),
                            ({"b": "no torch"}, "the job cannot be started there: no torch")):  # fmt: skip
         state = msgspec.structs.replace(aside.state, no_agent=no_agent, reason="2 of at least 3 nodes")
         assert [e.text for e in happened(cluster(formed), cluster(replace(formed, state=state)), NOW_S)] == [text]
-    assert told(cluster(aside), cluster(formed)) == [("node.readmitted", "train", "b")]
+    assert events_of(cluster(aside), cluster(formed)) == [("node.readmitted", "train", "b")]
 
 
 def test_submitted_job_is_told_by_the_request_alone() -> None:
     new = job(state=JobState(phase=Phase.PENDING), generation=None, incidents=())
-    assert told(cluster(), cluster(new)) == []
+    assert events_of(cluster(), cluster(new)) == []
 
 
 def test_incident_is_told_when_it_opens_and_once_more_when_it_closes() -> None:
@@ -110,7 +115,7 @@ def test_incident_is_told_when_it_opens_and_once_more_when_it_closes() -> None:
 
 
 def test_wiped_etcd_is_one_event() -> None:
-    assert told(cluster(job()), cluster(revision=3)) == [("etcd.replaced", "", "")]
+    assert events_of(cluster(job()), cluster(revision=3)) == [("etcd.replaced", "", "")]
 
 
 def sent(line: Timeline) -> list[EventRecord]:
@@ -234,8 +239,8 @@ def test_an_incident_that_cannot_be_told_keeps_no_other_job_untold() -> None:
     evil, good = replace(job(incidents=(bad,)), name="evil"), job(incidents=(record,))
     before = cluster(replace(evil, incidents=()), replace(good, incidents=()))
     after = cluster(evil, good)
-    assert ("incident.opened", "train", record.node) in told(before, after)
-    assert ("job.untold", "evil", "") in told(before, after)
+    assert ("incident.opened", "train", record.node) in events_of(before, after)
+    assert ("job.untold", "evil", "") in events_of(before, after)
     assert {event.job for event in timeline.missed(after)} == {"train"}
 
 

@@ -53,7 +53,7 @@ def facts(formed: GenerationRecord, nodes: list[str]) -> list[object]:
     ]
 
 
-def told(before: Places, after: Places) -> Changes:
+def changes_decoded(before: Places, after: Places) -> Changes:
     found = changes(before, after)
     assert found is not None
     return found

@@ -56,7 +56,7 @@ def tells(
     return account(incident, of[-1], outcome, node=node, by=f"{node}.1", stepped_on_at=on_at, counted=True)
 
 
-def told(*reports: BrokenRecord, accounts: tuple[IncidentAccount, ...] = ()) -> IncidentRecord:
+def folded(*reports: BrokenRecord, accounts: tuple[IncidentAccount, ...] = ()) -> IncidentRecord:
     (found,) = incidents(accounts or (tells(syncs=(LIVE,)),), reports)
     return found
 
@@ -69,7 +69,7 @@ def begun(*, of: tuple[GenerationRecord, ...] = (FAILED,), node: str = "b", **se
 
 
 def test_a_death_that_is_reported_late_is_the_cause() -> None:
-    before, fuller = told(COLLECTIVE), told(merged(COLLECTIVE, DEATH))
+    before, fuller = folded(COLLECTIVE), folded(merged(COLLECTIVE, DEATH))
     assert (before.kind, before.ranks) == ("comm", ())
     assert (fuller.kind, fuller.node, fuller.ranks, fuller.detail) == ("exit", "b", (1,), "killed by SIGKILL")
     assert [c.kind for c in fuller.causes] == ["exit"], "the failed collective was its consequence"
@@ -78,7 +78,7 @@ def test_a_death_that_is_reported_late_is_the_cause() -> None:
 
 
 def test_a_consequence_that_is_reported_late_adds_nothing() -> None:
-    assert told(merged(DEATH, replace(COLLECTIVE, node="b"))) == told(DEATH)
+    assert folded(merged(DEATH, replace(COLLECTIVE, node="b"))) == folded(DEATH)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_a_living_node_that_an_earlier_leader_took_for_lost_is_not_named_beside_
     after: list[GenerationNode], report: BrokenRecord, named: list[str]
 ) -> None:
     """Perhaps by the node itself, which leads now."""
-    found = told(report, accounts=(begun(gone=(LOST,)), tells(of=(FAILED, generation(2, after)))))
+    found = folded(report, accounts=(begun(gone=(LOST,)), tells(of=(FAILED, generation(2, after)))))
     assert [cause.node for cause in found.causes if cause.kind != "comm"] == named
 
 
@@ -106,10 +106,10 @@ def test_the_cause_of_an_earlier_generation_stays_when_a_later_one_has_a_cause_t
         begun(gone=(silent,)),
         tells(of=(FAILED, FORMED, generation(3, [place("a", worker_id=2), place("b")]))),
     )
-    named = [(cause.generation, cause.node, cause.kind) for cause in told(COLLECTIVE, death, accounts=both).causes]
+    named = [(cause.generation, cause.node, cause.kind) for cause in folded(COLLECTIVE, death, accounts=both).causes]
     assert named == [(1, "b", "unreachable"), (1, "a", "comm"), (2, "a", "exit")]
     explained = merged(COLLECTIVE, replace(DEATH, node="a", ranks=(0,)))
-    kinds = [cause.kind for cause in told(explained, death, accounts=both).causes]
+    kinds = [cause.kind for cause in folded(explained, death, accounts=both).causes]
     assert kinds == ["exit", "exit"], "the death explains the first failure as well"
 
 
@@ -119,7 +119,7 @@ def test_what_only_a_leader_that_is_lost_has_learnt_stays() -> None:
         begun(gone=(gone(1, "c", 2),)),
         tells(of=(three, generation(2, [place("a", 0)])), gone=(gone(1, "b", 1),)),
     )
-    found = told(accounts=both)
+    found = folded(accounts=both)
     assert {cause.node for cause in found.causes} == {"b", "c"}
 
 
@@ -129,7 +129,7 @@ def test_a_failure_of_the_generation_that_has_recovered_is_another_incident() ->
     first, second = incidents((tells(), tells(of=(FORMED, third))), (DEATH, later))
     assert [(c.generation, c.node) for c in first.causes] == [(1, "b")]
     assert [(c.generation, c.node) for c in second.causes] == [(2, "a")]
-    assert told(DEATH, later).causes == first.causes, "nobody has told of the second one yet"
+    assert folded(DEATH, later).causes == first.causes, "nobody has told of the second one yet"
 
 
 # ── what belongs together ───────────────────────────────────────────────────────────────────────────────────
@@ -197,7 +197,7 @@ def test_the_accounts_of_two_leaders_of_one_false_alarm_are_of_one_incident() ->
 @pytest.mark.parametrize("off_s", [-400.0, 400.0])
 def test_an_incident_begins_by_the_clock_of_the_agent_that_told_of_it_first(off_s: float) -> None:
     opened = begun(noticed_wall_s=100.0 + off_s)
-    found = told(accounts=(opened, tells(noticed_wall_s=103.0, stepped_s=-4.0)))
+    found = folded(accounts=(opened, tells(noticed_wall_s=103.0, stepped_s=-4.0)))
     assert found.wall_s == 100.0 + off_s
     late_s = 4.0 if off_s < 0 else 0.0  # no longer than that agent had seen no step
     assert found.ended_wall_s == found.wall_s + late_s + 2.0
@@ -214,10 +214,10 @@ def test_an_incident_is_open_until_an_account_shows_the_end() -> None:
 
 
 def test_late_report_adds_repeated_steps_to_the_lost_steps() -> None:
-    fuller = told(merged(COLLECTIVE, replace(DEATH, detail="x", step=23)))
+    fuller = folded(merged(COLLECTIVE, replace(DEATH, detail="x", step=23)))
     assert (fuller.steps_lost, fuller.step) == (3, 23)
     loss = Loss(node="b", kind="exit", detail="", step=22, slots=(0,))
-    assert told(BrokenRecord(generation=1, node="a", kind="comm", detail="", also=(loss,))).steps_lost == 2
+    assert folded(BrokenRecord(generation=1, node="a", kind="comm", detail="", also=(loss,))).steps_lost == 2
 
 
 @pytest.mark.parametrize(("resumed", "lost"), [(15, 5), (20, 0), (23, 0)])
@@ -231,7 +231,7 @@ def test_steps_beyond_the_state_that_a_second_try_finds_are_lost_though_a_first_
     third = generation(3, [place("a", 0), place("b", 0)])
 
     def after(*syncs: Sync) -> IncidentRecord:
-        return told(COLLECTIVE, accounts=(tells(of=(FAILED, FORMED, third), syncs=syncs),))
+        return folded(COLLECTIVE, accounts=(tells(of=(FAILED, FORMED, third), syncs=syncs),))
 
     record = after(anew, found)
     assert (record.steps_lost, record.steps_lost_at_most) == (lost, 20)
@@ -248,7 +248,7 @@ def test_a_step_of_a_generation_before_the_one_that_failed_is_not_lost_again(ste
         Loss(node="b", kind="exit", detail="x", step=23, step_in=step_in, slots=(0,)),
     ))  # fmt: skip
     for said in (report, beside):
-        record = told(said, accounts=(tells(of=both, syncs=(replace(LIVE, generation=6),)),))
+        record = folded(said, accounts=(tells(of=both, syncs=(replace(LIVE, generation=6),)),))
         assert (record.steps_lost, record.steps_lost_at_most) == (lost, lost)
 
 
@@ -257,15 +257,15 @@ def test_the_exit_of_an_earlier_worker_says_nothing_of_the_one_that_replaced_it(
     last = generation(3, [place("a", 0)])
     exit_of_a = BrokenRecord(generation=2, node="a", kind="exit", detail="x", slots=(0,), ranks=(0,), step=20)
     accounts = (tells(of=(FAILED, FORMED, last), syncs=(LIVE, replace(LIVE, generation=3))),)
-    record = told(DEATH, exit_of_a, accounts=accounts)
+    record = folded(DEATH, exit_of_a, accounts=accounts)
     assert (record.steps_lost, record.steps_lost_at_most) == (0, 1)
-    known = told(DEATH, merged(exit_of_a, replace(DEATH, generation=2)), accounts=accounts)
+    known = folded(DEATH, merged(exit_of_a, replace(DEATH, generation=2)), accounts=accounts)
     assert known.steps_lost_at_most == 0
 
 
 def test_an_agent_that_joined_after_the_failure_does_not_say_how_many_steps_are_lost() -> None:
     newcomer = generation(2, [place("a", 0), place("c", 0)])
-    assert told(DEATH, accounts=(tells(of=(FAILED, newcomer), node="c", syncs=(LIVE,)),)).steps_lost is None
+    assert folded(DEATH, accounts=(tells(of=(FAILED, newcomer), node="c", syncs=(LIVE,)),)).steps_lost is None
 
 
 # ── whatever is written ─────────────────────────────────────────────────────────────────────────────────────

@@ -106,7 +106,7 @@ def kinds(effects: list[Effect]) -> list[type]:
     return [type(effect) for effect in effects]
 
 
-def told(effects: list[Effect]) -> list[messages.Message]:
+def sent_messages(effects: list[Effect]) -> list[messages.Message]:
     return [effect.message for effect in effects if isinstance(effect, Send)]
 
 
@@ -148,7 +148,7 @@ def test_each_worker_is_told_its_place_once() -> None:
     machine = Watched()
     machine.take(Start(), Joined(), says.ready(0, 1), says.ready(1, 2))
     job_view = view(A, B, spec=SPEC, formed=SECOND)
-    forms = told(machine.see(job_view))
+    forms = sent_messages(machine.see(job_view))
     assert [
         (f.rank, f.world_size, f.group_rank, f.local_rank, f.local_world_size, f.store_port)
         for f in forms
@@ -166,9 +166,9 @@ def test_the_newest_group_that_a_worker_has_formed_is_kept_and_tells_the_exchang
 def test_a_generation_without_us_is_none_of_our_workers_business() -> None:
     machine = Watched()
     machine.take(Start(), Joined(), says.ready(0, 1), says.ready(1, 2))
-    assert told(machine.see(view(A, B, spec=SPEC, formed=generation(1, [place("b", 0, 1)])))) == []
+    assert sent_messages(machine.see(view(A, B, spec=SPEC, formed=generation(1, [place("b", 0, 1)])))) == []
     again = generation(2, [place("b"), place("a", 0, 1, worker_id=2)])
-    assert told(machine.see(view(A, B, spec=SPEC, formed=again))) == [], "that is our successor's place"
+    assert sent_messages(machine.see(view(A, B, spec=SPEC, formed=again))) == [], "that is our successor's place"
 
 
 # ── a worker's end ────────────────────────────────────────────────────────────────────────────────────────────
@@ -385,21 +385,21 @@ def test_a_worker_that_could_not_abort_because_a_signal_had_stopped_it_is_named_
 def test_worker_forms_the_next_generation_only_after_its_group_is_closed() -> None:
     machine = running()
     second = generation(2, [place("b", 0, 1), place("a", 0, 1)])
-    orders = told(machine.see(view(A, B, spec=SPEC, formed=second)))
+    orders = sent_messages(machine.see(view(A, B, spec=SPEC, formed=second)))
     assert orders == [messages.AbortGroup(generation=1, why="because")] * 2
-    forms = told(machine.take(says.group_closed(0, 1, 1, 8)))
+    forms = sent_messages(machine.take(says.group_closed(0, 1, 1, 8)))
     assert [m.generation for m in forms if isinstance(m, messages.Form)] == [2]
 
 
 def test_a_planned_change_lets_them_step_on_to_the_boundary() -> None:
     machine = running()
     second = generation(2, [place("b", 0, 1), place("a", 0, 1), place("c")], at_step=12)
-    orders = told(machine.see(view(A, B, spec=SPEC, formed=second)))
+    orders = sent_messages(machine.see(view(A, B, spec=SPEC, formed=second)))
     assert orders == [messages.StopAtStep(generation=1, at_step=12, why="because")] * 2
     assert machine.stages() == [Stage.STOPPING_AT_STEP] * 2
     allowed_s = 5 * 0.1 + 2 * TIMES.abort_s  # four steps to go and the one under way
     assert machine.wait(allowed_s - 0.01) == []
-    assert told(machine.wait(0.02)) == [messages.AbortGroup(generation=1, why="because")] * 2
+    assert sent_messages(machine.wait(0.02)) == [messages.AbortGroup(generation=1, why="because")] * 2
 
 
 def test_planned_generation_published_over_a_failure_is_reported_broken_too() -> None:
@@ -424,7 +424,7 @@ def test_numbers_that_are_left_out_make_no_change_unplanned_and_no_failure_forgo
     """As above, where the next generation is numbered above the checkpoints: etcd had lost its data before."""
     places = [place("b", 0, 1), place("a", 0, 1)]
     planned = generation(40, [*places, place("c")], at_step=12, previous=1)
-    orders = told(running().see(view(A, B, spec=SPEC, formed=planned)))
+    orders = sent_messages(running().see(view(A, B, spec=SPEC, formed=planned)))
     assert orders == [messages.StopAtStep(generation=1, at_step=12, why="because")] * 2
     machine = running()
     machine.take(WorkerExited(0, 1, "signal SIGKILL"))
@@ -722,7 +722,7 @@ def test_stuck_group_is_reported_once_and_aborted_without_a_kill() -> None:
     (said,) = (e for e in effects if isinstance(e, PutBroken))
     assert (said.record.kind, said.record.slots, said.record.detail) == ("comm", (), "has waited for 5400 s")
     assert not any(isinstance(e, Kill) for e in effects)
-    assert len(told(effects)) == 2, "both are told to abort the group"
+    assert len(sent_messages(effects)) == 2, "both are told to abort the group"
     machine = running()
     assert machine.take(GroupStuck(0, 99, "an earlier process")) == []
 
@@ -775,7 +775,7 @@ def ended(phase: Phase, reason: str = "") -> JobView:
 def test_when_all_is_done_workers_finish_by_themselves_and_then_the_agent_leaves_once() -> None:
     machine = running()
     machine.take(says.done(0, 1, 1, 20), says.done(1, 2, 1, 20))
-    assert told(machine.see(ended(Phase.SUCCEEDED))) == [messages.Finish()] * 2
+    assert sent_messages(machine.see(ended(Phase.SUCCEEDED))) == [messages.Finish()] * 2
     assert machine.take(WorkerExited(0, 1, "exit code 0", 0)) == []
     assert only(machine.take(WorkerExited(1, 2, "exit code 0", 0))) == Leave(reason(Code.JOB_OVER, phase="succeeded"))
     assert machine.wait(1.0) == []
