@@ -151,8 +151,8 @@ class Cluster:
     def is_empty(self, node: str) -> bool:
         """Whether no agent runs on this node, as far as is known. One that is drained is empty only once its daemon has
         written that it drains: it starts no agent from then on."""
-        known = self.nodes.get(node)
-        heard = known is None or known.drain is None or known.record.draining == known.drain.reason
+        registered = self.nodes.get(node)
+        heard = registered is None or registered.drain is None or registered.record.draining == registered.drain.reason
         return heard and not self.jobs_on(node)
 
 
@@ -193,8 +193,8 @@ class ClusterReader:
             return None
 
         def each(kind: type[R], prefix: str) -> dict[str, tuple[R, KeyValue]]:
-            found = ((k.removeprefix(prefix), kv) for k, kv in kvs.items() if k.startswith(prefix))
-            return {name: (r, kv) for name, kv in found if (r := take(kind, kv)) is not None}
+            values = ((k.removeprefix(prefix), kv) for k, kv in kvs.items() if k.startswith(prefix))
+            return {name: (r, kv) for name, kv in values if (r := take(kind, kv)) is not None}
 
         cordons = {n: r for n, (r, _) in each(CordonRecord, keys.cordons).items()}
         drains = {n: r for n, (r, _) in each(DrainRecord, keys.drains).items()}
@@ -202,26 +202,26 @@ class ClusterReader:
             name: Node(record, kv.create_revision, cordons.get(name), drains.get(name))
             for name, (record, kv) in each(NodeRecord, keys.nodes).items()
         }
-        known = {n: r for n, (r, _) in each(KnownNode, keys.known).items()}
+        inventory = {n: r for n, (r, _) in each(KnownNode, keys.known).items()}
         jobs = {}
-        for name, mine in _by_job(keys.jobs, kvs).items():
+        for name, records in _by_job(keys.jobs, kvs).items():
             try:
                 job = keys.job(name)
             except ValueError as error:  # no job of ours can have this name
-                foreign |= dict.fromkeys(mine, str(error))
+                foreign |= dict.fromkeys(records, str(error))
                 continue
-            spec, asked = take(SpecRecord, mine.get(job.spec)), take(AskedRecord, mine.get(job.asked))
-            told = _told(job, mine, take)
-            if name not in self._folded or self._folded[name][0] != told:
-                self._folded[name] = told, _incidents(told)
-            found = self._folded[name][1]
-            jobs[name] = _job(name, job, mine, take, signed, self._asked(name, spec, asked), found)
+            spec, asked = take(SpecRecord, records.get(job.spec)), take(AskedRecord, records.get(job.asked))
+            on_record = _told(job, records, take)
+            if name not in self._folded or self._folded[name][0] != on_record:
+                self._folded[name] = on_record, _incidents(on_record)
+            folded = self._folded[name][1]
+            jobs[name] = _job(name, job, records, take, signed, self._asked(name, spec, asked), folded)
         for name in [name for name in (*self._stopped, *self._folded) if name not in jobs]:
             self._stopped.pop(name, None)
             self._folded.pop(name, None)
         events = {key: kv.value for key, kv in kvs.items() if key.startswith(keys.events)}
         why = {key: refusal.why for key, refusal in (refused or {}).items()}
-        return Cluster(nodes, jobs, cordons, drains, revision, events, foreign, why, known)
+        return Cluster(nodes, jobs, cordons, drains, revision, events, foreign, why, inventory)
 
     def _asked(self, name: str, spec: SpecRecord | None, asked: AskedRecord | None) -> AskedRecord:
         submission, stopped = self._stopped.get(name, ("", AskedRecord()))
@@ -239,39 +239,39 @@ class _Take(Protocol):
     def __call__(self, kind: type[R], kv: KeyValue | None) -> R | None: ...
 
 
-def _told(job: JobKeys, mine: Mapping[str, KeyValue], take: _Take) -> _Told:
-    keys = [key for key in mine if key.startswith(job.incidents)]
-    own = sorted((mine[key].create_revision, key) for key in keys if job.is_account(key))[-KEPT_INCIDENTS:]
-    broken = sorted(key for key in mine if key.startswith(job.broken_all))[-KEPT_INCIDENTS:] if own else ()
-    progress = take(ProgressRecord, mine.get(job.progress))
+def _told(job: JobKeys, kvs: Mapping[str, KeyValue], take: _Take) -> _Told:
+    keys = [key for key in kvs if key.startswith(job.incidents)]
+    own = sorted((kvs[key].create_revision, key) for key in keys if job.is_account(key))[-KEPT_INCIDENTS:]
+    broken = sorted(key for key in kvs if key.startswith(job.broken_all))[-KEPT_INCIDENTS:] if own else ()
+    progress = take(ProgressRecord, kvs.get(job.progress))
     return (
-        [account for _, key in own if (account := take(IncidentAccount, mine[key])) is not None],
-        [report for key in broken if (report := take(BrokenRecord, mine[key])) is not None],
+        [account for _, key in own if (account := take(IncidentAccount, kvs[key])) is not None],
+        [report for key in broken if (report := take(BrokenRecord, kvs[key])) is not None],
         progress.stepped_in if progress is not None else 0,
-        [(k, r) for k in keys if not job.is_account(k) and (r := take(IncidentRecord, mine[k])) is not None],
+        [(k, r) for k in keys if not job.is_account(k) and (r := take(IncidentRecord, kvs[k])) is not None],
     )
 
 
-def _incidents(told: _Told) -> tuple[IncidentRecord, ...]:
+def _incidents(on_record: _Told) -> tuple[IncidentRecord, ...]:
     """Oldest first. A job's user can write numbers with which a daemon cannot compute: such an incident is left out."""
-    found = []
-    for incident in map(fitted, incidents(*told[:3])):
+    records = []
+    for incident in map(fitted, incidents(*on_record[:3])):
         with contextlib.suppress(msgspec.ValidationError):
-            found.append(decode(IncidentRecord, encode(incident)))
-    found += [msgspec.structs.replace(record, id=key.rpartition("/")[2]) for key, record in told[3]]
-    return tuple(sorted(found, key=lambda incident: incident.wall_s)[-KEPT_INCIDENTS:])
+            records.append(decode(IncidentRecord, encode(incident)))
+    records += [msgspec.structs.replace(record, id=key.rpartition("/")[2]) for key, record in on_record[3]]
+    return tuple(sorted(records, key=lambda incident: incident.wall_s)[-KEPT_INCIDENTS:])
 
 
 def _job(
     name: str,
     job: JobKeys,
-    mine: Mapping[str, KeyValue],
+    kvs: Mapping[str, KeyValue],
     take: _Take,
     signed: bool,
     asked: AskedRecord,
     incidents: tuple[IncidentRecord, ...],
 ) -> Job:
-    spec, state = mine.get(job.spec), mine.get(job.state)
+    spec, state = kvs.get(job.spec), kvs.get(job.state)
     written = take(JobState, state)
     if asked.stop is None and ((signed and state is None) or (state is not None and written is None)):
         spec = None  # an incompatible version manages this job: leave it alone
@@ -281,7 +281,7 @@ def _job(
         current = after(current, PhaseTrigger.STOP, asked.stop or "", current.since_wall_s)
     members = {
         k.removeprefix(job.members): Member(r, kv.create_revision)
-        for k, kv in mine.items()
+        for k, kv in kvs.items()
         if k.startswith(job.members) and (r := take(MemberRecord, kv)) is not None
     }
     return Job(
@@ -293,17 +293,17 @@ def _job(
         stop_is_due=stop_is_due,
         state_revision=state.mod_revision if state else 0,
         members=members,
-        generation=take(GenerationRecord, mine.get(job.generation)),
-        progress=take(ProgressRecord, mine.get(job.progress)),
-        ranks=_ranks(job, mine, take),
+        generation=take(GenerationRecord, kvs.get(job.generation)),
+        progress=take(ProgressRecord, kvs.get(job.progress)),
+        ranks=_ranks(job, kvs, take),
         asked=asked,
         incidents=incidents,
     )
 
 
-def _ranks(job: JobKeys, mine: Mapping[str, KeyValue], take: _Take) -> dict[str, RanksRecord]:
-    found = ((k.removeprefix(job.ranks), kv) for k, kv in mine.items() if k.startswith(job.ranks))
-    return {node: record for node, kv in found if (record := take(RanksRecord, kv)) is not None}
+def _ranks(job: JobKeys, kvs: Mapping[str, KeyValue], take: _Take) -> dict[str, RanksRecord]:
+    values = ((k.removeprefix(job.ranks), kv) for k, kv in kvs.items() if k.startswith(job.ranks))
+    return {node: record for node, kv in values if (record := take(RanksRecord, kv)) is not None}
 
 
 def _by_job(prefix: str, kvs: Mapping[str, KeyValue]) -> dict[str, dict[str, KeyValue]]:

@@ -39,19 +39,19 @@ def happened(before: Cluster, after: Cluster, wall_s: float) -> list[EventRecord
     if before.jobs and after.revision < before.revision:
         return [_event(wall_s, "etcd.replaced", text="etcd came back empty or with older data; agents write their "
                        "jobs back from memory")]  # fmt: skip
-    found = list(_of_nodes(before, after, wall_s))
+    events = list(_of_nodes(before, after, wall_s))
     for name, job in after.jobs.items():
-        found += _of_one(job, _of_job(before.jobs.get(name), job, wall_s), wall_s)
-    return found
+        events += _of_one(job, _of_job(before.jobs.get(name), job, wall_s), wall_s)
+    return events
 
 
 def missed(cluster: Cluster) -> list[EventRecord]:
     """Incidents that began after the newest event on record: no daemon saw them begin."""
     newest_s = max((event.when_wall_s for event in read(cluster.events)), default=0.0)
-    found = [
+    events = [
         e for job in cluster.jobs.values() for i in job.incidents for e in _of_one(job, _of_incident(job, None, i))
     ]
-    return [event for event in found if event.when_wall_s > newest_s]
+    return [event for event in events if event.when_wall_s > newest_s]
 
 
 def of_contact(lost_wall_s: float, back_wall_s: float, error: str, node: str) -> list[EventRecord]:
@@ -65,15 +65,15 @@ def of_contact(lost_wall_s: float, back_wall_s: float, error: str, node: str) ->
 
 def of_members(before: Members, after: Members, wall_s: float) -> list[EventRecord]:
     """etcd members that went down or came back; none for the first answer."""
-    known = {member.endpoint: member.ok for member in before}
-    found = []
+    were_up = {member.endpoint: member.ok for member in before}
+    events = []
     for member in after:
-        if known.get(member.endpoint, member.ok) == member.ok:
+        if were_up.get(member.endpoint, member.ok) == member.ok:
             continue
         good = sum(one.ok for one in after)
         text = f"{member.endpoint}{'' if member.ok else f': {member.error}'}; {good} of {len(after)} members are up"
-        found.append(_event(wall_s, "etcd.member_up" if member.ok else "etcd.member_down", text=text))
-    return found
+        events.append(_event(wall_s, "etcd.member_up" if member.ok else "etcd.member_down", text=text))
+    return events
 
 
 def read(events: Mapping[str, bytes]) -> Iterator[EventRecord]:
@@ -108,8 +108,8 @@ def _of_nodes(before: Cluster, after: Cluster, wall_s: float) -> Iterator[EventR
     for name in sorted(before.nodes.keys() - after.nodes.keys()):
         jobs = ", ".join(sorted(j.name for j in after.jobs.values() if name in j.members and not j.over))
         still = f"; its agents of {jobs} are still there" if jobs else ""
-        known = after.known.get(name)
-        how = "its elasticd was stopped" if known and known.left else "its lease expired: node lost, or elasticd killed"
+        row = after.known.get(name)
+        how = "its elasticd was stopped" if row and row.left else "its lease expired: node lost, or elasticd killed"
         yield _event(wall_s, "node.gone", node=name, text=f"{how}{still}")
     for name, node in sorted(after.nodes.items()):
         yield from _of_node(before.nodes.get(name), node, wall_s)
@@ -144,8 +144,8 @@ def _of_job(old: Job | None, new: Job, wall_s: float) -> Iterator[EventRecord]:
         yield _event(wall_s, "node.excluded", new.name, node, why)
     for node in sorted(set(was) - set(new.state.excluded_nodes)):
         yield _event(wall_s, "node.readmitted", new.name, node, f"{new.name} may use it again")
-    formed, held = new.generation, old.generation if old else None
-    if formed is not None and (held is None or formed.number > held.number):
+    formed, previous = new.generation, old.generation if old else None
+    if formed is not None and (previous is None or formed.number > previous.number):
         nodes = ", ".join(place.node for place in formed.nodes[:8]) + (" …" if len(formed.nodes) > 8 else "")
         ranks = f"{formed.world_size} rank{'' if formed.world_size == 1 else 's'}"
         text = f"generation {formed.number}: {ranks} on {nodes} ({formed.why})"
@@ -185,12 +185,12 @@ def _of_ranks(old: Job | None, new: Job, wall_s: float) -> Iterator[EventRecord]
 
 def _of_incident(job: Job, old: IncidentRecord | None, new: IncidentRecord) -> Iterator[EventRecord]:
     """At the instants that the record itself names."""
-    said = verdict.judge(new, verdict.VerdictContext(phase=job.state.phase))
+    judged = verdict.judge(new, verdict.VerdictContext(phase=job.state.phase))
     if old is None:
-        yield _event(new.wall_s, "incident.opened", job.name, new.node, f"{said.cls}: {said.what}")
+        yield _event(new.wall_s, "incident.opened", job.name, new.node, f"{judged.cls}: {judged.what}")
     if not new.open and (old is None or old.open) and new.ended_wall_s:
         took_s = max(new.timeline_s.values(), default=0.0)
-        yield _event(new.ended_wall_s, "incident.closed", job.name, new.node, f"after {took_s:.2f} s: {said.done}")
+        yield _event(new.ended_wall_s, "incident.closed", job.name, new.node, f"after {took_s:.2f} s: {judged.done}")
 
 
 # ── writing them ────────────────────────────────────────────────────────────────────────────────────────────
@@ -216,9 +216,9 @@ class Timeline:
         before, self._before = self._before, cluster
         if not reconcile.is_oldest(cluster, self._node):
             return
-        found = [] if self._caught_up else missed(cluster)
+        events = [] if self._caught_up else missed(cluster)
         self._caught_up = True
-        for event in found + (happened(before, cluster, wall_s) if before is not None else []):
+        for event in events + (happened(before, cluster, wall_s) if before is not None else []):
             self._add(event)
 
     def contact(self, connected: bool, error: str, wall_s: float) -> None:

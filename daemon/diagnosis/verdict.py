@@ -66,21 +66,21 @@ class VerdictContext:
 def judge(record: IncidentRecord, seen: VerdictContext = VerdictContext()) -> Verdict:
     texts, open_ = _texts(record), record.open and not seen.phase.over
     rule, decided = _rule(record, texts, seen)
-    held = _held(seen) if open_ else None
+    by_etcd = _held(seen) if open_ else None
     failed = seen.phase is Phase.FAILED and record.origin is Origin.NOTHING
-    patience_s = LASTING_S if held and held[0].name != "etcd_unavailable" else PATIENCE_S
+    patience_s = LASTING_S if by_etcd and by_etcd[0].name != "etcd_unavailable" else PATIENCE_S
     return Verdict(
         rule=rule.name,
         cls=rule.cls,
         cause=_cause(record, rule),
         what=_what(record, rule),
-        evidence=_evidence(record, texts, decided, held[1] if held else ""),
+        evidence=_evidence(record, texts, decided, by_etcd[1] if by_etcd else ""),
         followed=_followed(record),
         done=_done(record, open_, seen.phase),
         cost=_cost(record, seen, open_),
-        held_by=f"{held[0].what}: {held[1]}" if held else seen.waits_for if open_ else "",
+        held_by=f"{by_etcd[0].what}: {by_etcd[1]}" if by_etcd else seen.waits_for if open_ else "",
         person=failed or (open_ and seen.age_s > patience_s) or (rule.person and not seen.phase.over),
-        fix=held[0].fix if held else rule.fix,
+        fix=by_etcd[0].fix if by_etcd else rule.fix,
     )
 
 
@@ -174,8 +174,8 @@ def _held(seen: VerdictContext) -> tuple[Rule, str] | None:
 
 def _cause(record: IncidentRecord, rule: Rule) -> str:
     detail = str(record.detail)
-    said = detail if detail not in rule.what else ""
-    return f"{rule.what} ({said})" if said else rule.what
+    addition = detail if detail not in rule.what else ""
+    return f"{rule.what} ({addition})" if addition else rule.what
 
 
 def _what(record: IncidentRecord, rule: Rule) -> str:

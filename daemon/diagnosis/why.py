@@ -318,9 +318,9 @@ def _disputes(cluster: Cluster, node: str, only: str = "") -> Iterator[str]:
 
 def absence(cluster: Cluster, name: str, wall_s: float) -> tuple[str, str]:
     """(state, reason) of a node without a record and without agents, as the inventory has it."""
-    known = cluster.known[name]
-    since = f"since {_when(known.away_wall_s, wall_s)}" if known.away_wall_s else "just now"
-    if not known.left:
+    row = cluster.known[name]
+    since = f"since {_when(row.away_wall_s, wall_s)}" if row.away_wall_s else "just now"
+    if not row.left:
         return "lost", f"{since}: its machine, its network or its elasticd is down"
     drain = cluster.drains.get(name)
     return "off", f"{since}: {drain.reason if drain else 'its elasticd was stopped'}"

@@ -73,5 +73,5 @@ def judge(text: str, members: int = 1) -> Judgement:
     if not fixes:
         return Judgement(VersionSupport.SOUND, f"etcd {match[0]}")
     support = VersionSupport.UNSOUND if any(fault.loses for fault in fixes) else VersionSupport.FLAWED
-    told = "; ".join(f"{fault.what} ({fault.name})" if fault.name else fault.what for fault in fixes)
-    return Judgement(support, f"etcd {match[0]}: {told}", ".".join(map(str, max(fixes.values()))))
+    faults = "; ".join(f"{fault.what} ({fault.name})" if fault.name else fault.what for fault in fixes)
+    return Judgement(support, f"etcd {match[0]}: {faults}", ".".join(map(str, max(fixes.values()))))

@@ -277,7 +277,7 @@ def table(
     for row in rows[:most]:
         values = [(column, column.cell(row)) for column in columns]
         cells = "".join(f"<td{_classes(c, v)}>{v if isinstance(v, Html) else text(v)}</td>" for c, v in values)
-        below = f"<tr><td colspan={len(columns)} class=why>{text(said)}</td></tr>" if (said := why(row)) else ""
+        below = f"<tr><td colspan={len(columns)} class=why>{text(sentence)}</td></tr>" if (sentence := why(row)) else ""
         body.append(f"<tr{' class=first' if below else ''}>{cells}</tr>{below}")
     head = "".join(f"<th{_classes(column)}>{text(column.title)}" for column in columns)
     left_out = len(rows) - most

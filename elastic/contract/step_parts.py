@@ -48,12 +48,12 @@ def slow_ranks(windows: Sequence[Mapping[int, float]]) -> list[tuple[int, float]
     last = windows[-WINDOWS:]
     if len(last) < WINDOWS:
         return []
-    found = []
+    slow = []
     for rank in sorted(set.intersection(*(set(window) for window in last))):
         ratios = [_ratio(window, rank) for window in last]
         if all(ratio >= SLOWER for ratio in ratios):
-            found.append((rank, round(ratios[-1], 2)))
-    return found
+            slow.append((rank, round(ratios[-1], 2)))
+    return slow
 
 
 def _ratio(window: Mapping[int, float], rank: int) -> float:

@@ -288,17 +288,17 @@ def _revive(turn: Turn, before: Agent, view: JobView) -> None:
     """The leader that has just gone on without this node is alive, even if this agent has marked it dead or is about
     to: a firewall that refuses connections looks like a dead peer from both sides. Each side would re-form alone
     forever, over the other's steps. Published as unreachable instead, the peer is judged alike by all agents."""
-    formed, held = view.generation, before.formed.generation
-    if formed is None or held is None or formed.number <= held.number or formed.at_step is not None:
+    formed, previous = view.generation, before.formed.generation
+    if formed is None or previous is None or formed.number <= previous.number or formed.at_step is not None:
         return
     me, publisher = (turn.policy.node, turn.policy.incarnation), view.members.get(formed.leader)
     if (
         publisher is None
         or formed.node_of(*publisher.id) is None
-        or all_workers_lost(held, turn.policy.node, turn.formed.broken_record)
+        or all_workers_lost(previous, turn.policy.node, turn.formed.broken_record)
     ):
         return
-    if held.node_of(*me) is not None and formed.node_of(*me) is None:
+    if previous.node_of(*me) is not None and formed.node_of(*me) is None:
         peer = {publisher.id}
         turn.peers = replace(
             turn.peers,
@@ -320,13 +320,13 @@ def _keep_state(turn: Turn, before: Agent, view: JobView) -> None:
 
 
 def _learn_failure(turn: Turn, before: Agent, view: JobView) -> None:
-    broken, known = view.broken, before.formed
+    broken, formed = view.broken, before.formed
     if broken is None or view.generation is None or broken.generation != view.generation.number:
         return
-    if broken.generation > known.broken:
+    if broken.generation > formed.broken:
         turn.formed = replace(turn.formed, broken=broken.generation, broken_record=broken, broken_at_s=turn.now_s)
-    elif broken.generation == known.broken:  # other nodes have reported more
-        record = merged(broken, known.broken_record) if known.broken_record else broken
+    elif broken.generation == formed.broken:  # other nodes have reported more
+        record = merged(broken, formed.broken_record) if formed.broken_record else broken
         turn.formed = replace(turn.formed, broken_record=record)
 
 
@@ -347,8 +347,8 @@ def _is_of_no_job_of_ours(agent: Agent, view: JobView) -> bool:
     """Whether this agent's job is over, and its records are gone: removed (`elasticctl forget`), lost, or those of a
     job that has taken its name. Its workers may still be ending, and what they have for that depends on how the job
     ended."""
-    known = agent.etcd.spec
-    other = view.spec is not None and known is not None and view.spec.submission != known.submission
+    own_spec = agent.etcd.spec
+    other = view.spec is not None and own_spec is not None and view.spec.submission != own_spec.submission
     return agent.etcd.state.phase.over and (other or not view.state.phase.over)
 
 

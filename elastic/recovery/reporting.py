@@ -170,8 +170,8 @@ def _renewed(turn: Turn, before: Agent, incident: Incident) -> Incident:
     stepped_in, progress = _stepped_in(turn), turn.etcd.view.progress
     if stepped_in <= incident.first:
         return incident
-    known = (*incident.generations, before.formed.generation, turn.formed.generation)
-    stepped = next((g for g in known if g is not None and g.number == stepped_in), None)
+    generations = (*incident.generations, before.formed.generation, turn.formed.generation)
+    stepped = next((g for g in generations if g is not None and g.number == stepped_in), None)
     if stepped is not None and stepped.at(turn.policy.node) is not None:
         return incident  # an agent with a rank there observes the recovery itself
     later = tuple(g for g in incident.generations if g.number > stepped_in)
@@ -217,8 +217,8 @@ def _continued(turn: Turn, incident: Incident) -> Incident:
     if here is not None or turn.progress.settled or incident.planned:
         return incident
     progress, left_wall_s = turn.etcd.view.progress, turn.incidents.left_wall_s
-    told = (progress.stepped_in, progress.step) if progress is not None else (0, 0)
-    if left_wall_s and turn.progress.reached >= told:  # the clock of the node that wrote the progress may be wrong
+    on_record = (progress.stepped_in, progress.step) if progress is not None else (0, 0)
+    if left_wall_s and turn.progress.reached >= on_record:  # the clock of the node that wrote the progress may be wrong
         return replace(incident, began_wall_s=left_wall_s, left_wall_s=left_wall_s)
     return replace(incident, began_wall_s=max(progress.step_wall_s if progress else 0.0, left_wall_s))
 
@@ -228,8 +228,8 @@ def _continued(turn: Turn, incident: Incident) -> Incident:
 
 def _observed(turn: Turn, before: Agent, event: Event, incident: Incident) -> Incident:
     view = turn.etcd.view
-    if known := turn.incidents.incident:
-        reports = (report for report in known.reports if report.generation >= incident.first)
+    if tracked := turn.incidents.incident:
+        reports = (report for report in tracked.reports if report.generation >= incident.first)
         incident = replace(incident, reports=tuple(reports))  # with those made in this turn
     for record in (*view.broken_before, view.broken, turn.formed.broken_record):
         if record is not None:
@@ -243,11 +243,11 @@ def _observed(turn: Turn, before: Agent, event: Event, incident: Incident) -> In
 
 def _with_generation(turn: Turn, before: Agent, incident: Incident) -> Incident:
     """With what a new generation, or the lack of one, shows of the nodes of the one before."""
-    held, generation = before.formed.generation, turn.formed.generation
+    previous, generation = before.formed.generation, turn.formed.generation
     assert generation is not None
-    if held is None or generation.number != held.number:
-        if held is not None and generation.at_step is None:
-            incident = with_lost_nodes(turn, incident, held, dropped_nodes(held, generation))
+    if previous is None or generation.number != previous.number:
+        if previous is not None and generation.at_step is None:
+            incident = with_lost_nodes(turn, incident, previous, dropped_nodes(previous, generation))
         if generation.number > incident.generations[-1].number:
             incident = replace(incident, generations=(*incident.generations, generation))
         return incident.with_mark("published", turn.now_s)

@@ -31,8 +31,8 @@ def in_words(kind: Any) -> str:
     kinds = typing.get_args(kind)
     match typing.get_origin(kind):
         case typing.Union | types.UnionType:
-            said = [in_words(each) for each in kinds]
-            return ", or ".join(said) if all(said) else ""
+            words = [in_words(each) for each in kinds]
+            return ", or ".join(words) if all(words) else ""
         case origin if origin is Literal:
             *most, last = map(repr, kinds)
             return f"{', '.join(most)} or {last}" if most else last
@@ -45,6 +45,6 @@ def in_words(kind: Any) -> str:
 
 
 def _limits(meta: msgspec.Meta) -> str:
-    said = [(" from", meta.ge), (" above", meta.gt), (" to", meta.le), (" below", meta.lt)]
+    limits = [(" from", meta.ge), (" above", meta.gt), (" to", meta.le), (" below", meta.lt)]
     length = f" of {meta.min_length or 0} to {meta.max_length} characters" if meta.max_length is not None else ""
-    return length + "".join(f"{word} {limit}" for word, limit in said if limit is not None)
+    return length + "".join(f"{word} {limit}" for word, limit in limits if limit is not None)

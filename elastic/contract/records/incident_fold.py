@@ -109,7 +109,7 @@ def divided(accounts: Iterable[IncidentAccount], reports: Iterable[BrokenRecord]
             continue
         for part in _parts(account, ends):
             parts.setdefault(part, []).append(account)
-    found = [
+    all_facts = [
         Facts(first, tuple(alarm), first, repeat=repeat)
         for first, of_generation in alarms.items()
         for repeat, alarm in enumerate(of_generation)
@@ -119,8 +119,8 @@ def divided(accounts: Iterable[IncidentAccount], reports: Iterable[BrokenRecord]
         since, until = ends[part - 1] if part else 0, ends[part] if part < len(ends) else 0
         first = since or min(min(account.failed) for account in members)
         facts = Facts(first, tuple(members), until, repeat=len(alarms.get(first, ())))
-        found.append(replace(facts, reports=tuple(r for r in broken if facts.has(r.generation))))
-    return sorted(found, key=lambda facts: (facts.first, facts.repeat))
+        all_facts.append(replace(facts, reports=tuple(r for r in broken if facts.has(r.generation))))
+    return sorted(all_facts, key=lambda facts: (facts.first, facts.repeat))
 
 
 def _is_alarm(account: IncidentAccount) -> bool:

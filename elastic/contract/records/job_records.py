@@ -230,13 +230,13 @@ class GenerationRecord(GenerationHead, frozen=True, kw_only=True, dict=True):
 
     def at(self, node: str) -> int | None:
         """Node rank of `node`; None: it is not a member."""
-        known = self.asked[0]
-        if node not in known:
-            if len(known) >= LINEAR_SEARCH_MAX or "order" in self.__dict__:
+        node_ranks = self.asked[0]
+        if node not in node_ranks:
+            if len(node_ranks) >= LINEAR_SEARCH_MAX or "order" in self.__dict__:
                 return self.order.get(node)
             nodes = list(map(_node, self.nodes))
-            known[node] = nodes.index(node) if node in nodes else None
-        return known[node]
+            node_ranks[node] = nodes.index(node) if node in nodes else None
+        return node_ranks[node]
 
     def node_of(self, node: str, incarnation: str) -> GenerationNode | None:
         at = self.at(node)

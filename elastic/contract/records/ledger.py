@@ -173,8 +173,8 @@ def _close(ledger: Ledger, bucket: Bucket) -> Ledger:
 def _booked(ledger: Ledger, bucket: Bucket, spent_ms: int) -> Ledger:
     if spent_ms <= 0:
         return ledger
-    known = ledger.ranks_ms
-    return msgspec.structs.replace(ledger, ranks_ms={**known, bucket.value: known.get(bucket.value, 0) + spent_ms})
+    booked = ledger.ranks_ms
+    return msgspec.structs.replace(ledger, ranks_ms={**booked, bucket.value: booked.get(bucket.value, 0) + spent_ms})
 
 
 def shares(ledger: Ledger) -> dict[str, float]:

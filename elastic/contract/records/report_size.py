@@ -26,16 +26,16 @@ def fitted(record: R) -> R:
     whole_bytes = len(encode(record))
     if whole_bytes <= REPORT_BYTES:
         return record
-    plain, found = msgspec.to_builtins(record), record
+    plain, cut = msgspec.to_builtins(record), record
     for chars, entries in _STEPS:
-        found = msgspec.convert(_cut(plain, chars, entries), type(record))
-        if isinstance(found, IncidentAccount):
-            found = msgspec.structs.replace(found, absent=None)
+        cut = msgspec.convert(_cut(plain, chars, entries), type(record))
+        if isinstance(cut, IncidentAccount):
+            cut = msgspec.structs.replace(cut, absent=None)
         else:
-            found = msgspec.structs.replace(found, detail=reason(Code.CUT, found.detail, nbytes=whole_bytes))
-        if len(encode(found)) <= REPORT_BYTES:
+            cut = msgspec.structs.replace(cut, detail=reason(Code.CUT, cut.detail, nbytes=whole_bytes))
+        if len(encode(cut)) <= REPORT_BYTES:
             break
-    return found
+    return cut
 
 
 def reader(kind: type[R]) -> Callable[[bytes], R]:

@@ -77,13 +77,13 @@ def changes(before: tuple[GenerationNode, ...], after: tuple[GenerationNode, ...
     at = 0
     """The earlier nodes up to here are handled."""
     for place in after:
-        found = old.get(place, -1)
-        if found < at:
+        at_before = old.get(place, -1)
+        if at_before < at:
             new.append(place)
             continue
-        if found > at or new:
-            splices.append(Splice(at, found, tuple(new)))
-        at, new = found + 1, []
+        if at_before > at or new:
+            splices.append(Splice(at, at_before, tuple(new)))
+        at, new = at_before + 1, []
     if at < len(before) or new:
         splices.append(Splice(at, len(before), tuple(new)))
     if 2 * sum(1 + len(splice.nodes) for splice in splices) > len(after):
@@ -100,20 +100,20 @@ def spliced(places: tuple[GenerationNode, ...], splices: Sequence[Splice]) -> tu
     return nodes + places[at:]
 
 
-def _carry_over(known: GenerationRecord, record: GenerationRecord, splices: Sequence[Splice]) -> None:
+def _carry_over(earlier: GenerationRecord, record: GenerationRecord, splices: Sequence[Splice]) -> None:
     """Copy the cached lookups of `known` to `record`, with the ranks after each splice shifted."""
     moves = []
     for start, stop, new in (msgspec.structs.astuple(splice) for splice in splices):
-        moves.append((start, stop, len(new) - (stop - start), _workers(new) - _workers(known.nodes[start:stop])))
-    record.__dict__["world_size"] = known.world_size + sum(workers for *_, workers in moves)
+        moves.append((start, stop, len(new) - (stop - start), _workers(new) - _workers(earlier.nodes[start:stop])))
+    record.__dict__["world_size"] = earlier.world_size + sum(workers for *_, workers in moves)
     nodes, firsts = record.asked
-    for node, at in known.asked[0].items():
+    for node, at in earlier.asked[0].items():
         if at is None or any(start <= at < stop for start, stop, _, _ in moves):
             continue
         before = [move for move in moves if move[1] <= at]
         nodes[node] = at + sum(places for _, _, places, _ in before)
-        if node in known.asked[1]:
-            firsts[node] = known.asked[1][node] + sum(workers for *_, workers in before)
+        if node in earlier.asked[1]:
+            firsts[node] = earlier.asked[1][node] + sum(workers for *_, workers in before)
 
 
 def _workers(places: Sequence[GenerationNode]) -> int:

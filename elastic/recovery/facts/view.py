@@ -122,10 +122,10 @@ class JobView:
     """Pairs of members of which at least one cannot reach the other."""
 
     def __post_init__(self) -> None:
-        found: frozenset[reachability.Dispute] = frozenset()
+        disputes: frozenset[reachability.Dispute] = frozenset()
         if self.has_all_members and any(m.record.unreachable for m in self.members.values()):
-            found = reachability.disputes({node: m.record.unreachable for node, m in self.members.items()})
-        object.__setattr__(self, "disputes", found)
+            disputes = reachability.disputes({node: m.record.unreachable for node, m in self.members.items()})
+        object.__setattr__(self, "disputes", disputes)
 
     @staticmethod
     def read(keys: JobKeys, kvs: Mapping[str, Stored], revision: int, has_all_members: bool = True) -> JobView:

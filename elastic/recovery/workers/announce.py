@@ -162,26 +162,26 @@ def adopt(turn: Turn) -> None:
     """Adopt a newer generation; restore what etcd has lost."""
     if turn.is_taken():
         return
-    seen, held, spec = turn.etcd.view.generation, turn.formed.generation, turn.etcd.view.spec
-    older = held is not None and (seen is None or seen.number < held.number)
-    if seen is not None and (held is None or seen.number > held.number):
+    seen, adopted, spec = turn.etcd.view.generation, turn.formed.generation, turn.etcd.view.spec
+    older = adopted is not None and (seen is None or seen.number < adopted.number)
+    if seen is not None and (adopted is None or seen.number > adopted.number):
         # A planned change is made of a generation that steps, also where the progress record does not show it yet.
-        steps = held is not None and seen.at_step is not None and seen.before == held.number
-        if held is not None and turn.policy.managed and (steps or _has_stepped(turn, held)):
-            turn.formed = replace(turn.formed, last_committed=held)
+        steps = adopted is not None and seen.at_step is not None and seen.before == adopted.number
+        if adopted is not None and turn.policy.managed and (steps or _has_stepped(turn, adopted)):
+            turn.formed = replace(turn.formed, last_committed=adopted)
         turn.formed = replace(turn.formed, generation=seen, formed_at_s=turn.now_s)
         turn.local = replace(turn.local, suspicious_since_s=None)
         turn.lead = replace(turn.lead, publishing=0)
-        _carry_over(turn, held, seen)
+        _carry_over(turn, adopted, seen)
     elif turn.etcd.state.phase.over:
         pass  # its records were removed while this agent leaves, or another job has taken its name
     elif turn.etcd.connected and (spec is None or older):  # etcd was wiped, or restored to an older revision
-        if held is None and turn.now_s < turn.etcd.absence_ignored_until_s:
+        if adopted is None and turn.now_s < turn.etcd.absence_ignored_until_s:
             return  # agents that hold a generation restore first: without the spec no agent forms another one
-        turn.ask(Restore(held, turn.etcd.state, turn.etcd.spec), "restore")
+        turn.ask(Restore(adopted, turn.etcd.state, turn.etcd.spec), "restore")
     record = turn.formed.broken_record
-    if record and held and seen == held and record.generation == held.number and not turn.etcd.view.broken:
-        turn.ask(PutBroken(record), f"broken {held.number}")
+    if record and adopted and seen == adopted and record.generation == adopted.number and not turn.etcd.view.broken:
+        turn.ask(PutBroken(record), f"broken {adopted.number}")
 
 
 def _has_stepped(turn: Turn, generation: GenerationRecord) -> bool:
@@ -192,12 +192,12 @@ def _has_stepped(turn: Turn, generation: GenerationRecord) -> bool:
     )
 
 
-def _carry_over(turn: Turn, held: GenerationRecord | None, seen: GenerationRecord) -> None:
+def _carry_over(turn: Turn, adopted: GenerationRecord | None, seen: GenerationRecord) -> None:
     """Report a failure again for the next generation, if that was published while this node reported it for the one
     before: a planned change, for which there was no step boundary, and a node that was to leave may be the only one
     that holds the state; or one that goes on from the state from which this node wants to go back."""
     record = turn.formed.broken_record
-    if held is None or record is None or seen.before != held.number or record.generation != held.number:
+    if adopted is None or record is None or seen.before != adopted.number or record.generation != adopted.number:
         return
     here = seen.node_of(turn.policy.node, turn.policy.incarnation) is not None
     slots = tuple(sorted(record.lost(turn.policy.node)))

@@ -52,23 +52,23 @@ def take_bad_numbers(turn: Turn, worker: Worker, message: BadNumbers) -> None:
         report_failure(turn, replace(record, generation=formed.number, rollback=mode == "rollback"))
 
 
-def _add_cause(turn: Turn, found: BrokenRecord) -> None:
+def _add_cause(turn: Turn, cause: BrokenRecord) -> None:
     """Report `found` though the job has failed, if it names the cause of the bad numbers that have failed it."""
-    known = turn.formed.broken_record
-    if turn.etcd.view.state.phase is not Phase.FAILED or known is None or known.generation != found.generation:
+    report = turn.formed.broken_record
+    if turn.etcd.view.state.phase is not Phase.FAILED or report is None or report.generation != cause.generation:
         return
-    more = merged(known, found)
-    if known.kind in BAD_NUMBERS and more.node == found.node and more.step == found.step:
+    more = merged(report, cause)
+    if report.kind in BAD_NUMBERS and more.node == cause.node and more.step == cause.step:
         turn.formed = replace(turn.formed, broken_record=more)
-        turn.do(PutBroken(found))
+        turn.do(PutBroken(cause))
 
 
 def correct_reason(turn: Turn) -> None:
     """Give the job's end the reason that came first, if a consequence of it was reported earlier."""
-    state, known = turn.etcd.view.state, turn.formed.broken_record
-    if state.phase is not Phase.FAILED or known is None or (first := bad_numbers(known)) is None:
+    state, report = turn.etcd.view.state, turn.formed.broken_record
+    if state.phase is not Phase.FAILED or report is None or (first := bad_numbers(report)) is None:
         return
-    ends: tuple[BrokenRecord | Loss, ...] = (known, *known.also)
+    ends: tuple[BrokenRecord | Loss, ...] = (report, *report.also)
     later = {end.detail for end in ends if end.kind == first.kind and end is not first}
     if state.reason in later and state.reason != first.detail:
         turn.ask(PutState(replace(state, reason=first.detail), turn.etcd.view.state_revision), "reason")
