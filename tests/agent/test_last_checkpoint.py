@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.agents import Job
+from support.forge import LATE
 from support.wait import eventually
 
 from elastic.checkpoint.stored import find
@@ -37,6 +38,7 @@ def go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     path = tmp_path / "go"
     (tmp_path / "sitecustomize.py").write_text(SITE.format(go=str(path)))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv(LATE, str(tmp_path))  # it is for the writer alone, a new process
     return path.touch
 
 

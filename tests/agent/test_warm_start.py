@@ -10,6 +10,7 @@ import subprocess
 
 import pytest
 from support import warm
+from support.forge import LATE
 from support.printed import TRITON
 from support.procs import Procs, describe
 from support.wait import eventually
@@ -40,3 +41,13 @@ def test_fork_is_refused_where_the_interpreter_would_start_differently(tmp_path:
         started = procs.python(argv, output=output, env={"PYTHONPATH": "/nowhere"})
         assert isinstance(started, subprocess.Popen)
         assert started.wait(20) == 1
+
+
+def test_fork_runs_a_sitecustomize_that_may_come_late(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.late = 7\n")
+    path = {"PYTHONPATH": str(tmp_path), LATE: str(tmp_path)}
+    with Procs() as procs, (tmp_path / "out").open("ab") as output:
+        argv = ["-c", f"import sys; sys.exit(sys.late * sys.path.count({str(tmp_path)!r}))"]
+        forked = procs.python(argv, output=output, env=path)
+        assert isinstance(forked, warm.Process)
+        assert forked.wait(60) == 7

@@ -6,6 +6,7 @@ import pathlib
 
 import pytest
 from chaos.harness import Cluster
+from support.forge import LATE
 from support.incidents import Injection
 from support.procs import alive, kill
 from support.wait import eventually, holds
@@ -18,6 +19,7 @@ def card(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Pat
     """The folder that says what the cards do; see support/one_gpu."""
     site = pathlib.Path(__file__).parents[1] / "support" / "one_gpu"
     monkeypatch.setenv("PYTHONPATH", str(site), prepend=":")
+    monkeypatch.setenv(LATE, str(site))  # NVML is imported when it is used
     monkeypatch.setenv("ONE_GPU", str(tmp_path))
     return tmp_path
 

@@ -20,6 +20,7 @@ import json
 import os
 import pathlib
 import resource
+import runpy
 import select
 import signal
 import socket
@@ -54,11 +55,15 @@ EARLY = ("PYTHON", "LD_", "FAKETIME")
 """Variables with these beginnings act at the start of a process: a fork cannot have others than this process."""
 TOO_LATE = frozenset({"PYTHONUNBUFFERED", "PYTHONFAULTHANDLER"})
 """Of these, what makes no difference here: streams are opened anew, and the stacks of a crash are always shown."""
+LATE = "ELASTIC_TEST_LATE_SITE"
+"""A folder of PYTHONPATH whose sitecustomize may also run in a process that has its imports behind it."""
 
 
 def differs(env: Mapping[str, str], than: Mapping[str, str]) -> str:
     """A variable for which a fork of a process with the environment `than` would not do; '' if there is none."""
     names = {name for name in {*env, *than} if name.startswith(EARLY) and name not in TOO_LATE}
+    if LATE in env:
+        names.discard("PYTHONPATH")
     return next((name for name in sorted(names) if env.get(name) != than.get(name)), "")
 
 
@@ -205,6 +210,9 @@ def become(order: dict[str, Any], descriptors: list[int], peer: int) -> int:
     join(peer)
     take_environment(order["env"])
     os.chdir(order["cwd"])
+    if site := os.environ.get(LATE):
+        sys.path.insert(1, site)
+        runpy.run_path(f"{site}/sitecustomize.py")
     argv = order["argv"]
     if argv[:2] == AGENT:
         import setproctitle
