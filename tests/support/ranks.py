@@ -3,27 +3,55 @@
     results = run_ranks(my_function, world_size=4, size=100)     # my_function(rank, world_size, port, size=100) -> JSON
 
 The results come back by rank; a rank that died of a signal gives {"died": signal}; one that raises fails the test.
-A TCPStore listens on `port`. torch is imported once per test session, in a process that does nothing but fork.
-Import the fixture `ranks` as well: it ends that process.
+A TCPStore listens on `port`. The ranks are forked from a process that does nothing else, itself a fork of the one that
+has imported torch (support/forge.py). Import the fixture `ranks` as well: it ends that process.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
 import select
 import signal
-import subprocess
+import socket
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
 import pytest
 
+from . import warm
+from .forge import LATE
+
 _QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1", "RES_OPTIONS": "timeout:1 attempts:1"}
-_zygote: subprocess.Popen[str] | None = None
+_MAIN = "import sys; sys.path[:0] = {path!r}; from support import ranks; ranks.main(3)"
+
+
+class _Zygote:
+    def __init__(self) -> None:
+        path = [str(Path(__file__).parents[1]), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+        argv, env = ["-c", _MAIN.format(path=path)], os.environ | _QUIET | {LATE: ""}
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            forked = warm.ask(warm.forge().path, argv, env, os.getcwd(), [1, 2, theirs.fileno()])
+            assert forked is not None, "the interpreter would start differently from that which forks"
+            self.pid, self._ended = forked
+            self.orders, self.answers = ours.makefile("w"), ours.makefile("r")
+
+    def end(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._ended.recv(4096)
+        self._ended.close()
+        self.orders.close()
+        self.answers.close()
+
+
+_zygote: _Zygote | None = None
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -35,33 +63,24 @@ def ranks() -> Iterator[None]:
 def run_ranks(function: Callable[..., Any], *, world_size: int, timeout_s: float = 60.0, **args: Any) -> list[Any]:
     """Raises AssertionError, with what the ranks said, when they are not done in time."""
     zygote = _started()
-    assert zygote.stdin is not None
-    assert zygote.stdout is not None
-    zygote.stdin.write(json.dumps([function.__code__.co_filename, function.__name__, world_size, args]) + "\n")
-    zygote.stdin.flush()
-    if not select.select([zygote.stdout], [], [], timeout_s)[0]:
+    zygote.orders.write(json.dumps([function.__code__.co_filename, function.__name__, world_size, args]) + "\n")
+    zygote.orders.flush()
+    if not select.select([zygote.answers], [], [], timeout_s)[0]:
         _end()
         raise AssertionError(f"{function.__name__}: ranks not done in {timeout_s} s")
-    line = zygote.stdout.readline()
-    assert line, f"{function.__name__}: the zygote died"
+    if not (line := zygote.answers.readline()):
+        _end()
+        raise AssertionError(f"{function.__name__}: the zygote died")
     results = json.loads(line)
     for rank, result in enumerate(results):
         assert not (isinstance(result, dict) and "raised" in result), f"rank {rank}: {result['raised']}"
     return list(results)
 
 
-def _started() -> subprocess.Popen[str]:
+def _started() -> _Zygote:
     global _zygote
-    if _zygote is None or _zygote.poll() is not None:
-        path = os.pathsep.join([os.path.dirname(os.path.dirname(__file__)), os.environ.get("PYTHONPATH", "")])
-        _zygote = subprocess.Popen(
-            [sys.executable, __file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | _QUIET | {"PYTHONPATH": path},
-            start_new_session=True,
-        )
+    if _zygote is None:
+        _zygote = _Zygote()
     return _zygote
 
 
@@ -69,13 +88,10 @@ def _end() -> None:
     global _zygote
     zygote, _zygote = _zygote, None
     if zygote is not None:
-        if zygote.poll() is None:
-            os.killpg(zygote.pid, signal.SIGKILL)
-        zygote.communicate()
+        zygote.end()
 
 
 def _rank(function: Callable[..., Any], rank: int, world_size: int, port: int, args: dict[str, Any], pipe: int) -> None:
-    os.dup2(2, 1)  # stdout is for the answer: gloo of some builds of torch 2.10 prints there
     try:
         result = function(rank, world_size, port, **args)
     except BaseException:  # noqa: BLE001 - the report of a process that ends here
@@ -84,10 +100,8 @@ def _rank(function: Callable[..., Any], rank: int, world_size: int, port: int, a
     os._exit(0)
 
 
-def _case(path: str, name: str, world_size: int, args: dict[str, Any]) -> None:
+def _case(answer: IO[str], path: str, name: str, world_size: int, args: dict[str, Any]) -> None:
     """Fork the ranks first, while this process has no threads; then serve the store and collect."""
-    import socket
-
     from torch.distributed import TCPStore
 
     spec = importlib.util.spec_from_file_location("ranks_module", path)
@@ -113,22 +127,20 @@ def _case(path: str, name: str, world_size: int, args: dict[str, Any]) -> None:
             raw = pipe.read()
         _, status = os.waitpid(pid, 0)
         results.append(json.loads(raw) if raw else {"died": os.WTERMSIG(status)})
-    print(json.dumps(results), flush=True)
+    print(json.dumps(results), file=answer, flush=True)
     del server
     os._exit(0)
 
 
-def _main() -> None:
+def main(descriptor: int) -> None:
+    """Run a case for each line that is read from this socket, and write its result there."""
     import torch._dynamo  # noqa: F401 - AdamW wants it: seconds, once instead of in every rank
 
     import elastic.worker.comm.group
     import elastic.worker.state.handover.sync  # noqa: F401
 
-    for line in sys.stdin:
-        if (pid := os.fork()) == 0:
-            _case(*json.loads(line))
-        os.waitpid(pid, 0)
-
-
-if __name__ == "__main__":
-    _main()
+    with open(descriptor, closefd=False) as orders, open(descriptor, "w", closefd=False) as answer:
+        for line in orders:
+            if (pid := os.fork()) == 0:
+                _case(answer, *json.loads(line))
+            os.waitpid(pid, 0)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import pathlib
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from support import warm
 from support.agents import Job
 from support.forming import formed
 from support.ranks import ranks, run_ranks  # noqa: F401 - a fixture
@@ -120,6 +119,6 @@ def test_standalone_a_script_may_end_the_group_after_the_run(tmp_path: pathlib.P
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     env = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
            "TORCHELASTIC_USE_AGENT_STORE": "True", "GLOO_SOCKET_IFNAME": "lo"}  # fmt: skip
-    ended = subprocess.run([sys.executable, str(script)], env=os.environ | env, capture_output=True, text=True)
+    ended = warm.run([str(script)], env=os.environ | env)
     assert ended.returncode == 0, ended.stderr
     assert "the script calls destroy_process_group(), which is left out" in ended.stderr
