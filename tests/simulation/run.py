@@ -28,10 +28,13 @@ def _play_seed(drawn: Callable[[int], History], seed: int) -> Outcome:
     return play(drawn(seed))
 
 
-def many(seeds: Iterable[int], drawn: Callable[[int], History] = draw) -> Iterator[Outcome]:
-    """The outcome of each seed's history, in no order."""
+def many(seeds: Iterable[int], drawn: Callable[[int], History] = draw, processes: int = PROCESSES) -> Iterator[Outcome]:
+    """The outcome of each seed's history, in no order. With one process it is the caller's, which is to be `silent`."""
+    if processes == 1:
+        yield from map(functools.partial(_play_seed, drawn), seeds)
+        return
     # Not forked: gRPC is imported here, and tests have threads.
-    with multiprocessing.get_context("spawn").Pool(PROCESSES, initializer=silent) as pool:
+    with multiprocessing.get_context("spawn").Pool(processes, initializer=silent) as pool:
         yield from pool.imap_unordered(functools.partial(_play_seed, drawn), seeds, chunksize=CHUNK)
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import collections
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
+import structlog
 from simulation.histories import History, draw, family, late, leaving, play, starving
-from simulation.run import explain, many
+from simulation.run import PROCESSES, explain, many, silent
 
 from elastic.contract.records.job_records import Phase
 
@@ -23,6 +24,13 @@ SHARE = 3
 """In `make test` every third of the families and of the late ones."""
 
 
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    silent()
+    yield
+    structlog.reset_defaults()
+
+
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("count", [FEW, pytest.param(HISTORIES, marks=pytest.mark.long)])
 def test_every_promise_is_kept_in_all_histories(count: int) -> None:
@@ -30,7 +38,7 @@ def test_every_promise_is_kept_in_all_histories(count: int) -> None:
     print(f"ELASTIC_SEED={first}")
     phases: collections.Counter[Phase] = collections.Counter()
     longest = generations = 0
-    for outcome in many(range(first, first + count)):
+    for outcome in many(range(first, first + count), processes=1 if count == FEW else PROCESSES):
         if outcome.failure:
             pytest.fail(explain(outcome))
         phases[outcome.phase] += 1
@@ -44,7 +52,7 @@ def test_every_promise_is_kept_in_all_histories(count: int) -> None:
 @pytest.mark.parametrize("share", [SHARE, pytest.param(1, marks=pytest.mark.long)])
 def test_every_promise_is_kept_in_the_histories_that_are_seldom_drawn(share: int) -> None:
     for drawn, count in ((family, FAMILIES), (late, LATE), (leaving, LEAVING), (starving, STARVING)):
-        for outcome in many(range(0, count, share), drawn=drawn):
+        for outcome in many(range(0, count, share), drawn=drawn, processes=1 if share == SHARE else PROCESSES):
             if outcome.failure:
                 pytest.fail(explain(outcome))
 
