@@ -65,7 +65,7 @@ class Site:
             str(etcd_binary()), f"--name=m{index}", f"--data-dir={self.folder}/m{index}", "--unsafe-no-fsync",
             f"--listen-client-urls=https://{address}:2379", f"--advertise-client-urls=https://{address}:2379",
             f"--listen-peer-urls=http://{address}:2380", f"--initial-advertise-peer-urls=http://{address}:2380",
-            f"--initial-cluster={peers}", "--bcrypt-cost=13", "--log-level=error",
+            f"--initial-cluster={peers}", "--log-level=error",
             f"--cert-file={self.tls}/server.pem", f"--key-file={self.tls}/server-key.pem",
         ]  # fmt: skip
         with (self.folder / f"m{index}.log").open("ab") as log:
