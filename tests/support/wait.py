@@ -11,6 +11,8 @@ T = TypeVar("T")
 
 STRETCHED_MOST_S = 60.0
 """Up to this a busy machine makes deadlines longer: beyond it pytest's own limit for a test comes first."""
+POLL_MOST_S = 0.06
+"""The longest pause between two looks, unless a test wants a longer one: most looks ask a daemon or read files."""
 
 
 def stretched(deadline_s: float, load: float | None = None) -> float:
@@ -25,7 +27,7 @@ def eventually(check: Callable[[], T], deadline_s: float, what: str = "", every_
 
     A check may also use `assert`: its AssertionError counts as "not yet". `deadline_s` is a length, in seconds; see
     `stretched`. Raises AssertionError, with what was seen last, when the time is up; other exceptions of `check` pass
-    through.
+    through. It is called every `every_s` at first, and less often, up to POLL_MOST_S, the longer it takes.
     """
     began_s = time.monotonic()
     while True:
@@ -38,7 +40,7 @@ def eventually(check: Callable[[], T], deadline_s: float, what: str = "", every_
         waited_s = time.monotonic() - began_s
         if waited_s >= deadline_s and waited_s >= stretched(deadline_s):
             raise AssertionError(f"not within {deadline_s:g} s: {what or check}; seen last: {seen!r}")
-        time.sleep(every_s)
+        time.sleep(max(every_s, min(waited_s / 20, POLL_MOST_S)))
 
 
 def holds(check: Callable[[], object], for_s: float, what: str = "", every_s: float = 0.02) -> None:
