@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import itertools
 import os
 import pathlib
 import subprocess
@@ -18,6 +19,8 @@ import pytest
 from support import etcd_server, machine, procs, scratch, warm
 
 RUN = "ELASTIC_TEST_RUN"
+LONG_END = 0.7
+"""Of the tests of a process: beyond this part of them none is begun that takes long."""
 
 
 def pytest_configure() -> None:
@@ -51,20 +54,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("chaos") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(300))  # starts real jobs, on machines that may be busy
     if processes := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
-        items[:] = long_first(items, processes)
+        items[:] = long_before_the_end(items, processes)
 
 
-def long_first(items: list[pytest.Item], processes: int) -> list[pytest.Item]:
-    """In this order, but each process, which gets its share of the list as it stands, begins with what takes long:
-    a long test that is begun last is waited for with all other processes idle."""
+def long_before_the_end(items: list[pytest.Item], processes: int) -> list[pytest.Item]:
+    """Each process gets its share of the list as it stands: the same number of long tests in each, among the others,
+    and none at the end, where the other processes would wait for it. Tests of a module stay together."""
     long, short = list[pytest.Item](), list[pytest.Item]()
     for item in items:
         (long if any(map(item.get_closest_marker, ("chaos", "slow", "systemd"))) else short).append(item)
-
-    def share(of: list[pytest.Item], process: int) -> list[pytest.Item]:
-        return of[len(of) * process // processes : len(of) * (process + 1) // processes]
-
-    return [item for process in range(processes) for found in (long, short) for item in share(found, process)]
+    ordered = list[pytest.Item]()
+    for process in range(processes):
+        places = list[tuple[float, list[pytest.Item]]]()
+        for found, end in ((long, LONG_END), (short, 1.0)):
+            share = found[len(found) * process // processes : len(found) * (process + 1) // processes]
+            for _, module in itertools.groupby(enumerate(share), lambda numbered: numbered[1].path):
+                numbers, together = zip(*module, strict=True)
+                places.append((end * numbers[0] / len(share), list(together)))
+        places.sort(key=lambda place: place[0])
+        ordered += [item for _, together in places for item in together]
+    return ordered
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

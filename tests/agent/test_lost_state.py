@@ -19,7 +19,7 @@ def test_an_emptied_checkpoint_folder_is_no_beginning(tmp_path: Path) -> None:
     """All agents with all they hold die, and the folder is empty afterwards, as when a mount is missing."""
     folder = tmp_path / "checkpoints"
     spec = {"checkpoint": {"dir": str(folder), "every_steps": 20}, "restarts": {"backoff_s": 0.1, "budget": 4}}
-    with Job(nodes="1:1", args={"steps": 100_000, "step-ms": 10}, spec=spec) as job:
+    with Job(nodes="1:1", workers=1, args={"steps": 100_000, "step-ms": 10}, spec=spec) as job:
         eventually(lambda: (p := job.progress()) and (p.checkpoint_step or 0) >= 20, 40.0, "a checkpoint")
         job.kill_node("n0")
         shutil.rmtree(folder)
@@ -38,7 +38,7 @@ def test_an_emptied_checkpoint_folder_is_no_beginning(tmp_path: Path) -> None:
 
 
 def test_without_any_checkpoint_the_new_beginning_is_said() -> None:
-    with Job(nodes="1:1", args={"steps": 100_000, "step-ms": 10}) as job:
+    with Job(nodes="1:1", workers=1, args={"steps": 100_000, "step-ms": 10}) as job:
         eventually(lambda: (p := job.progress()) and p.step >= 20, 40.0, "progress")
         job.kill_node("n0")
         job.start_agent("n0")

@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from support.printed import printed
+from support import warm
+from support.printed import TRITON, printed
 from support.procs import alive
 from support.wait import eventually
 from support.warm_zygote import adopt_zygotes
@@ -132,8 +133,8 @@ def test_generators_seeded_by_a_preloaded_module_stay_seeded(tmp_path: Path) -> 
             "        os._exit(0)\n"
             "    os.waitpid(pid, 0)\n"
         )
-        found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-        said = f"{found.stdout}{found.stderr}"
+        found = warm.run(["-c", code])
+        said = found.stdout + TRITON.sub("", found.stderr)
         assert len(set(said.split())) == 3 * expected, said
 
 
