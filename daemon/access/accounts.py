@@ -16,7 +16,6 @@ FRESH_S = 60.0
 
 
 def named(user: str) -> Account | None:
-    """The user of this name; None if there is none."""
     try:
         return _account(pwd.getpwnam(user))
     except (KeyError, ValueError, OSError):  # ValueError: a NUL in it; OSError: the user database cannot be reached
@@ -46,8 +45,6 @@ def group_id(name: str) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Looked:
-    """An answer of the user database."""
-
     found: Account | None
     groups: dict[str, int | None]
     """The groups asked about."""
@@ -80,5 +77,4 @@ class Accounts:
 
 
 def look_up(user: str, groups: tuple[str, ...]) -> Looked:
-    """Ask the user database now."""
     return Looked(named(user), {name: group_id(name) for name in groups}, time.monotonic())

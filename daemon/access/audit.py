@@ -49,7 +49,6 @@ class Audit:
         """By user id."""
 
     def done(self, peer: Peer, kind: str, *, job: str = "", node: str = "", text: str = "") -> None:
-        """A change was made."""
         self._log.info(
             "audit", kind=kind, job=job, target_node=node, result="done", text=text, uid=peer.uid, by=peer.user,
             by_pid=peer.pid,

@@ -16,8 +16,6 @@ ROOT = 0
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """A user of this machine."""
-
     uid: int
     gid: int
     user: str

@@ -63,8 +63,6 @@ Owner = tuple[int, int]
 
 @dataclass(slots=True)
 class Running:
-    """A running agent."""
-
     config: AgentConfig
     pid: int
     since_s: float
@@ -95,8 +93,6 @@ class Trouble:
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """An agent's process has ended."""
-
     job: str
     pid: int
     code: int | None
@@ -130,10 +126,6 @@ class Agents:
     def logs(self, job: str) -> Folder:
         """Raises ValueError for an invalid job name."""
         return Folder(self.jobs_dir, (check_name("job", job), "logs"))
-
-    def logs_dir(self, job: str) -> Path:
-        """Log directory of a new agent's workers. Raises ValueError for an invalid job name."""
-        return self.jobs_dir / check_name("job", job) / "logs"
 
     # ── finding ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -260,7 +252,6 @@ class Agents:
             self.log.warning("agent.leftovers_ended", job=job, pids=pids)
 
     def gone(self, event: Gone) -> None:
-        """Record the end of an agent."""
         running = self.running.get(event.job)
         if running is None or running.pid != event.pid:
             return
@@ -320,7 +311,6 @@ class Agents:
     # ── orders ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def order(self, job: str, orders: AgentOrders) -> None:
-        """Send an agent its orders, unless they are unchanged."""
         running = self.running[job]
         if running.orders == orders:
             return

@@ -36,8 +36,6 @@ AGENT_FILES = frozenset({"lock", "agent.log", KEPT_CODE, *_REPLACED, *(f".{name}
 
 @dataclass(frozen=True, slots=True)
 class RegularFile:
-    """A regular file."""
-
     name: str
     disk_bytes: int
     mtime_wall_s: float

@@ -51,7 +51,6 @@ class RunAs:
 
 
 def groups(settings: RunAsSettings) -> tuple[str, ...]:
-    """The groups that `run_as.allow` names."""
     return tuple(name.removeprefix("@") for name in settings.allow if name.startswith("@"))
 
 

@@ -101,7 +101,6 @@ class Actions:
         return spec.name
 
     def restart(self, job: str, peer: Peer) -> None:
-        """Submit a finished job again, with the same description and owner."""
         (spec, same), keys = self._owned(job, peer, "restart"), self._job(job)
         state, revision = self._read(JobState, keys.state)
         if state is None or not state.phase.over:
@@ -154,7 +153,6 @@ class Actions:
                 raise
 
     def scale(self, job: str, nodes: str, peer: Peer) -> None:
-        """Change the number of nodes that a job may have."""
         self._owned(job, peer, "scale")  # says what is wrong if there is no such job
 
         def scaled(record: SpecRecord) -> SpecRecord:
@@ -282,8 +280,6 @@ class Actions:
         self.uncordon(node)
         if not self._txn([Absent(self.keys.node(node))], list(ending(self.keys, self.keys.known_node(node)))):
             raise Refused(409, f"node {node!r} is not gone: it has just come back")
-
-    # ── etcd ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _job(self, name: str) -> JobKeys:
         return self.keys.job(checked("job", name))

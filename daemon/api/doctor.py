@@ -115,7 +115,6 @@ class Doctor:
         }
 
     def whole(self, snapshot: Snapshot, by: User) -> Diagnosis:
-        """Everything: this node, etcd, all other nodes."""
         me = self._settings.node
         findings = [*self.here(), *self._latency(), *self._members(), *without_daemon(snapshot.cluster)]
         findings += [*absent(snapshot.cluster, time.time()), *older_agents(snapshot.cluster)]
@@ -140,8 +139,6 @@ class Doctor:
         findings += reach.judge(me, listening, unreached, rates)
         findings += [*doctor.compare(facts), *doctor.judge_clocks(clocks)]
         return Diagnosis(node=me, worst=doctor.worst(findings), versions=facts, findings=findings)
-
-    # ── etcd ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _latency(self) -> Iterator[Finding]:
         """How long a read confirmed by a quorum takes, and a new connection with TLS and login."""

@@ -42,8 +42,6 @@ Query = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """The sources of the answers."""
-
     published: PublishedState
     actions: Actions
     identity: Identity
@@ -71,9 +69,6 @@ class Request(Protocol):
     def stream(self, content: Answer | Json) -> None: ...
     def end_stream(self) -> None: ...
     def still_there(self) -> bool: ...
-
-
-# ── bodies and queries ──────────────────────────────────────────────────────────────────────────────────────
 
 
 Text = Annotated[str, Meta(min_length=1, max_length=MAX_REASON_CHARS)]

@@ -94,7 +94,6 @@ class Handler:
         self._connection.answer_json(status, content)
 
     def begin_stream(self) -> None:
-        """Begin a stream of JSON lines."""
         self.streams = True
         self._connection.begin_stream("application/x-ndjson")
 
@@ -141,9 +140,6 @@ def peer_of(sock: socket.socket) -> Peer:
         return Peer(uid, gid, "root", frozenset({gid}), pid)
     user = account(uid)
     return Peer(uid, gid, user.user, user.groups | {gid}, pid)
-
-
-# ── serving ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def unix_server(path: str, group: str, service: Service) -> Server:

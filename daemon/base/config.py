@@ -45,8 +45,6 @@ EVENTS = NotifySettings().on
 
 
 class SettingSource(enum.StrEnum):
-    """Of a setting's value."""
-
     FLAG = "flag"
     ENVIRONMENT = "environment"
     FILE = "file"
@@ -210,9 +208,6 @@ def port_range(text: str) -> tuple[int, int]:
 def explain() -> dict[str, str]:
     """Setting -> its documentation, read from the docstrings of the fields."""
     return dict(_docs(Settings))
-
-
-# ── reading ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _read(path: Path) -> Raw:

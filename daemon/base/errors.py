@@ -44,8 +44,6 @@ class Fault(DaemonError):
 
 
 class Refused(DaemonError):
-    """A request that cannot be carried out."""
-
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
         self.status = status

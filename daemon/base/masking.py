@@ -68,7 +68,6 @@ def masked_url(url: str) -> str:
 
 
 def masked_setting(name: str, value: Any) -> Any:
-    """A setting of elasticd as it is shown."""
     if name == "notify.webhook":
         return masked_url(value)
     return [*value[:1], *[MASK] * len(value[1:])] if name == "notify.command" else value

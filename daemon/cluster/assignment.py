@@ -204,9 +204,7 @@ def _taken(cluster: Cluster, job: Job, node: str, slots: int) -> int:
 
 def _leaving(cluster: Cluster, job: Job, node: str) -> bool:
     """Whether the job is about to lose this node, so that it needs another one."""
-    member, row = job.members.get(node), cluster.nodes.get(node)
-    draining = bool(row and (row.drain or row.record.draining)) or bool(member and member.record.draining)
-    return draining or node in job.state.excluded_nodes
+    return cluster.is_draining(job, node) or node in job.state.excluded_nodes
 
 
 def _surplus(job: Job, staying: list[str], planned: list[str]) -> dict[str, Reason]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -139,6 +139,11 @@ class Cluster:
         """Nodes of the inventory that are not there, by name."""
         return {name: known for name, known in sorted(self.known.items()) if name not in self.nodes}
 
+    def is_draining(self, job: Job, node: str) -> bool:
+        """Whether the node is about to leave the job: itself, or the job's agent there."""
+        there, member = self.nodes.get(node), job.members.get(node)
+        return bool((there and (there.drain or there.record.draining)) or (member and member.record.draining))
+
     def by_age(self) -> list[Job]:
         """Jobs whose spec is known, oldest first."""
         return sorted((j for j in self.jobs.values() if j.spec), key=lambda j: j.submitted)
@@ -192,17 +197,13 @@ class ClusterReader:
                 foreign[kv.key] = f"is not a {kind.__name__}: {error}"
             return None
 
-        def each(kind: type[R], prefix: str) -> dict[str, tuple[R, KeyValue]]:
-            values = ((k.removeprefix(prefix), kv) for k, kv in kvs.items() if k.startswith(prefix))
-            return {name: (r, kv) for name, kv in values if (r := take(kind, kv)) is not None}
-
-        cordons = {n: r for n, (r, _) in each(CordonRecord, keys.cordons).items()}
-        drains = {n: r for n, (r, _) in each(DrainRecord, keys.drains).items()}
+        cordons = {n: r for n, (r, _) in _below(keys.cordons, CordonRecord, kvs, take)}
+        drains = {n: r for n, (r, _) in _below(keys.drains, DrainRecord, kvs, take)}
         nodes = {
             name: Node(record, kv.create_revision, cordons.get(name), drains.get(name))
-            for name, (record, kv) in each(NodeRecord, keys.nodes).items()
+            for name, (record, kv) in _below(keys.nodes, NodeRecord, kvs, take)
         }
-        inventory = {n: r for n, (r, _) in each(KnownNode, keys.known).items()}
+        inventory = {n: r for n, (r, _) in _below(keys.known, KnownNode, kvs, take)}
         jobs = {}
         for name, records in _by_job(keys.jobs, kvs).items():
             try:
@@ -279,11 +280,7 @@ def _job(
     stop_is_due = asked.stop is not None and allows(current.phase, PhaseTrigger.STOP)
     if stop_is_due:  # whatever the job's user has written there
         current = after(current, PhaseTrigger.STOP, asked.stop or "", current.since_wall_s)
-    members = {
-        k.removeprefix(job.members): Member(r, kv.create_revision)
-        for k, kv in kvs.items()
-        if k.startswith(job.members) and (r := take(MemberRecord, kv)) is not None
-    }
+    members = {n: Member(r, kv.create_revision) for n, (r, kv) in _below(job.members, MemberRecord, kvs, take)}
     return Job(
         name=name,
         spec=take(SpecRecord, spec),
@@ -295,15 +292,19 @@ def _job(
         members=members,
         generation=take(GenerationRecord, kvs.get(job.generation)),
         progress=take(ProgressRecord, kvs.get(job.progress)),
-        ranks=_ranks(job, kvs, take),
+        ranks={n: r for n, (r, _) in _below(job.ranks, RanksRecord, kvs, take)},
         asked=asked,
         incidents=incidents,
     )
 
 
-def _ranks(job: JobKeys, kvs: Mapping[str, KeyValue], take: _Take) -> dict[str, RanksRecord]:
-    values = ((k.removeprefix(job.ranks), kv) for k, kv in kvs.items() if k.startswith(job.ranks))
-    return {node: record for node, kv in values if (record := take(RanksRecord, kv)) is not None}
+def _below(
+    prefix: str, kind: type[R], kvs: Mapping[str, KeyValue], take: _Take
+) -> Iterator[tuple[str, tuple[R, KeyValue]]]:
+    """(rest of the key, (record, what it was decoded from)) of each that is valid."""
+    for key, kv in kvs.items():
+        if key.startswith(prefix) and (record := take(kind, kv)) is not None:
+            yield key.removeprefix(prefix), (record, kv)
 
 
 def _by_job(prefix: str, kvs: Mapping[str, KeyValue]) -> dict[str, dict[str, KeyValue]]:

@@ -23,9 +23,9 @@ def effects(cluster: Cluster, node: str) -> list[DrainEffect]:
     for job in cluster.by_age():
         if job.over or node not in job.members or job.spec is None:
             continue
-        staying = [n for n in after.places.get(job.name, {}) if n != node and not _leaves(cluster, job, n)]
+        staying = [n for n in after.places.get(job.name, {}) if n != node and not cluster.is_draining(job, n)]
         new = tuple(n for n in staying if n not in before.places.get(job.name, {}))
-        had = tuple(sorted(n for n in job.members if not _leaves(cluster, job, n)))
+        had = tuple(sorted(n for n in job.members if not cluster.is_draining(job, n)))
         rows.append(_effect(job, len(staying), len(had), new, tuple(n for n in had if n != node)))
     return sorted(rows, key=lambda e: e.effect != STOPS)
 
@@ -52,12 +52,6 @@ def _text(effect: DrainEffect) -> str:
     else:
         how = "stays until the deadline of the drain, and its state, without checkpoint.dir, is then lost"
     return f"{effect.job} {how}: {effect.nodes_after} of at least {effect.min_nodes} nodes would be left"
-
-
-def _leaves(cluster: Cluster, job: Job, node: str) -> bool:
-    """Whether the node is about to leave the job for another reason."""
-    there, member = cluster.nodes.get(node), job.members.get(node)
-    return bool((there and (there.drain or there.record.draining)) or (member and member.record.draining))
 
 
 def _draining(cluster: Cluster, node: str) -> Cluster:

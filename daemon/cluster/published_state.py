@@ -28,8 +28,6 @@ class LocalAgent:
 
 @dataclass(frozen=True, slots=True)
 class Contact:
-    """The state of the contact with etcd."""
-
     connected: bool = False
     as_of_s: float = float("-inf")
     """Monotonic time of the last confirmation; -inf: never."""

@@ -55,7 +55,6 @@ def missed(cluster: Cluster) -> list[EventRecord]:
 
 
 def of_contact(lost_wall_s: float, back_wall_s: float, error: str, node: str) -> list[EventRecord]:
-    """etcd could not be reached from this node for a while."""
     away_s = back_wall_s - lost_wall_s
     return [
         _event(lost_wall_s, "etcd.lost", text=f"unreachable from {node}: {error or 'no answer'}"),
@@ -212,7 +211,6 @@ class Timeline:
         self._pending: deque[Put] = deque(maxlen=PENDING)
 
     def look(self, cluster: Cluster, wall_s: float) -> None:
-        """A newer view."""
         before, self._before = self._before, cluster
         if not reconcile.is_oldest(cluster, self._node):
             return

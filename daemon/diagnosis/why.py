@@ -313,9 +313,6 @@ def _disputes(cluster: Cluster, node: str, only: str = "") -> Iterator[str]:
             yield f"{f'{node} is ' if only else ''}unreachable by {some(sorted(by))}{'' if only else f' ({job.name})'}"
 
 
-# ── words ───────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def absence(cluster: Cluster, name: str, wall_s: float) -> tuple[str, str]:
     """(state, reason) of a node without a record and without agents, as the inventory has it."""
     row = cluster.known[name]

@@ -114,8 +114,6 @@ class EmbeddedEtcd:
         if self._started and not keep:
             shutdown.end("etcd", self._pid)
 
-    # ── inside ──────────────────────────────────────────────────────────────────────────────────────────────
-
     def _urls(self) -> str:
         """URLs on which it should listen."""
         etcd = self._settings.etcd
@@ -214,7 +212,10 @@ class EmbeddedEtcd:
             code = self._child.wait(1) if self._child is not None else None
             self._child = None
             pause_s = BACKOFF_S[0] if time.monotonic() - since_s > 60 else min(pause_s * 2, BACKOFF_S[1])
-            self._log.error("etcd.died", pid=self._pid, exit_code=code, again_in_s=pause_s, last=self._last_words())
+            last = ""
+            with contextlib.suppress(OSError):
+                last = last_line(self.dir / "etcd.log", 600)
+            self._log.error("etcd.died", pid=self._pid, exit_code=code, again_in_s=pause_s, last=last)
             if self._closed.wait(pause_s):
                 return
             try:
@@ -222,12 +223,6 @@ class EmbeddedEtcd:
             except (CannotStart, OSError) as error:
                 self._pid = None
                 self._log.error("etcd.cannot_start", why=str(error))
-
-    def _last_words(self) -> str:
-        try:
-            return last_line(self.dir / "etcd.log", 600)
-        except OSError:
-            return ""
 
 
 def _own(folder: Path, user: Account | None) -> None:

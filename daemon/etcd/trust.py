@@ -49,7 +49,6 @@ def in_plain_text(etcd: EtcdSettings) -> tuple[str, ...]:
 
 
 def refusal(endpoint: str) -> str:
-    """Error message for an etcd that answers without credentials."""
     return (
         f"etcd at {endpoint} answers without the password or certificate that is set here, so it takes writes from "
         "anyone, and elasticd runs as root what stands in it: turn on etcd's authentication or --client-cert-auth, or "

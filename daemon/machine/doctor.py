@@ -213,7 +213,6 @@ def can_bind(address: str) -> str:
 
 
 def median_s(ask: Callable[[], object], times: int = ASKS) -> float:
-    """Median duration of `ask` in seconds."""
     took = []
     for _ in range(times):
         began_s = time.monotonic()

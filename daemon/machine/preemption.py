@@ -45,8 +45,6 @@ class MetadataError(Exception):
 
 
 class Spot(msgspec.Struct):
-    """AWS's announcement."""
-
     action: str
     time: str
 

@@ -54,8 +54,6 @@ AT_ONCE = 16
 
 
 class User(msgspec.Struct, frozen=True, kw_only=True):
-    """The asking user, as the daemon of that node knows it."""
-
     name: str
     uid: int
     admin: bool
@@ -86,8 +84,6 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Head(msgspec.Struct, frozen=True):
-    """The first piece of an answer."""
-
     status: int
     pieces: int
     mac: str
@@ -251,7 +247,6 @@ class AnswerQueue:
         self.etcd.watch(asks_of(self.cluster, self.node), self.show)
 
     def show(self, view: View) -> None:
-        """Queue the questions that are new in this view."""
         if not view.connected:
             return
         names = {key.rpartition("/")[2]: kv.value for key, kv in view.kvs.items()}

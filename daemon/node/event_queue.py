@@ -13,8 +13,6 @@ from elasticd.agents.agents import Gone
 
 @dataclass(frozen=True, slots=True)
 class NodeRegistered:
-    """Our node record is in etcd under `lease`."""
-
     lease: Lease
     record: NodeRecord
 

@@ -103,7 +103,6 @@ class DaemonLoop:
         self._turn = 0
 
     def run(self) -> Stop:
-        """Run until a Stop event; returns it."""
         self.agents.find()
         tick_s = min(TICK_S, self.notify.watchdog_s / 3 or TICK_S)
         while True:
@@ -326,7 +325,7 @@ class DaemonLoop:
                 job_key=self.signer.job_key(job, spec.submission) if self.signer else None,
                 timeouts=self.settings.timeouts,
                 agent_dir=str(self.agents.dir(job)),
-                logs_dir=str(self.agents.logs_dir(job)),
+                logs_dir=str(self.agents.dir(job).with_name("logs")),
                 submission=spec.submission,
             )
             if spec.spec.limits != Limits() and not self.run_as.switches:

@@ -55,8 +55,6 @@ class Occurrence:
 
 @dataclass(frozen=True, slots=True)
 class SeenOccurrence:
-    """An occurrence that this daemon has seen."""
-
     seen_s: float
     due_s: float | None = None
     """When it was first seen to be due; None: it is not yet."""

@@ -95,26 +95,16 @@ def document(cluster: str, job: str, fragment: str) -> str:
         f'<nav><a href="/">cluster {text(cluster)}</a><span id=live class=dim role=status></span></nav>\n'
         f"<main>\n{fragment}</main>\n<script>{SCRIPT}</script>"
     )
-    refresh = '<noscript><meta http-equiv=refresh content="10"></noscript>'
-    return _html(title, f' data-events="{text(events)}"', body, refresh)
+    refresh = '<noscript><meta http-equiv=refresh content="10"></noscript>\n'
+    return report.document(title, STYLE, body, refresh, f' data-events="{text(events)}"')
 
 
 def refusal(said: str) -> str:
     """The whole page of a request that is refused: names nothing of the cluster but what is said."""
-    return _html("elasticd", "", f'<main>\n{message(said)}<p><a href="/">the cluster</a></p></main>')
-
-
-def _html(title: str, attributes: str, body: str, head: str = "") -> str:
-    return (
-        "<!doctype html>\n<html lang=en><head><meta charset=utf-8>\n"
-        '<meta name=viewport content="width=device-width, initial-scale=1">\n'
-        f"<title>{text(title)}</title>\n<style>{STYLE}</style>{head}</head>\n"
-        f"<body{attributes}>\n{body}\n</body></html>\n"
-    )
+    return report.document("elasticd", STYLE, f'<main>\n{message(said)}<p><a href="/">the cluster</a></p></main>')
 
 
 def message(said: str) -> str:
-    """A fragment with one sentence."""
     return f"<p>{text(shown(said))}</p>\n"
 
 

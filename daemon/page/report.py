@@ -68,12 +68,17 @@ pre { overflow-x: auto; font-size: .82rem; background: color-mix(in srgb, var(--
 def page(job: JobDetail, incidents: Sequence[Incident], history: History | None, made_wall_s: float) -> str:
     """`job`, `incidents`, `history`: answers of the API; `history` None: this node has none."""
     head, sections = parts(job, incidents, history, made_wall_s)
+    policy = "<meta http-equiv=Content-Security-Policy content=\"default-src 'none'; style-src 'unsafe-inline'\">\n"
+    body = f"{head}\n<p class=dim>as of {clock(made_wall_s)}</p>\n{sections}"
+    return document(printable(job).job, STYLE, body, policy)
+
+
+def document(title: str, style: str, body: str, head: str = "", attributes: str = "") -> str:
+    """A whole page. `head`: further elements of it; `attributes`: of its body."""
     return (
-        "<!doctype html>\n<html lang=en><head><meta charset=utf-8>\n"
-        "<meta http-equiv=Content-Security-Policy content=\"default-src 'none'; style-src 'unsafe-inline'\">\n"
+        f"<!doctype html>\n<html lang=en><head><meta charset=utf-8>\n{head}"
         '<meta name=viewport content="width=device-width, initial-scale=1">\n'
-        f"<title>{text(printable(job).job)}</title>\n<style>{STYLE}</style></head>\n<body>\n"
-        f"{head}\n<p class=dim>as of {clock(made_wall_s)}</p>\n{sections}\n</body></html>\n"
+        f"<title>{text(title)}</title>\n<style>{style}</style></head>\n<body{attributes}>\n{body}\n</body></html>\n"
     )
 
 

@@ -87,8 +87,6 @@ class PageSource:
 
 
 class Page:
-    """Answers the requests."""
-
     def __init__(self, source: PageSource, token: access.Token, log: Log) -> None:
         self._source = source
         self._token = token

@@ -17,8 +17,6 @@ Points = Sequence[tuple[float, float | None]]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A part of a time line."""
-
     begin: float
     end: float
     kind: str

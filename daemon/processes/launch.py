@@ -109,8 +109,6 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class ServiceProcess:
-    """A process to be started."""
-
     name: str
     argv: Sequence[str]
     env: Mapping[str, str]

@@ -161,9 +161,6 @@ def incident_short(row: Incident | None) -> str:
     return f"{row.verdict.cls} {seconds(row.took_s)}{lost}, {ago(row.age_s)}"
 
 
-# ── small parts ─────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def number(value: float | None, form: str = "", unit: str = "") -> str:
     return "-" if value is None else f"{value:{form}}{unit}"
 

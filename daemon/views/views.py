@@ -51,9 +51,9 @@ def status(snapshot: Snapshot, identity: Identity, now: Now, every: bool = False
 def etcd(snapshot: Snapshot, identity: Identity, now: Now) -> answers.EtcdContact:
     contact = snapshot.contact
     age_s = now.monotonic_s - contact.as_of_s
-    members = [msgspec.convert(each._asdict(), answers.EtcdMember) for each in contact.members]
-    for member in members:
-        member.database_mb = round(member.database_mb, 1)
+    members = [
+        answers.EtcdMember(**each._asdict() | {"database_mb": round(each.database_mb, 1)}) for each in contact.members
+    ]
     return answers.EtcdContact(
         connected=contact.connected,
         age_s=round(age_s, 1) if math.isfinite(age_s) else None,
@@ -108,7 +108,6 @@ def nodes(snapshot: Snapshot, me: str, wall_s: float) -> list[answers.Node]:
 
 
 def job_row(snapshot: Snapshot, job: Job, now: Now) -> answers.Job:
-    """Summary of one job."""
     spec = job.spec.spec if job.spec else None
     progress = newest_progress(snapshot, job)
     waits = why.waits_for(snapshot, job, progress, now.wall_s)
@@ -251,9 +250,6 @@ def healthz(snapshot: Snapshot, now: Now) -> tuple[bool, dict[str, Any]]:
     alive = age_s < 10.0
     return alive, {"schema": answers.SCHEMA, "alive": alive, "last_turn_s": round(age_s, 2),
                    "etcd_connected": snapshot.contact.connected, "registered": snapshot.registered}  # fmt: skip
-
-
-# ── inside ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _in_order(snapshot: Snapshot) -> list[Job]:

@@ -27,7 +27,6 @@ def first_device(*, use_cpu: bool) -> torch.device:
 
 
 def now() -> Any:
-    """accelerate's PartialState as it is set."""
     return PartialState()
 
 

@@ -89,7 +89,6 @@ class RendezvousParticipant:
     # For the handler
 
     def join(self) -> None:
-        """Take part from now on."""
         with self.changed:
             self._wanted = True
             self._wake()

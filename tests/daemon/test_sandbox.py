@@ -314,7 +314,7 @@ def test_process_of_another_user_that_holds_a_users_lock_is_not_taken_for_the_ag
     agents = Agents(state, launch.Detached(), Threads(log), lambda gone: None, log)
     config = AgentConfig(
         cluster="main", node="n", job="j", address="127.0.0.1", slots=1, etcd=EtcdAccess(endpoints=("127.0.0.1:1",)),
-        agent_dir=str(agents.dir("j")), logs_dir=str(agents.logs_dir("j")),
+        agent_dir=str(agents.dir("j")), logs_dir=str(agents.dir("j").with_name("logs")),
     )  # fmt: skip
     for owner, adopted in (((1500, 1600), False), (None, True)):
         job_folders.prepare(agents.dir("j").parent, owner)

@@ -268,7 +268,6 @@ class Server:
             arriving.connection.sock.close()
 
     def serve_one(self) -> None:
-        """Accept one connection."""
         try:
             sock, _ = self.listener.accept()
         except OSError as error:
@@ -343,7 +342,6 @@ def listen_on(setting: str, address: str, backlog: int) -> socket.socket:
 
 
 def host_of(sock: socket.socket) -> str:
-    """The address of the client of a TCP connection."""
     try:
         return str(sock.getpeername()[0])
     except OSError as error:

@@ -140,7 +140,6 @@ def _asked(query: Query) -> dict[str, object]:
 
 
 def _far_rank(h: Request, query: Query, job: str, rank: int) -> None:
-    """The lines of a rank on another node."""
     published = h.service.published
     current = published.now.cluster.jobs.get(job)
     submission = _submission(current)
@@ -265,7 +264,6 @@ class ProgressReports:
 
 
 def _incident_messages(snapshot: Snapshot, job: str) -> tuple[str, ...]:
-    """The finished incidents of a job, as text."""
     current = snapshot.cluster.jobs.get(job)
     if current is None:
         return ()

@@ -259,8 +259,6 @@ class Rows:
                 shown += self._folded(row, widths)
         return shown
 
-    # ── inside ──────────────────────────────────────────────────────────────────────────────────────────────
-
     def _folded(self, row: Sequence[Text], widths: dict[int, int]) -> Iterator[Text]:
         folded = {i: row[i].folded(width) for i, width in widths.items()}
         for number in range(max(map(len, folded.values()))):
