@@ -5,6 +5,7 @@ Owned by the loop's thread, except for `retire`. The only helper threads wait fo
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import math
 import os
@@ -299,7 +300,8 @@ class Agents:
     def signal(self, job: str, number: signal.Signals) -> None:
         if running := self.running.get(job):
             self.log.warning("agent.signalled", job=job, pid=running.pid, signal=number.name)
-            _kill(running.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # its end is about to be posted
+                os.kill(running.pid, number)
 
     def why_none(self, jobs: Collection[str]) -> dict[str, str]:
         """Job -> the last failure of its agent, for those in `jobs`: a job without a place here lacks no agent."""
@@ -322,7 +324,8 @@ class Agents:
         running.orders = orders
         self.log.info("agent.ordered", job=job, draining=orders.draining, checkpoint=orders.checkpoint)
         if running.status is not None:  # it has reported, so its handler is installed: before, SIGHUP would end it
-            _kill(running.pid, signal.SIGHUP)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(running.pid, signal.SIGHUP)
 
     # ── waiting for the end ─────────────────────────────────────────────────────────────────────────────────
 
@@ -402,10 +405,3 @@ def _set_aside_status(folder: Path) -> None:
         os.replace(file, left)
     else:
         file.unlink(missing_ok=True)
-
-
-def _kill(pid: int, number: signal.Signals) -> None:
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        pass  # its end is about to be posted

@@ -8,7 +8,6 @@ allows submitting jobs.
 from __future__ import annotations
 
 import contextlib
-import grp
 import json
 import os
 import socket
@@ -20,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from elasticd.access.accounts import account
+from elasticd.access.accounts import account, group_id
 from elasticd.access.authority import UNKNOWN, Peer
 from elasticd.api.http.httpd import (
     MAX_ARRIVING,
@@ -144,6 +143,9 @@ def peer_of(sock: socket.socket) -> Peer:
 
 def unix_server(path: str, group: str, service: Service) -> Server:
     """Listen on `path`, mode 0660. The caller holds the lock of the state directory. Raises CannotStart."""
+    gid = group_id(group) if group else -1
+    if gid is None:
+        raise CannotStart(f"socket_group = {group!r}: there is no such group")
     listener = socket.socket(socket.AF_UNIX)
     unready = path + "~"  # renamed once it listens: who finds `path` is answered
     try:
@@ -160,18 +162,13 @@ def unix_server(path: str, group: str, service: Service) -> Server:
             listener.bind(unready)
         finally:
             os.umask(before)
-        if group:
-            os.chown(unready, -1, grp.getgrnam(group).gr_gid)
+        os.chown(unready, -1, gid)
         listener.listen(MAX_REQUESTS)
         os.rename(unready, path)
-    except KeyError:
+    except (CannotStart, OSError) as error:
         listener.close()
-        raise CannotStart(f"socket_group = {group!r}: there is no such group") from None
-    except CannotStart:
-        listener.close()
-        raise
-    except OSError as error:
-        listener.close()
+        if isinstance(error, CannotStart):
+            raise
         raise CannotStart(f"cannot listen on {path}: {error.strerror or error}") from error
     places = RequestLimits(MAX_REQUESTS, MAX_REQUESTS_OF_A_USER, KEPT_FOR_ROOT, ROOT)
     return Server(listener, lambda connection: _timed(Handler(service, connection)), _user, places, service.log)

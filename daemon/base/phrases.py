@@ -25,11 +25,11 @@ def ranks(numbers: Iterable[int]) -> str:
     return f"ranks {some(ordered)}"
 
 
-def age(seconds: float) -> str:
-    """'12 s', '3 min', '2 h', '5 d'."""
+def age(seconds: float, form: str = ".0f") -> str:
+    """'12 s', '3 min', '2 h', '5 d'. `form`: of what is not in seconds."""
     for unit, size in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
         if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
+            return f"{seconds / size:{form}} {unit}"
     return f"{max(0.0, seconds):.0f} s"
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from elasticd.base import answers
+from elasticd.base.phrases import age
 
 if TYPE_CHECKING:
     from elastic.contract.records.job_records import ProgressRecord
@@ -134,7 +135,7 @@ def text(goodput: answers.Goodput | answers.RankTime | None) -> str:
         return ""
     bad = sorted(goodput.badput.items(), key=lambda item: -item[1])
     causes = ", ".join(f"{WORDS.get(name, name)} {percent(share)}" for name, share in bad)
-    return f"{percent(goodput.goodput)} of {length(goodput.wall_s)}" + (f"; badput: {causes}" if causes else "")
+    return f"{percent(goodput.goodput)} of {age(goodput.wall_s, '.1f')}" + (f"; badput: {causes}" if causes else "")
 
 
 def summed_text(ranks_time: answers.RankTime | None) -> str:
@@ -152,10 +153,3 @@ def percent(share: float) -> str:
     if 0 < share < 0.0005:
         return "< 0.1 %"
     return f"{min(100 * share, 99.9) if share < 1 else 100:.1f} %"
-
-
-def length(wall_s: float) -> str:
-    for unit, size in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
-        if wall_s >= 2 * size:
-            return f"{wall_s / size:.1f} {unit}"
-    return f"{wall_s:.0f} s"

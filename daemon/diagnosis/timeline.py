@@ -216,8 +216,7 @@ class Timeline:
             return
         events = [] if self._caught_up else missed(cluster)
         self._caught_up = True
-        for event in events + (happened(before, cluster, wall_s) if before is not None else []):
-            self._add(event)
+        self._add(events + (happened(before, cluster, wall_s) if before is not None else []))
 
     def contact(self, connected: bool, error: str, wall_s: float) -> None:
         """Whether etcd can be reached, at each view."""
@@ -227,14 +226,12 @@ class Timeline:
             self._error = error or self._error
         elif self._lost_wall_s is not None:
             if self._tells_outage:  # this node's own lease may have ended meanwhile
-                for event in of_contact(self._lost_wall_s, wall_s, self._error, self._node):
-                    self._add(event)
+                self._add(of_contact(self._lost_wall_s, wall_s, self._error, self._node))
             self._lost_wall_s, self._error = None, ""
 
     def members(self, members: Members, wall_s: float) -> None:
         if self._before is not None and reconcile.is_oldest(self._before, self._node):
-            for event in of_members(self._members, members, wall_s):
-                self._add(event)
+            self._add(of_members(self._members, members, wall_s))
         self._members = members
 
     def send(self, write: Callable[[Sequence[Put]], bool]) -> None:
@@ -251,7 +248,8 @@ class Timeline:
             return []
         return sorted(cluster.events)[: min(excess, BATCH)]
 
-    def _add(self, event: EventRecord) -> None:
-        raw = encode(event)
-        unique = hashlib.sha256(raw).hexdigest()[:8]  # the same event twice is one
-        self._pending.append(Put(self._keys.event(event.when_wall_s, self._node, unique), raw))
+    def _add(self, events: Sequence[EventRecord]) -> None:
+        for event in events:
+            raw = encode(event)
+            unique = hashlib.sha256(raw).hexdigest()[:8]  # the same event twice is one
+            self._pending.append(Put(self._keys.event(event.when_wall_s, self._node, unique), raw))

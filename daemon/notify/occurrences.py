@@ -204,12 +204,7 @@ def _occurrence(snapshot: Snapshot, candidate: _Candidate, wall_s: float, now_s:
         node=record.node if record else "",
         wall_s=began_wall_s,
         why=_line(str(why)),
-        verdict={
-            "class": verdict.cls,
-            "cause": _line(verdict.cause),
-            "person": verdict.person,
-            "fix": verdict.fix,
-        }
+        verdict={"class": verdict.cls, "cause": _line(verdict.cause), "person": verdict.person, "fix": verdict.fix}
         if verdict
         else None,
     )

@@ -24,6 +24,7 @@ from elasticd.base.answers import (
     WorkerError,
     printable,
 )  # fmt: skip
+from elasticd.base.phrases import age
 from elasticd.diagnosis import goodput
 from elasticd.views import columns
 from elasticd.views.columns import Column
@@ -321,4 +322,4 @@ def clock(wall_s: float | None) -> str:
 
 
 def length(seconds: float | None) -> str:
-    return goodput.length(seconds) if seconds is not None and seconds >= 120 else columns.seconds(seconds)
+    return age(seconds, ".1f") if seconds is not None and seconds >= 120 else columns.seconds(seconds)

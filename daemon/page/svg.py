@@ -61,10 +61,6 @@ def time_ticks(span_s: float, most: int = TICKS) -> list[tuple[float, str]]:
     return [(n * step, f"{n * step / size:g} {unit}") for n in range(int(span_s // step) + 1)]
 
 
-def number(value: float) -> str:
-    return f"{value:.4g}"
-
-
 def text(x: float, y: float, words: str, more: str = "") -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" {more}>{html.escape(words)}</text>'
 
@@ -121,7 +117,7 @@ def curve(
 
     for value in ticks(low, high, 5):
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(value):.1f}" y2="{y(value):.1f}"/>')
-        parts.append(text(LEFT - 8, y(value) + 4, number(value), 'class="tick" text-anchor="end"'))
+        parts.append(text(LEFT - 8, y(value) + 4, f"{value:.4g}", 'class="tick" text-anchor="end"'))
     for at, kind in marks:
         x = axis.at(at)
         parts.append(f'<line class="mark {kind}" x1="{x:.1f}" x2="{x:.1f}" y1="{top:g}" y2="{bottom:g}"/>')

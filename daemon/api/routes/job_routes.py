@@ -82,24 +82,24 @@ HISTORY_BYTES = 1024 * 1024
 """An agent's file has 60 kB at most; it may be another user's."""
 NODES_NAMED = 8
 
-_HISTORY = msgspec.json.Decoder(History)
 T = TypeVar("T")
 
 
 def history(logs: Folder, spec: SpecRecord | None = None) -> answers.History | None:
     """`logs`: the job's folder of logs, beside the agent's; `spec`: the job, if etcd has it: the file may be that of an
     earlier one of its name. None: no agent of the job has written a point here."""
-    written = agent_file(logs, "history.json", HISTORY_BYTES, _HISTORY)
+    written = agent_file(logs, "history.json", HISTORY_BYTES, History)
     if written is None or (spec is not None and written.submitted_wall_s != spec.submitted_wall_s):
         return None
     points = [msgspec.convert(msgspec.structs.asdict(point), answers.Point) for point in written.points]
     return answers.History(every_s=written.every_s, points=points)
 
 
-def agent_file(logs: Folder, name: str, most_bytes: int, decoder: msgspec.json.Decoder[T]) -> T | None:
+def agent_file(logs: Folder, name: str, most_bytes: int, kind: type[T]) -> T | None:
     """What the job's agent has written to a file of its own, beside `logs`; None: nothing that is valid."""
     try:
-        return decoder.decode(read_file(Folder(logs.root, (*logs.names[:-1], "agent")), name, most_bytes))
+        raw = read_file(Folder(logs.root, (*logs.names[:-1], "agent")), name, most_bytes)
+        return msgspec.json.decode(raw, type=kind)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 
@@ -115,7 +115,6 @@ AHEAD_S = 6.0
 """A sample is requested for a step this long ahead: orders reach all nodes before it."""
 LATE_S = 1.0
 """So long after a step each rank's sample of it is in its file."""
-_SAMPLES = msgspec.json.Decoder(GradientSamples)
 
 
 def post_debug(h: Request, query: Query, job: str) -> Json:
@@ -164,7 +163,7 @@ def _passed(step: int, progress: ProgressRecord | None) -> bool:
 
 def samples(logs: Folder, submitted_wall_s: float) -> list[Json]:
     """The samples of this node's ranks. `logs`: the job's folder of logs, beside the agent's."""
-    written = agent_file(logs, "gradients.json", GRADIENTS_BYTES, _SAMPLES)
+    written = agent_file(logs, "gradients.json", GRADIENTS_BYTES, GradientSamples)
     if written is None or written.submitted_wall_s != submitted_wall_s:
         return []
     return [msgspec.to_builtins(sample) for sample in written.ranks]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import click
 
+from elastic.util.files import replace_file
 from elasticd.base.ownership import OPEN_PYTHON, closed_to
 from elasticd.ctl.client import Failed
 
@@ -98,10 +99,8 @@ def _read(path: Path) -> str | None:
 
 def _write(target: Path, content: str) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
-    aside = target.with_name(f".{target.name}.new")
-    aside.write_text(content)
-    aside.chmod(0o644)
-    aside.replace(target)
+    replace_file(target, content.encode())
+    target.chmod(0o644)  # whatever the umask
 
 
 def _link(link: Path, target: Path) -> None:

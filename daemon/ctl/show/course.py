@@ -7,13 +7,13 @@ import itertools
 import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
+from elastic.util.files import replace_file
 from elasticd.base import answers, safe_text
 from elasticd.base.safe_text import line
 from elasticd.ctl.client import Client, Failed, Json, name
@@ -111,16 +111,7 @@ def _replace(path: Path, text: str) -> None:
     if target.exists() and not target.is_file():  # a terminal, a pipe, /dev/null
         target.write_text(text, encoding="utf-8")
         return
-    mask = os.umask(0)
-    os.umask(mask)
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=target.parent, delete=False) as file:
-        try:
-            file.write(text)
-            os.fchmod(file.fileno(), 0o666 & ~mask)
-            os.replace(file.name, target)
-        except OSError:
-            os.unlink(file.name)
-            raise
+    replace_file(target, text.encode(), mode=0o666)
 
 
 @command()
