@@ -44,6 +44,8 @@ class Rule:
     """The signal that ended the process, or a SIGTERM that its script has turned into an exit code."""
     codes: tuple[Code, ...] = ()
     """Reasons that elasticd itself has given."""
+    exceptions: tuple[str, ...] = ()
+    """Types of elastic's own exceptions."""
     says: str = ""
     logs: str = ""
     stacks: str = ""
@@ -133,8 +135,9 @@ RULES = (
          says=r"(?i)permission ?(denied|error)|errno 13\b|operation not permitted(?! when)|errno 1\b",
          fix="give the job's user access to the path that is named"),
     Rule("checkpoint_damaged", Class.STORAGE, "a checkpoint is damaged",
-         says=r"(?i)checkpoint.*(damaged|corrupt)|damaged.*checkpoint|checksum|SafetensorError|HeaderTooLarge|"
-              r"PytorchStreamReader failed|failed finding central directory|no good checkpoint",
+         exceptions=("NoGoodCheckpoint", "Damaged", "BadManifest"),
+         says=r"(?i)checkpoint.*corrupt|checksum|SafetensorError|HeaderTooLarge|PytorchStreamReader failed|"
+              r"failed finding central directory",
          fix="elasticctl checkpoint verify JOB names the damaged ones; quarantined ones are never loaded; look at "
               "the disk"),
     Rule("no_state", Class.STORAGE, "no rank found a state to resume from", kinds=("no-state",),
@@ -203,7 +206,7 @@ RULES = (
          kinds=(*_COMM, "exit"), says=r"(?i)(remote|connect\w*|address|peer)\W*\[?(127\.\d+\.\d+\.\d+|::1)\b",
          fix="set `interface` in elasticd.toml of that node, and remove its host name from the 127.0.1.1 line of "
               "/etc/hosts"),
-    Rule("name_resolution", Class.NETWORK, "a host name could not be resolved",
+    Rule("name_resolution", Class.NETWORK, "a host name could not be resolved", codes=(Code.STORE_UNKNOWN,),
          says=r"(?i)name or service not known|temporary failure in name resolution|gaierror|"
               r"no address associated with hostname|nodename nor servname",
          fix="check DNS or /etc/hosts of that node, or set `address` to an IP address"),
@@ -234,8 +237,8 @@ RULES = (
          says=r"(?i)connection refused|ECONNREFUSED|errno 111\b",
          fix="nothing listens there, or a firewall rejects: check that the process at that address runs"),
     Rule("late_rank", Class.NETWORK, "the group did not form in time", kinds=(*_COMM, "exit"),
-         says=r"FormError|(?i:only \d+ of \d+ ranks came|no store at |timed out waiting|init_process_group|"
-              r"store.*timed? ?out|wait timeout after)",
+         codes=(Code.RANKS_MISSING, Code.NO_STORE, Code.NOT_FORMING),
+         says=r"(?i)timed out waiting|init_process_group|store.*timed? ?out|wait timeout after",
          fix="find the rank that did not come: elasticctl status JOB; raise timeouts.form_s if set-up is slow"),
     Rule("reset", Class.NETWORK, "a connection between ranks was closed", kinds=(*_COMM, "exit"),
          says=r"(?i)connection (reset|closed) by peer|broken pipe|ECONNRESET|errno 104\b|socket closed|"

@@ -128,13 +128,14 @@ def _shown(source: str, line: str, from_log: bool = False) -> Evidence:
 
 def _rule(record: IncidentRecord, texts: _Texts, seen: VerdictContext) -> tuple[Rule, Evidence | None]:
     misuse = record.error is not None and record.error.misuse
-    given = codes(record.detail)
+    given, raised = codes(record.detail), record.error.exception if record.error is not None else ""
     for rule in RULES:
         if rule.misuse and not misuse:
             continue
         if (rule.kinds and record.kind not in rule.kinds) or (rule.name == "loopback" and seen.one_host):
             continue
-        if not (rule.codes or rule.says or rule.logs or rule.stacks or rule.signal) or not given.isdisjoint(rule.codes):
+        decides = rule.codes or rule.exceptions or rule.says or rule.logs or rule.stacks or rule.signal
+        if not decides or not given.isdisjoint(rule.codes) or raised in rule.exceptions:
             return rule, None
         if rule.signal and texts.signal == rule.signal:
             return rule, next((e for e in texts.says if rule.signal in e.line), None)

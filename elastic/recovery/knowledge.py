@@ -393,6 +393,6 @@ def _released(turn: Turn, worker: Worker, message: GroupClosed | CollectiveFaile
     if failed and failed.altered:
         group_failed(turn, reason(Code.STORE_ALTERED, key=failed.altered), STORE)
     elif failed and untold and not turn.is_broken():
-        turn.local = replace(turn.local, suspicion=failed.error or "a collective failed")
+        turn.local = replace(turn.local, suspicion=failed.error)
         if turn.local.suspicious_since_s is None:
             turn.local = replace(turn.local, suspicious_since_s=turn.now_s)

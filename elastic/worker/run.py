@@ -29,14 +29,12 @@ from elastic.worker.state.handover.sync import Handover, SyncResult
 from elastic.worker.torch_internals.device_marks import DeviceMarks, cuda_event
 
 from .comm import reconfigured
-from .comm.errors import FormError, GroupAborted, is_communication_error
+from .comm.errors import COMPLAINT_CHARS, FormError, GroupAborted, is_communication_error
 from .comm.group import Group, cuda_failure
 from .comm.kept_group import group_is_over, kept_group
 from .link import misuse
 from .state.state import State
 from .state.state_source import StateLostError
-
-COMPLAINT_CHARS = 2000
 
 
 def run(setup: Setup, train: Train, *, checkpoint_dir: str | None = None, checkpoint_every_steps: int = 0) -> State:
@@ -403,7 +401,8 @@ class ManagedWorker:
                 messages.GroupClosed(generation=form.generation, step=state.step, clean=state.clean(), between=between)
             )
             return
-        complaint = f"{type(failure).__name__}: {failure}"[:COMPLAINT_CHARS]
+        message = f"{type(failure).__name__}: {failure}"[:COMPLAINT_CHARS]
+        complaint = failure.why if isinstance(failure, FormError) else message
         session.send(
             messages.CollectiveFailed(
                 generation=form.generation, step=state.step, clean=state.clean(), error=complaint, altered=altered

@@ -22,10 +22,12 @@ def incident(kind: str = "exit", detail: str | Reason = "", **facts: object) -> 
     return msgspec.convert(base | facts, IncidentRecord)
 
 
-def raised(message: str, traceback: str = "", *, misuse: bool = False, **facts: object) -> IncidentRecord:
+def raised(
+    message: str, traceback: str = "", *, misuse: bool = False, exception: str = "", **facts: object
+) -> IncidentRecord:
     """The worker's script raised: torch's error file has the message."""
     error = {"node": "n1", "slot": 1, "rank": 1, "message": message, "traceback": traceback, "exit_code": 1}
-    error["misuse"] = misuse
+    error |= {"misuse": misuse, "exception": exception}
     return incident("exit", one_line(message), error=error, **facts)
 
 
@@ -96,7 +98,7 @@ CASES: dict[str, list[IncidentRecord]] = {
     "io_error": [raised("OSError: [Errno 5] Input/output error")],
     "permission": [raised("PermissionError: [Errno 13] Permission denied: '/data/x'")],
     "checkpoint_damaged": [
-        incident("checkpoint", "checkpoint of step 40 failed: step-20 is damaged: hash mismatch in a checkpoint"),
+        raised("NoGoodCheckpoint: /ck has no good checkpoint of job 'j'", exception="NoGoodCheckpoint"),
         raised("safetensors_rust.SafetensorError: Error while deserializing header: HeaderTooLarge"),
     ],
     "no_state": [incident("no-state", "nothing to resume from")],
@@ -118,8 +120,11 @@ CASES: dict[str, list[IncidentRecord]] = {
     "processes": [raised("RuntimeError: can't start new thread")],
     "store_altered": [incident("store", reason(Code.STORE_ALTERED, key="g2/0//cpu//1"))],
     "store_overfull": [incident("store", "its store grew by 300 MiB, 256 are allowed, and was closed")],
-    "loopback": [incident("comm", "FormError: generation 3, rank 1: connect failed, remote=[127.0.0.1]:52625")],
-    "name_resolution": [raised("gaierror: [Errno -2] Name or service not known")],
+    "loopback": [incident("comm", reason(Code.NOT_FORMING, "connect failed, remote=[127.0.0.1]:52625", rank=1))],
+    "name_resolution": [
+        raised("gaierror: [Errno -2] Name or service not known"),
+        incident("comm", reason(Code.STORE_UNKNOWN, node="n1", within_s=60.0)),
+    ],
     "nccl_timeout": [died("SIGABRT", "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)")],
     "nccl_remote": [incident("comm", "NCCL error: ncclRemoteError: A call failed possibly due to a network error")],
     "nccl_error": [incident("comm", "NCCL error in: init.cpp, ncclSystemError: System call failed")],
@@ -127,7 +132,11 @@ CASES: dict[str, list[IncidentRecord]] = {
     "tls": [raised("SSLError: [SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed")],
     "no_route": [incident("comm", "connect: No route to host")],
     "refused": [raised("ConnectionRefusedError: [Errno 111] Connection refused")],
-    "late_rank": [incident("comm", "FormError: generation 3, rank 0: only 3 of 4 ranks came within 60 s")],
+    "late_rank": [
+        incident("comm", reason(Code.RANKS_MISSING, arrived=3, total=4, within_s=60.0)),
+        incident("comm", reason(Code.NO_STORE, endpoint="n1:7", within_s=60.0)),
+        incident("comm", reason(Code.NOT_FORMING, "the group was cut", number=3, rank=0)),
+    ],
     "reset": [incident("comm", "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]")],
     "net_timeout": [incident("comm", reason(Code.WAITED, slot=1, for_s=602, doing="exchanging", step=40))],
     "unreachable": [incident("unreachable", "n1 cannot be reached by n2, n3")],

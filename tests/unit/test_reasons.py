@@ -19,7 +19,7 @@ EXAMPLES: dict[str, str | int | float] = {
     "node": "n1", "other": "n2", "others": "n2, n3", "nodes": "n1, n2", "folder": "/ck", "signal": "SIGSEGV",
     "doing": "computing", "place": "step 41", "furthest": "step 42", "where": "at step 40", "kind": "hang",
     "why": "cordoned: a new disk", "fix": "wait", "backend": "nccl", "needs": 2, "capacity": "3 slots on 3 nodes",
-    "owner": "ada", "user": "bob", "phase": "stopped", "state": "T", "key": "g2/0", "ranks": "0, 1",
+    "endpoint": "n1:7", "owner": "ada", "user": "bob", "phase": "stopped", "state": "T", "key": "g2/0", "ranks": "0, 1",
 }  # fmt: skip
 """Of values that are words; all others are numbers."""
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from elastic.contract.records.reasons import Code, reason
 from elastic.worker.comm import group, nccl
 from elastic.worker.comm.errors import FormError, GroupAborted, is_communication_error
 
@@ -137,8 +138,9 @@ def not_known() -> Any:
 
 def test_a_name_server_that_fails_costs_the_generation_and_not_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     names = asked(monkeypatch, not_known)
-    with pytest.raises(FormError, match=r"node7[.]invalid, which has the store, was not found"):
+    with pytest.raises(FormError) as caught:
         unknown_host(0.2).form()
+    assert caught.value.why == reason(Code.STORE_UNKNOWN, node="node7.invalid", within_s=0.2)
     assert len(names) > 1
 
 

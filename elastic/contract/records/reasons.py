@@ -162,6 +162,11 @@ class Code(enum.StrEnum):
     CRASH_LOOP = "crash_loop", "crash loop: the same failure {where}, {count} times"
     ENDS_ALIKE = "ends_alike", "crash loop: the same end {where}, {count} times in a row"
     OVER_BUDGET = "over_budget", "failed {count} times within {window_s} s, at most {budget} allowed (restarts.budget)"
+    # ── a process group is not formed ───────────────────────────────────────────────────────────────────────
+    RANKS_MISSING = "ranks_missing", "only {arrived} of {total} ranks came within {within_s} s"
+    NO_STORE = "no_store", "no store at {endpoint} within {within_s} s"
+    STORE_UNKNOWN = "store_unknown", "{node}, which has the store, was not found within {within_s} s"
+    NOT_FORMING = "not_forming", "generation {number}, rank {rank}"
     # ── beside the training ─────────────────────────────────────────────────────────────────────────────────
     CHECKPOINT_FAILED = "checkpoint_failed", "checkpoint of step {step} failed"
     FOLDER_APART = (

@@ -210,7 +210,7 @@ class CollectiveFailed(Message, frozen=True, kw_only=True):
     generation: int
     step: int
     clean: bool
-    error: str
+    error: Text
     altered: str = ""
     """The key of a value in the generation's store that this rank has refused; empty: it has refused none."""
 

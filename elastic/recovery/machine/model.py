@@ -175,7 +175,7 @@ class LocalState(msgspec.Struct, frozen=True):
     """How far the local workers that show no progress have got, as published to the other agents."""
     suspicious_since_s: float | None = None
     """Since when a collective that failed here has had no known cause; None: there is none."""
-    suspicion: str = ""
+    suspicion: Text = ""
     saving: bool = False
     """Snapshots of local workers are on their way to disk."""
 

@@ -234,7 +234,8 @@ def check_suspicion(turn: Turn) -> None:
     if since is None or turn.now_s - since < SUSPICION_S:
         return
     turn.local = replace(turn.local, suspicious_since_s=None)
-    group_failed(turn, one_line(turn.local.suspicion))
+    suspicion = turn.local.suspicion
+    group_failed(turn, one_line(suspicion) if isinstance(suspicion, str) else suspicion)
 
 
 def group_failed(turn: Turn, detail: Text, kind: str = COMM) -> None:

@@ -10,7 +10,11 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
+from elastic.contract.records.reasons import Reason
 from elastic.worker.link.misuse import causes
+
+COMPLAINT_CHARS = 2000
+"""At most so much of an error's message is sent to the agent."""
 
 
 class GroupAborted(BaseException):
@@ -19,7 +23,11 @@ class GroupAborted(BaseException):
 
 
 class FormError(Exception):
-    """The group could not be formed in time. The message names what was missing."""
+    """The group could not be formed in time. `why` names what was missing."""
+
+    def __init__(self, why: Reason) -> None:
+        super().__init__(str(why))
+        self.why = why
 
 
 _SAYS_IT_FAILED = re.compile(

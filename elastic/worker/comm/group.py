@@ -24,13 +24,14 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from elastic.contract.records.reasons import Code, reason
 from elastic.util.resolver import without_dns
 from elastic.util.sealed_store import SealedStore
 from elastic.worker.link.misuse import MisuseRuntimeError, found_in
 from elastic.worker.torch_internals import torch_private
 
 from . import direct, nccl, sockets
-from .errors import FormError, GroupAborted, is_communication_error
+from .errors import COMPLAINT_CHARS, FormError, GroupAborted, is_communication_error
 from .in_flight import IN_FLIGHT
 
 Backend = Literal["gloo", "nccl"]
@@ -158,9 +159,10 @@ class Group:
             if self._aborted.is_set():
                 raise GroupAborted(self.why) from error
             if self.altered:
-                raise FormError(f"no rank of this generation wrote: {self.altered}") from error
+                raise FormError(reason(Code.STORE_ALTERED, key=self.altered)) from error
             if is_communication_error(error):
-                raise FormError(f"generation {self.generation}, rank {self.rank}: {error}") from error
+                because = str(error)[:COMPLAINT_CHARS]
+                raise FormError(reason(Code.NOT_FORMING, because, number=self.generation, rank=self.rank)) from error
             raise
 
     def cause_of(self, error: BaseException) -> BaseException:
@@ -240,7 +242,9 @@ class Group:
         except dist.DistStoreError as error:
             self._stop_if(interrupted)
             arrived = store.add("arrived", 0)
-            raise FormError(f"only {arrived} of {self.world_size} ranks came within {self._timeout_s:g} s") from error
+            raise FormError(
+                reason(Code.RANKS_MISSING, arrived=arrived, total=self.world_size, within_s=self._timeout_s)
+            ) from error
         self._store = store
 
     def _connect(self, within_s: float, interrupted: Callable[[], bool]) -> TCPStore:
@@ -252,14 +256,12 @@ class Group:
         box: list[TCPStore] = []
         self._aside("elastic-resolve", self._resolve, (deadline_s, resolved), deadline_s, interrupted)
         if not resolved:
-            raise FormError(
-                f"{host}, which has the store, was not found within {within_s:g} s: name or service unknown"
-            )
+            raise FormError(reason(Code.STORE_UNKNOWN, node=host, within_s=within_s))
         self._store_addresses = {address[:2] for *_, address in resolved}
         addresses = list(dict.fromkeys(str(address[0]) for *_, address in resolved))
         self._aside("elastic-dial", self._dial, (addresses, deadline_s, box), math.inf, interrupted)
         if not box:
-            raise FormError(f"no store at {host}:{port} within {within_s:g} s")
+            raise FormError(reason(Code.NO_STORE, endpoint=f"{host}:{port}", within_s=within_s))
         return box[0]
 
     def _aside(
