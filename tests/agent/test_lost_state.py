@@ -42,9 +42,11 @@ def test_without_any_checkpoint_the_new_beginning_is_said() -> None:
         eventually(lambda: (p := job.progress()) and p.step >= 20, 40.0, "progress")
         job.kill_node("n0")
         job.start_agent("n0")
-        said = "no checkpoint was ever saved"
-        eventually(lambda: any(said in str(s.reason) for s in job.statuses().values()), 40.0, "said in status")
-        incident = eventually(lambda: [i for i in job.incidents() if said in i.text], 20.0, "an incident")[0]
+        lost = Code.STATE_LOST
+        eventually(lambda: any(lost in codes(s.reason) for s in job.statuses().values()), 40.0, "said in status")
+        incident = eventually(
+            lambda: [i for i in job.incidents() if "no checkpoint was ever saved" in i.text], 20.0, "an incident"
+        )[0]
         assert incident.restored_from == "setup"
         assert incident.steps_lost is not None
         assert incident.steps_lost >= 20

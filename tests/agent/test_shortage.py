@@ -9,6 +9,7 @@ from support.agents import Job
 from support.wait import eventually
 
 from elastic.contract.records.job_records import Phase
+from elastic.contract.records.reasons import Code, codes
 
 pytestmark = [pytest.mark.etcd, pytest.mark.chaos]
 
@@ -24,8 +25,8 @@ def test_agent_without_descriptors_costs_its_job_no_more_than_the_time() -> None
         assert state.excluded_nodes == ("n1",)
         assert "Too many open files" in str(state.no_agent["n1"])
         eventually(lambda: job.state().phase is Phase.WAITING, 10.0, "it waits for the node")
-        said = "n1 is tried again and again: a worker cannot be started"
-        eventually(lambda: any(said in str(status.reason) for status in job.statuses().values()), 10.0, "and says so")
+        again = {Code.TRIED_AGAIN, Code.NOT_STARTED}
+        eventually(lambda: any(again <= codes(s.reason) for s in job.statuses().values()), 10.0, "and says so")
         step = job.steps()
         resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
         job.wait_step(step + 20)

@@ -14,6 +14,7 @@ from elastic.contract.agent_files import AgentConfig
 from elastic.contract.origin import Origin
 from elastic.contract.records.job_records import SpecRecord
 from elastic.contract.records.rank_records import Sample
+from elastic.contract.records.reasons import Code, Text, reason
 from elastic.contract.worker import messages
 from elastic.recovery.machine.model import Agent, is_leader
 
@@ -29,8 +30,8 @@ class WorkerReports:
     ) -> None:
         """`known_step`: the newest step on record."""
         self._known_step = known_step
-        self.lost = ""
-        """Message for the status if all state was lost for good."""
+        self.lost: Text = ""
+        """For the status, if all state was lost for good."""
         spec = submitted.spec
         self._shared = spec.checkpoint.shared
         self._saver = saver
@@ -94,9 +95,7 @@ class WorkerReports:
         """No rank had any state: expected at the start of a job, otherwise reported in the log and the status."""
         step = max(self._known_step() or 0, agent.progress.step)
         if generation > 1 and step > 0:
-            self.lost = (
-                f"all state was lost, and no checkpoint was ever saved: step {step} was done, begun again from 0"
-            )
+            self.lost = reason(Code.STATE_LOST, step=step)
             log.error("state.lost", generation=generation, step=step)
 
     def fields(self, agent: Agent, *, leads: bool) -> dict[str, Any]:

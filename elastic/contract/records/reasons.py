@@ -162,6 +162,10 @@ class Code(enum.StrEnum):
     CRASH_LOOP = "crash_loop", "crash loop: the same failure {where}, {count} times"
     ENDS_ALIKE = "ends_alike", "crash loop: the same end {where}, {count} times in a row"
     OVER_BUDGET = "over_budget", "failed {count} times within {window_s} s, at most {budget} allowed (restarts.budget)"
+    STATE_LOST = (
+        "state_lost",
+        "all state was lost, and no checkpoint was ever saved: step {step} was done, begun again from 0",
+    )
     # ── a process group is not formed ───────────────────────────────────────────────────────────────────────
     RANKS_MISSING = "ranks_missing", "only {arrived} of {total} ranks came within {within_s} s"
     NO_STORE = "no_store", "no store at {endpoint} within {within_s} s"
