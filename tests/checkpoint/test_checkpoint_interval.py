@@ -20,6 +20,7 @@ from elastic.checkpoint.interval import (
     first_plan,
     interval_s,
     next_plan,
+    snapshot_interval_s,
 )
 
 NOTHING = Measured()
@@ -87,3 +88,23 @@ def test_a_save_is_never_planned_beyond_the_next_agreement(
     assert plan.agree_at > step
     assert plan.save_at == 0 or step < plan.save_at <= plan.agree_at
     assert not asked or plan.save_at == step + 1
+
+
+@pytest.mark.parametrize(
+    ("cost_s", "warm", "interval_s"),
+    [
+        (None, True, 1.0),
+        (0.001, True, 1.0),
+        (0.05, True, 20.0),
+        (0.1, True, 40.0),
+        (0.2, True, 60.0),  # once a minute costs less than 1/200
+        (1.0, True, 200.0),
+        (0.01, False, 1.0),
+        (0.2, False, 4.0),  # all is at stake
+        (2.0, False, 30.0),  # the first copy paid for fresh memory
+    ],
+)
+def test_memory_snapshots_take_less_than_a_hundredth_of_the_time(
+    cost_s: float | None, warm: bool, interval_s: float
+) -> None:
+    assert snapshot_interval_s(cost_s, warm=warm) == pytest.approx(interval_s)

@@ -121,17 +121,6 @@ def test_snapshot_with_scarce_memory_keeps_the_shard_to_be_written(agents: list[
     assert scheduler.skipped == 0
 
 
-def test_memory_snapshots_take_less_than_a_hundredth_of_the_time() -> None:
-    assert checkpoint_interval.snapshot_interval_s(None) == 1.0
-    assert checkpoint_interval.snapshot_interval_s(0.001) == 1.0
-    assert checkpoint_interval.snapshot_interval_s(0.1) == pytest.approx(40.0)
-    assert checkpoint_interval.snapshot_interval_s(0.2) == pytest.approx(60.0), "once a minute costs less than 1/200"
-    assert checkpoint_interval.snapshot_interval_s(2.0, warm=False) == 30.0, "the first copy paid for fresh memory"
-    assert checkpoint_interval.snapshot_interval_s(0.2, warm=False) == pytest.approx(4.0), "and all is at stake"
-    assert checkpoint_interval.snapshot_interval_s(0.01, warm=False) == 1.0
-    assert checkpoint_interval.snapshot_interval_s(1.0) == pytest.approx(200.0)
-
-
 def test_the_plan_names_the_step_at_which_a_snapshot_is_due() -> None:
     plan = IntervalPlan(save_at=105, agree_at=110)
 
