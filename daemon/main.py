@@ -197,6 +197,7 @@ def _own(state_dir: Path) -> IO[bytes]:
         # For this user only: read access suffices to lock a file, and so to keep elasticd from starting.
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         lock = open(os.open(state_dir / "lock", flags, 0o600), "a+b", buffering=0)  # noqa: SIM115 - see `_run`
+        os.fchmod(lock.fileno(), 0o600)  # also one that was restored from a backup, or made by hand
     except OSError as error:
         raise CannotStart(f"state_dir = {str(state_dir)!r}: {error.strerror}") from error
     try:

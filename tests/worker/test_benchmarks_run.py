@@ -45,6 +45,10 @@ LONGER = {
     "scale": {
         "reform_s_at_max", "agents_max", "writes_per_reform_at_max", "torch_ratio_at_32", "steady_writes_per_s_at_max",
     },
+    "thousand_kills": {
+        "kills", "steps", "losses_compared", "steps_seen", "different", "weights_equal", "steps_lost", "seconds",
+        "seconds_undisturbed", "equal",
+    },
     "unchanged": {
         "ddp_tutorial_elasticd_s", "ddp_tutorial_elasticd_steps_again", "ddp_tutorial_torchrun_to_elasticd",
     },
