@@ -25,7 +25,7 @@ from elastic.contract.agent_files import LEFT, MARK_ENV, AgentConfig, AgentOrder
 from elastic.contract.keys import NAME, check_name
 from elastic.contract.records.job_records import PROTOCOL
 from elastic.util.files import read_file, replace_file
-from elastic.util.processes import wait_until_gone
+from elastic.util.processes import signal_name, wait_until_gone
 from elasticd.access.authority import Account
 from elasticd.base import ownership
 from elasticd.base.errors import CannotStart
@@ -378,12 +378,7 @@ def last_words(line: str) -> str:
 
 
 def describe_exit(code: int) -> str:
-    if code >= 0:
-        return f"ended with exit code {code}"
-    try:
-        return f"was killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"was killed by signal {-code}"
+    return f"ended with exit code {code}" if code >= 0 else f"was killed by {signal_name(-code)}"
 
 
 def _read(path: Path, kind: type[T]) -> T | None:
