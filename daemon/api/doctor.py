@@ -116,8 +116,7 @@ class Doctor:
 
     def whole(self, snapshot: Snapshot, by: User) -> Diagnosis:
         me = self._settings.node
-        members = [(m.endpoint, m.ok, m.version, m.error) for m in self._etcd.members(MEMBER_S)]
-        findings = [*self.here(), *self._latency(), *doctor.judge_members(members), *without_daemon(snapshot.cluster)]
+        findings = [*self.here(), *self._latency(), *self._members(), *without_daemon(snapshot.cluster)]
         findings += [*absent(snapshot.cluster, time.time()), *older_agents(snapshot.cluster)]
         others = sorted(snapshot.cluster.nodes.keys() - {me})
         with reach.listener(self._settings.address, port_range(self._settings.ports)) as listening:
@@ -158,6 +157,14 @@ class Doctor:
         except EtcdError as error:
             yield Finding(check="etcd", level=ERROR, node=me, text=f"etcd does not answer: {error}",
                           fix="see [etcd] in the settings, and etcd's own log")  # fmt: skip
+
+    def _members(self) -> Iterator[Finding]:
+        members = self._etcd.members(MEMBER_S)
+        yield from doctor.judge_members([(m.endpoint, m.ok, m.version, m.error) for m in members])
+        for version in sorted({member.version for member in members if member.version}):
+            if (verdict := judge(version, len(members))).support is not VersionSupport.SOUND:
+                fix = f"take etcd {verdict.take} or newer" if verdict.take else "take a supported version"
+                yield Finding(check="etcd", level=WARNING, text=verdict.text, fix=fix)
 
 
 def versions() -> dict[str, str]:
