@@ -5,10 +5,15 @@ from __future__ import annotations
 import os
 import pathlib
 import resource
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from elastic.etcd.client import MemberHealth
+from elasticd.api.doctor import Doctor
 from elasticd.base.answers import Diagnosis, read
+from elasticd.base.settings import Settings
 from elasticd.ctl.nodes.doctor import lines
 from elasticd.machine import doctor
 from elasticd.machine.doctor import ERROR, OK, WARNING, Finding
@@ -123,3 +128,11 @@ def test_a_machine_on_which_no_job_can_run_takes_no_work_and_says_the_cure(tmp_p
     assert doctor.blocking("", str(tmp_path)) == ""
     assert "nosuch0 does not exist: set `interface` to one of" in doctor.blocking("nosuch0", str(tmp_path))
     assert "then restart elasticd" in doctor.blocking("lo", str(tmp_path / "none"))
+
+
+@pytest.mark.parametrize(("version", "named"), [("3.5.1", True), ("3.6.99", False)])
+def test_a_version_of_etcd_with_known_faults_is_named(version: str, named: bool) -> None:
+    etcd: Any = SimpleNamespace(members=lambda within_s: [MemberHealth("a:2379", version, True, "")])
+    nobody: Any = None
+    found = list(Doctor(Settings(), etcd, nobody, gpus=False)._members())
+    assert any(each.level == WARNING and version in each.text for each in found) is named
