@@ -109,8 +109,10 @@ def apply(turn: Turn, event: events.Event) -> None:  # noqa: C901
             turn.local = replace(turn.local, saving=saving)
         case events.Tick():
             _forgive(turn)
-        case _:
+        case events.WorkerEvent():
             _take_from_worker(turn, event)
+        case _:
+            raise AssertionError(f"no transition on {event!r}")
 
 
 def _apply_peer(turn: Turn, event: events.PeerDead | events.PeerUnreachable | events.PeerReachable) -> None:

@@ -3,10 +3,10 @@ what the agents' machines saw from there on and what they asked for. An event wi
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 from elastic.contract.records.job_records import BrokenRecord, GenerationRecord, IncidentRecord, MemberRecord
+from elastic.contract.structs import replace
 from elastic.contract.worker import messages
 from elastic.recovery.machine import effects as does
 from elastic.recovery.machine import events

@@ -6,8 +6,11 @@ one of an older generation than the receiver's is stale and is ignored.
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
@@ -29,7 +32,11 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=T
 # ── agent → worker ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Form(Message, frozen=True, kw_only=True):
+class ToWorker(Message, frozen=True, kw_only=True):
+    pass
+
+
+class Form(ToWorker, frozen=True, kw_only=True):
     """Join generation `generation` as `rank`. Sent to a worker without a group."""
 
     generation: int
@@ -55,14 +62,14 @@ class Form(Message, frozen=True, kw_only=True):
     """(generation, step) of the newest commit known to the agent, perhaps of a worker that has died."""
 
 
-class AbortGroup(Message, frozen=True, kw_only=True):
+class AbortGroup(ToWorker, frozen=True, kw_only=True):
     """The generation is broken: abort its group now, whatever is in flight, and answer GroupClosed."""
 
     generation: int
     why: Text
 
 
-class StopAtStep(Message, frozen=True, kw_only=True):
+class StopAtStep(ToWorker, frozen=True, kw_only=True):
     """A planned change: leave the group of `generation` once `at_step` steps are committed, and answer GroupClosed."""
 
     generation: int
@@ -70,20 +77,20 @@ class StopAtStep(Message, frozen=True, kw_only=True):
     why: Text
 
 
-class Assign(Message, frozen=True, kw_only=True):
+class Assign(ToWorker, frozen=True, kw_only=True):
     """To a standby: take this slot (and so its device)."""
 
     slot: int
 
 
-class SaveSoon(Message, frozen=True, kw_only=True):
+class SaveSoon(ToWorker, frozen=True, kw_only=True):
     """Take a checkpoint at the next step that all ranks agree on (rank 0 decides; the others ignore it)."""
 
     stop: bool = False
     """All ranks stop at the step that is saved, and answer GroupClosed."""
 
 
-class Arena(Message, frozen=True, kw_only=True):
+class Arena(ToWorker, frozen=True, kw_only=True):
     """One of two shared-memory buffers (its descriptor is passed) in answer to NeedArena; 0 bytes: no memory."""
 
     nbytes: int
@@ -95,7 +102,7 @@ class Arena(Message, frozen=True, kw_only=True):
     """The previous worker filled it, and it is still being written to disk: a SaveResult will free it."""
 
 
-class SaveResult(Message, frozen=True, kw_only=True):
+class SaveResult(ToWorker, frozen=True, kw_only=True):
     """A checkpoint is durable, or failed; frees the buffer it was written from."""
 
     step: int
@@ -104,7 +111,7 @@ class SaveResult(Message, frozen=True, kw_only=True):
     seconds: float = 0.0
 
 
-class InMemorySnapshot(Message, frozen=True, kw_only=True):
+class InMemorySnapshot(ToWorker, frozen=True, kw_only=True):
     """Answer to RequestSnapshot, once pending writes are on disk. Passes the descriptors of the arenas that together
     hold the newest complete snapshot; none if this node does not have all of it."""
 
@@ -113,42 +120,32 @@ class InMemorySnapshot(Message, frozen=True, kw_only=True):
     """Number of descriptors: the kernel drops those for which the receiver has no room."""
 
 
-class SampleGradients(Message, frozen=True, kw_only=True):
+class SampleGradients(ToWorker, frozen=True, kw_only=True):
     """Sample the gradients and weights of step `at_step`, or of the next one."""
 
     at_step: int
 
 
-class Finish(Message, frozen=True, kw_only=True):
+class Finish(ToWorker, frozen=True, kw_only=True):
     """The job has succeeded on all nodes: end with exit code 0."""
-
-
-ToWorker = (
-    Form
-    | AbortGroup
-    | StopAtStep
-    | Assign
-    | SaveSoon
-    | Arena
-    | SaveResult
-    | InMemorySnapshot
-    | SampleGradients
-    | Finish
-)
 
 
 # ── worker → agent ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Managed(Message, frozen=True, kw_only=True):
+class FromWorker(Message, frozen=True, kw_only=True):
+    pass
+
+
+class Managed(FromWorker, frozen=True, kw_only=True):
     """The script has called `elastic.run`: from now on this worker waits for Form, and keeps its process."""
 
 
-class Ready(Message, frozen=True, kw_only=True):
+class Ready(FromWorker, frozen=True, kw_only=True):
     """Imports and `setup` are done; waiting for Form."""
 
 
-class NeedArena(Message, frozen=True, kw_only=True):
+class NeedArena(FromWorker, frozen=True, kw_only=True):
     """This worker's part of a snapshot takes `nbytes`: create two buffers of that size."""
 
     nbytes: int
@@ -158,7 +155,7 @@ class NeedArena(Message, frozen=True, kw_only=True):
     """The worker can do with less: create them only if the node has plenty of memory."""
 
 
-class RequestSnapshot(Message, frozen=True, kw_only=True):
+class RequestSnapshot(FromWorker, frozen=True, kw_only=True):
     """No rank has live state: send what is left of the snapshots (InMemorySnapshot)."""
 
     generation: int
@@ -166,13 +163,13 @@ class RequestSnapshot(Message, frozen=True, kw_only=True):
     """The job goes back to a saved state: snapshots that were only for memory are dropped."""
 
 
-class Formed(Message, frozen=True, kw_only=True):
+class Formed(FromWorker, frozen=True, kw_only=True):
     """The process group has been initialised."""
 
     generation: int
 
 
-class Synced(Message, frozen=True, kw_only=True):
+class Synced(FromWorker, frozen=True, kw_only=True):
     """This rank has the state; it enters `train` at `step`."""
 
     generation: int
@@ -186,14 +183,14 @@ class Synced(Message, frozen=True, kw_only=True):
     """The newest step known to any rank, or to any rank's agent, to have been committed before this generation."""
 
 
-class Stepping(Message, frozen=True, kw_only=True):
+class Stepping(FromWorker, frozen=True, kw_only=True):
     """The first commit of this generation on this rank."""
 
     generation: int
     step: int
 
 
-class GroupClosed(Message, frozen=True, kw_only=True):
+class GroupClosed(FromWorker, frozen=True, kw_only=True):
     """The group is closed; process and state are kept. Waiting for Form."""
 
     generation: int
@@ -204,7 +201,7 @@ class GroupClosed(Message, frozen=True, kw_only=True):
     """This rank has left between two steps: it took no part in one after `step`, so no rank can have committed that."""
 
 
-class CollectiveFailed(Message, frozen=True, kw_only=True):
+class CollectiveFailed(FromWorker, frozen=True, kw_only=True):
     """A collective failed here without an order to abort. Implies GroupClosed."""
 
     generation: int
@@ -215,7 +212,7 @@ class CollectiveFailed(Message, frozen=True, kw_only=True):
     """The key of a value in the generation's store that this rank has refused; empty: it has refused none."""
 
 
-class Filled(Message, frozen=True, kw_only=True):
+class Filled(FromWorker, frozen=True, kw_only=True):
     """This rank's part of the snapshot of `step` is complete in buffer `buffer`."""
 
     generation: int
@@ -235,7 +232,7 @@ class Filled(Message, frozen=True, kw_only=True):
     """Checkpoints that were due while the previous one was still being written, so far in this worker's lifetime."""
 
 
-class BadNumbers(Message, frozen=True, kw_only=True):
+class BadNumbers(FromWorker, frozen=True, kw_only=True):
     """Non-finite loss (NaN or infinite) on this rank, or replicas that drifted apart."""
 
     generation: int
@@ -264,7 +261,7 @@ class LoggedRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return LoggedRow(step=self.step, wall_s=self.wall_s, values=self.values | odd) if odd else self
 
 
-class Logged(Message, frozen=True, kw_only=True):
+class Logged(FromWorker, frozen=True, kw_only=True):
     """Rows of `job.log`, in the order of their steps; from rank 0 only."""
 
     generation: int
@@ -290,7 +287,7 @@ class GradientRow(msgspec.Struct, frozen=True, array_like=True):
     """A gradient is not finite."""
 
 
-class GradientSample(Message, frozen=True, kw_only=True):
+class GradientSample(FromWorker, frozen=True, kw_only=True):
     """A sample of one step; a long one in several parts."""
 
     generation: int
@@ -305,14 +302,14 @@ class GradientSample(Message, frozen=True, kw_only=True):
     """Digest of the weights after the step."""
 
 
-class Done(Message, frozen=True, kw_only=True):
+class Done(FromWorker, frozen=True, kw_only=True):
     """`train` has returned on all ranks at `step`; the worker stays alive as a source of state until Finish."""
 
     generation: int
     step: int
 
 
-class ScriptEnded(Message, frozen=True, kw_only=True):
+class ScriptEnded(FromWorker, frozen=True, kw_only=True):
     """The script has ended with exit code `code`; threads and atexit handlers of its process may still run."""
 
     code: int
@@ -320,25 +317,6 @@ class ScriptEnded(Message, frozen=True, kw_only=True):
     """What elastic has refused, if `elastic.run` ended with that."""
     terminated: bool = False
     """The script has handled a SIGTERM."""
-
-
-FromWorker = (
-    Managed
-    | ScriptEnded
-    | Ready
-    | NeedArena
-    | RequestSnapshot
-    | Formed
-    | Synced
-    | Stepping
-    | GroupClosed
-    | CollectiveFailed
-    | Filled
-    | BadNumbers
-    | Logged
-    | GradientSample
-    | Done
-)
 
 
 # ── agent ⇄ zygote ──────────────────────────────────────────────────────────────────────────────────────────
@@ -398,11 +376,17 @@ class ForkRefused(Message, frozen=True, kw_only=True):
 ToZygote = Fork
 FromZygote = Forked | ForkRefused | ZygoteReady
 
+
+def _union(kind: type[Message]) -> Any:
+    """Of its subclasses, which msgspec tells apart by their tags."""
+    return functools.reduce(operator.or_, kind.__subclasses__())
+
+
 _encoder = msgspec.json.Encoder()
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """What these raise."""
-to_worker: Callable[[bytes], ToWorker] = msgspec.json.Decoder[ToWorker](ToWorker).decode
-from_worker: Callable[[bytes], FromWorker] = msgspec.json.Decoder[FromWorker](FromWorker).decode
+to_worker: Callable[[bytes], ToWorker] = msgspec.json.Decoder(_union(ToWorker)).decode
+from_worker: Callable[[bytes], FromWorker] = msgspec.json.Decoder(_union(FromWorker)).decode
 to_zygote: Callable[[bytes], ToZygote] = msgspec.json.Decoder(ToZygote).decode
 from_zygote: Callable[[bytes], FromZygote] = msgspec.json.Decoder[FromZygote](FromZygote).decode
 to_preload: Callable[[bytes], Preload] = msgspec.json.Decoder(Preload).decode

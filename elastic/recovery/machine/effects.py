@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from elastic.contract.records.incident_account import IncidentAccount
 from elastic.contract.records.incident_fold import incidents
@@ -19,15 +19,17 @@ from elastic.contract.worker.messages import ToWorker
 from elastic.recovery.facts.membership import Change
 
 
-@dataclass(frozen=True, slots=True)
-class ForkWorker:
+class Effect(msgspec.Struct, frozen=True):
+    pass
+
+
+class ForkWorker(Effect, frozen=True):
     slot: int
     worker_id: int
     standby: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class ForkPlain:
+class ForkPlain(Effect, frozen=True):
     """Fork a worker that has not called `elastic.run`, and perhaps never will, directly with its rank."""
 
     slot: int
@@ -35,15 +37,13 @@ class ForkPlain:
     generation: GenerationRecord
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(Effect, frozen=True):
     slot: int
     worker_id: int
     message: ToWorker
 
 
-@dataclass(frozen=True, slots=True)
-class Kill:
+class Kill(Effect, frozen=True):
     slot: int
     worker_id: int
     why: Text
@@ -51,13 +51,11 @@ class Kill:
     """SIGTERM first, SIGKILL after the job's stop grace; else SIGKILL."""
 
 
-@dataclass(frozen=True, slots=True)
-class PutMember:
+class PutMember(Effect, frozen=True):
     record: MemberRecord
 
 
-@dataclass(frozen=True, slots=True)
-class PutBroken:
+class PutBroken(Effect, frozen=True):
     """Write a failure report. If the generation has one already, this one is merged into it: see `evidence`."""
 
     record: BrokenRecord
@@ -65,8 +63,7 @@ class PutBroken:
     """Our member record, changed in the same transaction (`shrink`: the dead slot is withdrawn)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Publish:
+class Publish(Effect, frozen=True):
     """Open a store, then write generation `number` by compare-and-swap on `expect_revision` (0: absent)."""
 
     number: int
@@ -81,24 +78,21 @@ class Publish:
     """Whether the job's workers are known to call `elastic.run`."""
 
 
-@dataclass(frozen=True, slots=True)
-class FindNewestSaved:
+class FindNewestSaved(Effect, frozen=True):
     """Look for the newest checkpoint of the job, which the event `NewestSaved` tells."""
 
     remote: bool
     """At the remote end, too."""
 
 
-@dataclass(frozen=True, slots=True)
-class PutState:
+class PutState(Effect, frozen=True):
     """Replace the job's state, if it is still at `expect_revision`: another phase, or a failure counted."""
 
     state: JobState
     expect_revision: int
 
 
-@dataclass(frozen=True, slots=True)
-class PutIncident:
+class PutIncident(Effect, frozen=True):
     """Write this agent's account of an incident, in place of the one that it wrote when that began."""
 
     account: IncidentAccount
@@ -111,8 +105,7 @@ class PutIncident:
         return incidents([self.account], self.reports)[-1]
 
 
-@dataclass(frozen=True, slots=True)
-class Restore:
+class Restore(Effect, frozen=True):
     """etcd was wiped: write spec, state and generation back where they are absent."""
 
     generation: GenerationRecord | None
@@ -121,41 +114,20 @@ class Restore:
     """None: none was ever seen; the effect runner has the one that the agent was started with."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rejoin:
+class Rejoin(Effect, frozen=True):
     """Obtain a new lease and put our member record under it."""
 
     record: MemberRecord
 
 
-@dataclass(frozen=True, slots=True)
-class SaveNow:
+class SaveNow(Effect, frozen=True):
     reason: Text
     stop: bool = False
     """All ranks stop at the step that is saved."""
 
 
-@dataclass(frozen=True, slots=True)
-class Leave:
+class Leave(Effect, frozen=True):
     """All workers have ended: delete our member key and exit."""
 
     reason: Text
     code: int = 0
-
-
-Effect = (
-    ForkWorker
-    | ForkPlain
-    | Send
-    | Kill
-    | PutMember
-    | PutBroken
-    | Publish
-    | FindNewestSaved
-    | PutState
-    | PutIncident
-    | Restore
-    | Rejoin
-    | SaveNow
-    | Leave
-)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+
+import msgspec
 
 from elastic.contract.records.job_records import WorkerError
 from elastic.contract.records.reasons import Text
@@ -12,36 +13,34 @@ from elastic.contract.worker.messages import FromWorker
 from elastic.recovery.facts.view import JobView
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
+class Event(msgspec.Struct, frozen=True):
     pass
 
 
-@dataclass(frozen=True, slots=True)
-class Joined:
+class Start(Event, frozen=True):
+    pass
+
+
+class Joined(Event, frozen=True):
     """Our member key is in etcd, under a valid lease."""
 
 
-@dataclass(frozen=True, slots=True)
-class LeaseLost:
+class LeaseLost(Event, frozen=True):
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class Viewed:
+class Viewed(Event, frozen=True):
     view: JobView
     connected: bool
 
 
-@dataclass(frozen=True, slots=True)
-class PublishFailed:
+class PublishFailed(Event, frozen=True):
     """The compare-and-swap failed, or its outcome is unknown; the view will show it."""
 
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class NewestSaved:
+class NewestSaved(Event, frozen=True):
     """What `FindNewestSaved` has found."""
 
     generation: int
@@ -52,36 +51,31 @@ class NewestSaved:
     """Why it is not known; '' when it is."""
 
 
-@dataclass(frozen=True, slots=True)
-class StoreClosed:
+class StoreClosed(Event, frozen=True):
     """The store of a generation, which this agent hosted, had grown beyond its limit."""
 
     generation: int
     why: Text
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerEvent:
+class WorkerEvent(Event, frozen=True):
     """Of one worker. Its id is there so that a process is not taken for its successor."""
 
     slot: int
     worker_id: int
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerStarted(WorkerEvent):
+class WorkerStarted(WorkerEvent, frozen=True):
     """Its process runs: it was ordered before, and its zygote may have had to import first."""
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerSaid(WorkerEvent):
+class WorkerSaid(WorkerEvent, frozen=True):
     """A message of the worker that the agent's state depends on."""
 
     message: FromWorker
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerFailed(WorkerEvent):
+class WorkerFailed(WorkerEvent, frozen=True):
     """Its script has ended with an error, and its process is about to end."""
 
     cause: Text
@@ -92,8 +86,7 @@ class WorkerFailed(WorkerEvent):
     """The last step that it committed, from its beat page."""
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerExited(WorkerEvent):
+class WorkerExited(WorkerEvent, frozen=True):
     cause: Text
     """How it ended, or the exception."""
     code: int | None = None
@@ -111,29 +104,25 @@ class WorkerExited(WorkerEvent):
     """It was never started: the node lacks descriptors, processes, memory or disk space for it."""
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerUnhealthy(WorkerEvent):
+class WorkerUnhealthy(WorkerEvent, frozen=True):
     """The worker was found to be hung; its stacks are dumped already."""
 
     kind: str
     evidence: Text
-    stacks: Mapping[str, str] = field(default_factory=dict)
+    stacks: Mapping[str, str] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class GroupStuck(WorkerEvent):
+class GroupStuck(WorkerEvent, frozen=True):
     """The worker has waited for other ranks for longer than the group's timeout; none of them was found to be hung."""
 
     evidence: Text
 
 
-@dataclass(frozen=True, slots=True)
-class StillBusy(WorkerEvent):
+class StillBusy(WorkerEvent, frozen=True):
     """The worker was told to abort, and cannot react yet but is healthy: see `hang_rules.busy`."""
 
 
-@dataclass(frozen=True, slots=True)
-class PeerDead:
+class PeerDead(Event, frozen=True):
     """Another agent is dead: its port refuses connections."""
 
     node: str
@@ -141,8 +130,7 @@ class PeerDead:
     evidence: str
 
 
-@dataclass(frozen=True, slots=True)
-class PeerUnreachable:
+class PeerUnreachable(Event, frozen=True):
     """Another agent does not answer this one any more; it may be alive, and other agents may reach it."""
 
     node: str
@@ -150,16 +138,14 @@ class PeerUnreachable:
     evidence: str
 
 
-@dataclass(frozen=True, slots=True)
-class PeerReachable:
+class PeerReachable(Event, frozen=True):
     """The agent answers again, and has done so for a while."""
 
     node: str
     incarnation: str
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(Event, frozen=True):
     """The newest step committed by a local worker, as its beat page shows it; comes in place of a Tick."""
 
     generation: int
@@ -167,26 +153,22 @@ class Progress:
     step_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class RanksStill:
+class RanksStill(Event, frozen=True):
     """Local workers show no progress: how far each has got, to be published to the other agents."""
 
     standings: tuple[Standing, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Drain:
+class Drain(Event, frozen=True):
     reason: Text
     deadline_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Undrain:
+class Undrain(Event, frozen=True):
     pass
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointSaved:
+class CheckpointSaved(Event, frozen=True):
     """A checkpoint of this job has become durable."""
 
     generation: int
@@ -194,35 +176,11 @@ class CheckpointSaved:
     step: int
 
 
-@dataclass(frozen=True, slots=True)
-class Saving:
+class Saving(Event, frozen=True):
     """Whether snapshots that local workers have handed over are still on their way to disk, and get on."""
 
     saving: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
+class Tick(Event, frozen=True):
     pass
-
-
-Event = (
-    Start
-    | Joined
-    | LeaseLost
-    | Viewed
-    | PublishFailed
-    | NewestSaved
-    | WorkerEvent
-    | PeerDead
-    | PeerUnreachable
-    | PeerReachable
-    | Progress
-    | RanksStill
-    | Drain
-    | Undrain
-    | StoreClosed
-    | CheckpointSaved
-    | Saving
-    | Tick
-)
