@@ -15,17 +15,7 @@ from elastic.contract.records.job_records import IncidentRecord, ProgressRecord
 from elastic.contract.records.reasons import Code, codes
 from elastic.contract.worker import messages
 from elastic.recovery.facts.transitions import Stage
-from elastic.recovery.machine.effects import (
-    Effect,
-    FindNewestSaved,
-    ForkPlain,
-    ForkWorker,
-    Kill,
-    Leave,
-    PutIncident,
-    SaveNow,
-    Send,
-)
+from elastic.recovery.machine import effects
 from elastic.recovery.machine.model import Agent
 
 from .workers import worker_env
@@ -57,48 +47,40 @@ class EffectRunner:
         """The environment that those of the workers are based on."""
         self.slots: dict[int, int] = {}
         """worker id -> slot of every process ever forked here; -1: a standby."""
-        self.left: Leave | None = None
+        self.left: effects.Leave | None = None
 
-    def do(self, effect: Effect, agent: Agent) -> None:
+    def do(self, effect: effects.Effect, agent: Agent) -> None:
         """`agent`: its state after the event that caused the effect."""
         match effect:
-            case Send() | ForkWorker() | ForkPlain() | Kill() | SaveNow():
-                self._with_workers(effect, agent)
-            case Leave():
-                log.info("agent.leaves", reason=effect.reason)
-                self.left = effect
-            case FindNewestSaved(remote):
-                self._newest_saved.find(remote=remote)
-            case _:
-                self._in_etcd(effect, agent)
-
-    def _with_workers(self, effect: Send | ForkWorker | ForkPlain | Kill | SaveNow, agent: Agent) -> None:
-        match effect:
-            case Send(slot, worker_id, message):
+            case effects.Send(slot, worker_id, message):
                 if isinstance(message, messages.Assign):
                     log.info("standby.assigned", slot=slot, worker_id=worker_id)
                     self.slots[worker_id] = slot
                 self._pool.tell(worker_id, message)
-            case ForkWorker() | ForkPlain():
+            case effects.ForkWorker() | effects.ForkPlain():
                 self._fork(effect, agent)
-            case Kill(slot, worker_id, why, graceful):
+            case effects.Kill(slot, worker_id, why, graceful):
                 log.info("worker.kill", slot=slot, worker_id=worker_id, why=why, graceful=graceful)
                 self._pool.kill(worker_id, graceful, late=Code.LATE_END in codes(why))
-            case SaveNow(reason, stop):
+            case effects.SaveNow(reason, stop):
                 log.info("checkpoint.wanted", reason=reason, stop=stop)
                 self.save_now(agent, stop)
-
-    def _in_etcd(self, effect: Effect, agent: Agent) -> None:
-        self._etcd_writer.do(effect, agent.etcd.view, self._progress)
-        if isinstance(effect, PutIncident):
+            case effects.Leave():
+                log.info("agent.leaves", reason=effect.reason)
+                self.left = effect
+            case effects.FindNewestSaved(remote):
+                self._newest_saved.find(remote=remote)
+            case _:
+                self._etcd_writer.do(effect, agent.etcd.view, self._progress)
+        if isinstance(effect, effects.PutIncident):
             record = effect.record
             self._on_incident(record)
             log.info("incident", first=effect.account.first, **record.in_words())
 
-    def _fork(self, effect: ForkWorker | ForkPlain, agent: Agent) -> None:
+    def _fork(self, effect: effects.ForkWorker | effects.ForkPlain, agent: Agent) -> None:
         slot, worker_id, spec = effect.slot, effect.worker_id, self._spec
         files = worker_env.files(self._config, slot, worker_id, agent.policy.incarnation)
-        generation = effect.generation if isinstance(effect, ForkPlain) else agent.formed.generation
+        generation = effect.generation if isinstance(effect, effects.ForkPlain) else agent.formed.generation
         env = worker_env.worker(
             self._config, spec, self.env, slot=slot, error_file=files.error_file, generation=generation
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import selectors
 import signal
@@ -9,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import structlog
 
 from elastic.agent.etcd.view_reader import ViewReader
@@ -26,7 +28,7 @@ from elastic.agent.workers.pool import Exited, Pool, PoolEvent, ProcessStarted, 
 from elastic.agent.workers.worker_error import last_lines, read_error
 from elastic.agent.workers.zygote import ZygoteUnfit
 from elastic.checkpoint.saving.versions import versions
-from elastic.contract.agent_files import AgentConfig
+from elastic.contract.agent_files import AgentConfig, AgentOrders
 from elastic.contract.keys import JobKeys
 from elastic.contract.records.job_records import (
     IncidentRecord,
@@ -39,22 +41,8 @@ from elastic.contract.records.job_records import (
 from elastic.contract.records.reasons import Code, Reason, Text, reason
 from elastic.contract.worker import messages
 from elastic.etcd.client import View
+from elastic.recovery.machine import events
 from elastic.recovery.machine.effects import Leave
-from elastic.recovery.machine.events import (
-    CheckpointSaved,
-    Drain,
-    Event,
-    Saving,
-    Start,
-    StoreClosed,
-    Tick,
-    Undrain,
-    Viewed,
-    WorkerExited,
-    WorkerFailed,
-    WorkerSaid,
-    WorkerStarted,
-)
 from elastic.recovery.machine.model import Agent
 from elastic.recovery.observers.watch_scope import watches_members
 from elastic.recovery.recovery import step
@@ -62,7 +50,6 @@ from elastic.recovery.workers.exits import ends_too_early
 
 from .effect_runner import EffectRunner
 from .inbox import Inbox
-from .orders import OrdersFile
 
 REAP_S = 1.0
 """Between two looks for processes that workers have left behind."""
@@ -114,7 +101,7 @@ class AgentLoop:
         self._end_by_s = float("inf")  # set by SIGTERM: the monotonic instant until which this agent may drain
         self.saver = Saver(
             self._spec.checkpoint, config.job, self.pool.tell,
-            on_saved=lambda generation, step: inbox.post(CheckpointSaved(generation, step)),
+            on_saved=lambda generation, step: inbox.post(events.CheckpointSaved(generation, step)),
             on_failed=self._save_failed, cut=lambda generation: cut_short(self.agent, generation),
             apart=lambda: apart(self.agent, etcd_writer.folder) or "", versions=versions(), slots=config.slots,
             patience_s=max(FINISH_SAVING_S, self._spec.exit_timeout_s),
@@ -130,10 +117,10 @@ class AgentLoop:
         self._effects.env = env
         self._selector.register(self._inbox.readable, selectors.EVENT_READ, ("wake", 0))
         signal.signal(signal.SIGTERM, lambda *_: self._on_signal())
-        signal.signal(signal.SIGHUP, lambda *_: self._inbox.post(Tick()))
+        signal.signal(signal.SIGHUP, lambda *_: self._inbox.post(events.Tick()))
         if self.saver.on:
             self._selector.register(self.saver.writer, selectors.EVENT_READ, ("writer", 0))
-        self._turn(Start())
+        self._turn(events.Start())
         beat_s = self.config.timeouts.beat_s
         due_s = time.monotonic() + beat_s
         while self._ended is None:
@@ -166,7 +153,7 @@ class AgentLoop:
 
     def _look_at_saver(self) -> None:
         if (saving := self.saver.gets_on(time.monotonic())) != self.agent.local.saving:
-            self._turn(Saving(saving))
+            self._turn(events.Saving(saving))
 
     def _finish_saving(self) -> None:
         """Wait until what workers have handed over is on disk; of a job that has succeeded it is nowhere else."""
@@ -178,7 +165,7 @@ class AgentLoop:
 
     def _on_signal(self) -> None:
         self._end_by_s = min(self._end_by_s, time.monotonic() + self._spec.stop_grace_s)
-        self._inbox.post(Tick())
+        self._inbox.post(events.Tick())
 
     def _readable(self, key: tuple[str, int]) -> None:
         if key[0] == "wake":
@@ -210,7 +197,7 @@ class AgentLoop:
             return
         if view.connected != self.agent.etcd.connected:
             log.info("etcd.connected" if view.connected else "etcd.lost")
-        self._turn(Viewed(job, view.connected))
+        self._turn(events.Viewed(job, view.connected))
         self._look_around(time.monotonic())
 
     def _look_around(self, now_s: float) -> None:
@@ -228,8 +215,8 @@ class AgentLoop:
         self._read_orders()
         drain = self.agent.drain
         if self._end_by_s < (drain.drain_deadline_s if drain.draining is not None else float("inf")):
-            self._turn(Drain(drain.draining or reason(Code.AGENT_ENDED), self._end_by_s))
-        self._turn(progress or Tick())
+            self._turn(events.Drain(drain.draining or reason(Code.AGENT_ENDED), self._end_by_s))
+        self._turn(progress or events.Tick())
         self._check_store()
         self._look_around(now_s)
         if self._reports.due(self.agent, now_s):
@@ -252,7 +239,7 @@ class AgentLoop:
                 log.error("zygote.unfit", why=why, next="a zygote without preload" if preload else "new processes")
                 self._reports.hurry()
             case ProcessStarted(worker_id):
-                self._turn(WorkerStarted(self._slot(worker_id), worker_id))
+                self._turn(events.WorkerStarted(self._slot(worker_id), worker_id))
             case Exited():
                 self._exited(event)
             case WorkerMessage(worker_id, message):
@@ -263,7 +250,7 @@ class AgentLoop:
                 elif not self._reports.messages.take(slot, worker_id, message, self.agent):
                     if isinstance(message, messages.Done):
                         self._look_at_saver()
-                    self._turn(WorkerSaid(slot, worker_id, message))
+                    self._turn(events.WorkerSaid(slot, worker_id, message))
 
     def _slot(self, worker_id: int) -> int:
         return next(
@@ -283,7 +270,7 @@ class AgentLoop:
         ended = Exited(worker_id, code, None, step, *files, misuse=process.misuse, terminated=process.terminated)
         cause, error, fingerprint = self._why(ended, slot)
         log.info("worker.failed", slot=slot, worker_id=worker_id, cause=ended.cause)
-        self._turn(WorkerFailed(slot, worker_id, cause, code, error, fingerprint, ended.step))
+        self._turn(events.WorkerFailed(slot, worker_id, cause, code, error, fingerprint, ended.step))
 
     def _exited(self, ended: Exited) -> None:
         slot = self._slot(ended.worker_id)
@@ -293,7 +280,7 @@ class AgentLoop:
             self._etcd_writer.put_exit_incident(record, ended.worker_id)
         said, signal = last_lines(ended.log_file) if ended.signal else (), ended.signal or ""
         how = cause, ended.code, error, fingerprint, ended.step, said, signal, ended.stopped, ended.shortage
-        self._turn(WorkerExited(slot, ended.worker_id, *how))
+        self._turn(events.WorkerExited(slot, ended.worker_id, *how))
 
     def _read_orders(self) -> None:
         if (news := self._orders.news()) is None:
@@ -301,7 +288,9 @@ class AgentLoop:
         before, orders = news
         if (orders.draining, orders.drain_deadline_s) != (before.draining, before.drain_deadline_s):
             limit_s = orders.drain_deadline_s or float("inf")
-            self._turn(Drain(orders.draining, time.monotonic() + limit_s) if orders.draining else Undrain())
+            self._turn(
+                events.Drain(orders.draining, time.monotonic() + limit_s) if orders.draining else events.Undrain()
+            )
         if orders.checkpoint > before.checkpoint:
             self._effects.save_now(self.agent)
         if orders.sample_step != before.sample_step:
@@ -309,7 +298,7 @@ class AgentLoop:
 
     # ── state machine ───────────────────────────────────────────────────────────────────────────────────────
 
-    def _turn(self, event: Event) -> None:
+    def _turn(self, event: events.Event) -> None:
         before = self.agent
         now_s = time.monotonic()
         self.agent, effects = step(before, event, now_s, random.random(), time.time())
@@ -329,4 +318,31 @@ class AgentLoop:
         if generation is None or broken >= generation.number:
             return
         if why := self._store_overfull(generation.number, generation.world_size):
-            self._turn(StoreClosed(generation.number, why))
+            self._turn(events.StoreClosed(generation.number, why))
+
+
+_ORDERS = msgspec.json.Decoder(AgentOrders)
+
+
+class OrdersFile:
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "orders.json"
+        self._version = (0, 0, 0)
+        self._orders = AgentOrders()
+
+    def news(self) -> tuple[AgentOrders, AgentOrders] | None:
+        """The previous and the current orders, if the file has changed since the last call. A file that cannot be read
+        is logged, and read again the next time."""
+        try:
+            written = os.stat(self._path)
+            version = (written.st_ino, written.st_mtime_ns, written.st_size)
+            if version == self._version:
+                return None
+            orders = _ORDERS.decode(self._path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except (msgspec.MsgspecError, UnicodeDecodeError, OSError) as error:
+            log.warning("orders.unreadable", error=str(error))
+            return None
+        before, self._orders, self._version = self._orders, orders, version
+        return before, orders

@@ -53,10 +53,6 @@ class WriteQueue:
             self._orders[key] = (order, persist)
             self._changed.notify()
 
-    def forget(self, key: str) -> None:
-        with self._changed:
-            self._orders.pop(key, None)
-
     def close(self, wait_s: float) -> None:
         """Stop after the pending writes, or after `wait_s` seconds."""
         with self._changed:
@@ -87,17 +83,13 @@ class WriteQueue:
         except EtcdRefused as error:  # too large, say: again and again it would only fill the log and keep etcd busy
             self._failing.discard(key)
             log.error("etcd.order_given_up", order=key, error=str(error))
-        except EtcdError as error:  # a missing permission, too: the next attempt finds it granted
-            if key not in self._failing:
-                self._failing.add(key)
+        except (EtcdError, *FAILURES) as error:  # one failing write must not end the workers of this node
+            if key not in self._failing and isinstance(error, EtcdError):
                 log.warning("etcd.order_failed", order=key, error=str(error), again=persist)
-            if persist:
-                return False
-        except FAILURES:  # one failing write must not end the workers of this node
-            if key not in self._failing:
-                self._failing.add(key)
+            elif key not in self._failing:
                 log.error("etcd.order_raised", order=key, again=persist, exc_info=True)
-            if persist:
+            self._failing.add(key)
+            if persist:  # also after a missing permission: the next attempt finds it granted
                 return False
         else:
             if key in self._failing:

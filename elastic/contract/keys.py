@@ -30,7 +30,8 @@ from __future__ import annotations
 
 import enum
 import re
-from dataclasses import dataclass
+
+import msgspec
 
 NAME = re.compile(r"[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?")
 """A valid cluster, node or job name: lower-case letters, digits, ``.``, ``_``, ``-``; at most 63 characters."""
@@ -61,8 +62,7 @@ class SigningAuthority(enum.Enum):
     BOTH = "both"  # written by daemons only, and checked by the job's agents: a spec
 
 
-@dataclass(frozen=True, slots=True)
-class Kind:
+class Kind(msgspec.Struct, frozen=True):
     """A kind of record."""
 
     by: SigningAuthority

@@ -3,8 +3,8 @@ below one prefix, and nothing else."""
 
 from __future__ import annotations
 
-from types import TracebackType
-from typing import Any, Self
+from contextlib import closing
+from typing import Any
 
 from elastic.contract.agent_files import EtcdAccess
 
@@ -20,7 +20,7 @@ _READ_WRITE = 2
 
 def is_closed(endpoint: str, root_password: str) -> bool:
     """Whether authentication is on, and root has this password. Raises EtcdError, EtcdDenied for another password."""
-    with _Admin(endpoint, root_password) as admin:
+    with closing(_Admin(endpoint, root_password)) as admin:
         try:
             admin.ask("UserList")
         except EtcdDenied:
@@ -35,7 +35,7 @@ def is_closed(endpoint: str, root_password: str) -> bool:
 def close(endpoint: str, prefix: str, root_password: str, password: str) -> None:
     """Turn authentication on: root, and USER with all rights below `prefix`. Users and roles that anyone has made while
     it was off are removed. Raises EtcdError."""
-    with _Admin(endpoint) as admin:
+    with closing(_Admin(endpoint)) as admin:
         for name in admin.ask("UserList").users:
             admin.ask("UserDelete", name=name)
         for name in admin.ask("RoleList").roles:
@@ -50,7 +50,7 @@ def close(endpoint: str, prefix: str, root_password: str, password: str) -> None
 
 def open_again(endpoint: str, root_password: str) -> None:
     """Turn authentication off. Raises EtcdError."""
-    with _Admin(endpoint, root_password) as admin:
+    with closing(_Admin(endpoint, root_password)) as admin:
         admin.ask("AuthDisable")
 
 
@@ -69,10 +69,5 @@ class _Admin:
         kind = f"{what if what.startswith('Auth') else f'Auth{what}'}Request"
         return self._connection.call(f"Auth.{what}", lambda pb: getattr(pb, kind)(**fields), CALL_S)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         self._connection.close()

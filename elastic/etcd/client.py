@@ -17,11 +17,11 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 from elastic.contract.agent_files import EtcdAccess as EtcdAccess
+from elastic.contract.structs import replace
 
 from . import pages, protobuf
 from .keepers import Lease as Lease

@@ -10,11 +10,13 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Protocol
 
-from .threads import start_thread
+import msgspec
+
+from elastic.contract.structs import replace
+
 from .types import KV, EtcdError, EtcdUnavailable, LeaseGone, Refusal, View
 
 
@@ -22,15 +24,13 @@ class Compacted(EtcdError):
     """The history that a watch needs has been compacted."""
 
 
-@dataclass(frozen=True, slots=True)
-class WatchBatch:
+class WatchBatch(msgspec.Struct, frozen=True):
     """One batch of a watch stream: written keys, (key, revision) of deletions. Empty: the watch was created."""
 
     changes: tuple[KV | tuple[str, int], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Newest:
+class Newest(msgspec.Struct, frozen=True):
     """The most recently written key of a prefix, and the number of its keys."""
 
     cluster: int
@@ -333,3 +333,11 @@ class Watch:
         self.view = view
         if not self._closing.is_set():
             self._on_view(view)
+
+
+def start_thread(thread: threading.Thread) -> None:
+    """Start it. Raises EtcdUnavailable at a limit of threads: that passes, and must end no agent and no daemon."""
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise EtcdUnavailable(str(error), maybe_done=False) from None

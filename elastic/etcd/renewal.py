@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
-from .threads import start_thread
+from .keepers import start_thread
 from .types import EtcdError, EtcdUnavailable
 
 EVERY_S = 15.0

@@ -15,9 +15,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import msgspec
 
-@dataclass(frozen=True, slots=True)
-class KV:
+
+class KV(msgspec.Struct, frozen=True):
     """A key in etcd. `lease` is 0 for a key without one."""
 
     key: str
@@ -36,8 +37,7 @@ def key_text(key: bytes) -> str:
     return key.decode(errors="backslashreplace")
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
+class Refusal(msgspec.Struct, frozen=True):
     """A key whose record is not used, because its signature is missing or not valid."""
 
     kv: KV
@@ -66,15 +66,13 @@ class View:
     """Keys whose records are not used; they are not among `kvs`, unless an earlier record of the key still counts."""
 
 
-@dataclass(frozen=True, slots=True)
-class Put:
+class Put(msgspec.Struct, frozen=True):
     key: str
     value: bytes
     lease: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Delete:
+class Delete(msgspec.Struct, frozen=True):
     key: str
     prefix: bool = False
     """All keys that begin with `key`."""
@@ -82,22 +80,19 @@ class Delete:
     """With `prefix`: of these the ones that sort before this key."""
 
 
-@dataclass(frozen=True, slots=True)
-class Absent:
+class Absent(msgspec.Struct, frozen=True):
     """Holds if the key does not exist."""
 
     key: str
 
 
-@dataclass(frozen=True, slots=True)
-class Present:
+class Present(msgspec.Struct, frozen=True):
     """Holds if the key exists."""
 
     key: str
 
 
-@dataclass(frozen=True, slots=True)
-class ModIs:
+class ModIs(msgspec.Struct, frozen=True):
     """Holds if the key was last written at `revision`; 0: if it does not exist."""
 
     key: str
@@ -108,8 +103,7 @@ Op = Put | Delete
 Compare = Absent | Present | ModIs
 
 
-@dataclass(frozen=True, slots=True)
-class TxnResult:
+class TxnResult(msgspec.Struct, frozen=True):
     ok: bool
     """Whether all compares held, so that `then` was applied (else `otherwise`)."""
     revision: int

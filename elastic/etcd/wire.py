@@ -16,9 +16,8 @@ from elastic.contract.agent_files import EtcdAccess
 
 from . import etcd3_import
 from .expiry import expired
-from .keepers import Compacted, WatchBatch
+from .keepers import Compacted, WatchBatch, start_thread
 from .login import NOT_ENABLED, with_login
-from .threads import start_thread
 from .types import KV, EtcdDenied, EtcdError, EtcdFull, EtcdRefused, EtcdUnavailable, LeaseGone, key_text
 
 _OPTIONS = (

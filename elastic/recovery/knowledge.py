@@ -8,18 +8,7 @@ from collections.abc import Callable
 from elastic.contract.records.incident_account import Outcome
 from elastic.contract.records.reasons import Code, reason
 from elastic.contract.structs import replace
-from elastic.contract.worker.messages import (
-    BadNumbers,
-    CollectiveFailed,
-    Done,
-    Formed,
-    FromWorker,
-    GroupClosed,
-    Managed,
-    Ready,
-    Stepping,
-    Synced,
-)
+from elastic.contract.worker import messages
 from elastic.recovery.facts.evidence import merged
 from elastic.recovery.facts.restart_budget import STORE
 from elastic.recovery.facts.state_holders import all_workers_lost
@@ -159,7 +148,7 @@ def _take_from_worker(turn: Turn, event: events.WorkerEvent) -> None:
             exited(turn, event)
         case events.WorkerFailed():
             failed(turn, event)
-        case events.WorkerSaid(_, worker_id, Ready()) if standby := turn.standby(worker_id):
+        case events.WorkerSaid(_, worker_id, messages.Ready()) if standby := turn.standby(worker_id):
             if standby.stage is Stage.STARTING:
                 turn.put_standby(standby, turn.moved(standby, Trigger.SET_UP))
         case _:
@@ -190,32 +179,32 @@ def _heard(turn: Turn, worker: Worker, event: events.WorkerEvent) -> None:
 
 
 # One case per message.
-def _said(turn: Turn, worker: Worker, message: FromWorker) -> None:
+def _said(turn: Turn, worker: Worker, message: messages.FromWorker) -> None:
     match message:
-        case Managed():
+        case messages.Managed():
             mark_managed(turn)
-        case Ready():
+        case messages.Ready():
             if worker.stage is Stage.STARTING:
                 turn.move(replace(worker, lacks=""), Trigger.SET_UP)
-        case Formed(generation=generation):
+        case messages.Formed(generation=generation):
             turn.put(replace(worker, formed=max(worker.formed, generation)))
-        case Synced(generation=generation, step=at_step):
+        case messages.Synced(generation=generation, step=at_step):
             if worker.stage is Stage.FORMING and generation == worker.generation:
                 turn.move(replace(worker, step=at_step, synced=generation), Trigger.SYNCED)
                 turn.reaches(generation, at_step)
-        case Stepping(generation=generation, step=at_step):
+        case messages.Stepping(generation=generation, step=at_step):
             if generation == worker.generation:
                 turn.put(replace(worker, step=at_step, synced=generation, crashes=0))
                 turn.reaches(generation, at_step)
                 turn.progress = replace(
                     turn.progress, settled=max(turn.progress.settled, generation), stepped_at_s=turn.now_s
                 )
-        case GroupClosed() | CollectiveFailed():
+        case messages.GroupClosed() | messages.CollectiveFailed():
             _released(turn, worker, message)
-        case Done(generation=generation, step=at_step):
+        case messages.Done(generation=generation, step=at_step):
             if worker.stage in IN_GROUP - {Stage.DONE} and generation == worker.generation:
                 turn.move(replace(worker, step=at_step), Trigger.TRAINED)
-        case BadNumbers():
+        case messages.BadNumbers():
             take_bad_numbers(turn, worker, message)
         case _:
             raise AssertionError(f"no transition on {message!r}")
@@ -367,7 +356,7 @@ def _rejoin(turn: Turn) -> None:
     turn.do(Rejoin(record))
 
 
-def _may_be_behind(turn: Turn, message: CollectiveFailed) -> bool:
+def _may_be_behind(turn: Turn, message: messages.CollectiveFailed) -> bool:
     """Whether a failure has ended a generation short of the boundary of a planned change, and a rank that this leaves
     out may have committed a step more. If it leaves out one rank only, that has failed, or the next generation has."""
     current, before = turn.formed.generation, turn.formed.last_committed
@@ -379,12 +368,12 @@ def _may_be_behind(turn: Turn, message: CollectiveFailed) -> bool:
     return sum(len(p.slots) for p in leave) > 1
 
 
-def _released(turn: Turn, worker: Worker, message: GroupClosed | CollectiveFailed) -> None:
+def _released(turn: Turn, worker: Worker, message: messages.GroupClosed | messages.CollectiveFailed) -> None:
     if message.generation != worker.generation or worker.stage not in IN_GROUP | {Stage.ABORTING}:
         return
     untold = worker.stage in (Stage.FORMING, Stage.RUNNING, Stage.DONE)
-    failed = message if isinstance(message, CollectiveFailed) else None
-    left = message.generation if isinstance(message, GroupClosed) and message.between else worker.left
+    failed = message if isinstance(message, messages.CollectiveFailed) else None
+    left = message.generation if isinstance(message, messages.GroupClosed) and message.between else worker.left
     turn.move(replace(worker, step=message.step, left=left, consistent=message.clean), Trigger.GROUP_CLOSED)
     turn.reaches(worker.synced, message.step)
     current = turn.formed.generation

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import select
 import signal
@@ -128,3 +129,14 @@ def signal_number(name: str) -> int:
     if name.startswith((f"{_REAL_TIME}+", f"{_REAL_TIME}-")):
         return signal.SIGRTMIN + int(name.removeprefix(_REAL_TIME))
     return int(signal.Signals[name])
+
+
+_OF_THE_NODE = frozenset(
+    {errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM, errno.ENOBUFS, errno.ENOSPC, errno.EDQUOT}
+)
+
+
+def is_shortage(error: BaseException) -> bool:
+    """Where a worker cannot be started for it, another node may be able to, and this one later: the job's script is not
+    at fault."""
+    return isinstance(error, OSError) and error.errno in _OF_THE_NODE

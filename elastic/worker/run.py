@@ -9,12 +9,13 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import replace
 
+import msgspec
 import torch
 import torch.distributed as dist
 
 from elastic.checkpoint.interval import IntervalRule
+from elastic.contract.structs import replace
 from elastic.contract.worker import messages
 from elastic.contract.worker.beat import Doing
 from elastic.contract.worker.worker_config import SLOT, RankVariables, WorkerConfig, variable
@@ -423,16 +424,7 @@ def _sample(job: Job, message: messages.Message) -> None:
 
 def _announce(form: messages.Form, job: Job) -> None:
     """Set torchrun's environment variables, for code that reads them."""
-    ranks = RankVariables(
-        rank=form.rank,
-        world_size=form.world_size,
-        local_world_size=form.local_world_size,
-        group_rank=form.group_rank,
-        group_world_size=form.group_world_size,
-        store_host=form.store_host,
-        store_port=form.store_port,
-        generation=form.generation,
-    )
+    ranks = msgspec.convert(form, RankVariables, from_attributes=True)
     os.environ.update(ranks.environment() | {SLOT: str(job.local_rank)})
 
 

@@ -12,6 +12,7 @@ import pytest
 from support.fake_etcd import FakeClient, FakeServer
 from support.jobs import changed, generation, member, place, policy
 
+from elastic.agent.etcd.member_writes import STORE_SECRET_NBYTES
 from elastic.agent.etcd.writer import KEPT_BESIDE, EtcdWriter
 from elastic.agent.peers.store import Stores
 from elastic.agent.reports.incidents import late_exit, save_failed, stray_checkpoints
@@ -43,7 +44,6 @@ from elastic.recovery.facts.view import JobView
 from elastic.recovery.machine.effects import Publish, PutState
 from elastic.recovery.machine.events import Event, PublishFailed
 from elastic.recovery.machine.model import LARGE_JOB_NODES, Agent
-from elastic.util import store_secret
 from elasticd.views.views import steps_lost
 
 KEYS = ClusterKeys("c").job("job")
@@ -219,7 +219,7 @@ def test_each_generation_has_a_secret_of_its_own() -> None:
         assert kv is not None
         found.append(decode(GenerationRecord, kv.value).store_secret)
         harness.stores.close()
-    assert [len(bytes.fromhex(secret)) for secret in found] == [store_secret.NBYTES] * 2
+    assert [len(bytes.fromhex(secret)) for secret in found] == [STORE_SECRET_NBYTES] * 2
     assert found[0] != found[1]
 
 

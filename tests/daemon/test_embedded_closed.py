@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -81,7 +82,7 @@ def test_only_its_logins_are_served_and_the_agents_one_administers_nothing(embed
 
 
 def test_what_others_have_made_while_it_was_open_is_gone(embedded: Embedded) -> None:
-    with admin._Admin(embedded.server.endpoint) as anyone:
+    with contextlib.closing(admin._Admin(embedded.server.endpoint)) as anyone:
         anyone.ask("RoleAdd", name="root")
         for name in ("root", "mallory"):
             anyone.ask("UserAdd", name=name, password="theirs")

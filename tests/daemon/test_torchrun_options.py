@@ -164,7 +164,7 @@ def test_output_of_the_local_ranks_asked_for_alone(capsys: pytest.CaptureFixture
 
 BECOME = """
 import os, sys
-from elastic.worker.boot.main_module import become_program
+from elastic.worker.boot.bootstrap import become_program
 ends = os.pipe()
 os.environ["ELASTIC_CHANNEL_FD"], os.environ["ELASTIC_BEAT_FD"] = map(str, ends)
 for end in ends:  # as in a worker

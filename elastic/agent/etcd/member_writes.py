@@ -3,13 +3,16 @@ what a generation is published with."""
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Hashable
 from typing import Protocol
 
 from elastic.contract.records.job_records import Changes, GenerationRecord
 from elastic.etcd.client import Compare, Etcd, EtcdError, Lease, ModIs, Present
 from elastic.recovery.facts.membership import Change
-from elastic.util import store_secret
+
+STORE_SECRET_NBYTES = 16
+"""Of a generation: see `util.sealed_store`."""
 
 
 class OpensStores(Protocol):
@@ -78,7 +81,7 @@ def next_record(
         nodes=change.nodes,
         store_host=host,
         store_port=port,
-        store_secret=store_secret.new(),
+        store_secret=secrets.token_hex(STORE_SECRET_NBYTES),
         leader=node,
         why=change.why,
         at_step=at_step,

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import msgspec
 import structlog
@@ -25,30 +26,24 @@ from elastic.contract.records.job_records import (
     Phase,
     ProgressRecord,
     ProtocolVersionMismatch,
+    Record,
     SpecRecord,
     decode,
 )
+from elastic.contract.records.job_records import encode as _strictly
 from elastic.contract.records.phases import PhaseTrigger, after
 from elastic.contract.records.rank_records import RanksRecord
-from elastic.etcd.client import Absent, Compare, Delete, Etcd, EtcdError, EtcdUnavailable, ModIs, Op, Put
+from elastic.contract.records.report_size import fitted
+from elastic.etcd.client import Absent, Compare, Delete, Etcd, EtcdError, EtcdUnavailable, ModIs, Op, Put, TxnResult
+from elastic.etcd.types import EtcdForged
 from elastic.recovery.facts.evidence import merged
 from elastic.recovery.facts.generation_delta import changes
 from elastic.recovery.facts.view import JobView
-from elastic.recovery.machine.effects import (
-    Effect,
-    Publish,
-    PutBroken,
-    PutIncident,
-    PutMember,
-    PutState,
-    Rejoin,
-    Restore,
-)
+from elastic.recovery.machine import effects
 from elastic.recovery.machine.events import Event, Joined, LeaseLost, PublishFailed
 from elastic.recovery.machine.model import Policy
 
 from .member_writes import MemberKey, OpensStores, next_record
-from .record_writes import encode, no_other_submission, put_report
 
 log = structlog.get_logger()
 
@@ -96,23 +91,25 @@ class EtcdWriter:
         self._urgent.start()
         self._lazy.start()
 
-    def do(self, effect: Effect, view: JobView, progress: Callable[[], ProgressRecord | None] = lambda: None) -> None:
+    def do(
+        self, effect: effects.Effect, view: JobView, progress: Callable[[], ProgressRecord | None] = lambda: None
+    ) -> None:
         """Carry out an effect that concerns etcd. `view`: the one that it was decided on; `progress`: what the job has
         reached by now."""
         match effect:
-            case PutIncident(account):
+            case effects.PutIncident(account):
                 self.put_account(account)
-            case PutBroken(record, member):
+            case effects.PutBroken(record, member):
                 self.put_broken(record, member)
-            case Publish():
+            case effects.Publish():
                 self.publish(effect, view)
-            case PutMember(record):
+            case effects.PutMember(record):
                 self.put_member(record)
-            case Rejoin(record):
+            case effects.Rejoin(record):
                 self.rejoin(record)
-            case PutState():
+            case effects.PutState():
                 self.put_state(effect, progress)
-            case Restore(generation, state, spec):
+            case effects.Restore(generation, state, spec):
                 self.restore(generation, state, spec)
             case _:
                 raise AssertionError(f"no way to do {effect!r}")
@@ -190,7 +187,7 @@ class EtcdWriter:
                 return
         raise EtcdUnavailable(f"{key} changed under {TRIES} tries in a row", maybe_done=False)
 
-    def publish(self, effect: Publish, view: JobView) -> None:
+    def publish(self, effect: effects.Publish, view: JobView) -> None:
         def order() -> None:
             done = False
             try:
@@ -201,7 +198,7 @@ class EtcdWriter:
 
         self._urgent.ask("publish", order, persist=False)
 
-    def _publish(self, effect: Publish, view: JobView) -> bool:
+    def _publish(self, effect: effects.Publish, view: JobView) -> bool:
         guards = self._guards(view.state_revision)
         number, previous = effect.number, view.generation.number if view.generation else 0
         record = next_record(
@@ -251,7 +248,7 @@ class EtcdWriter:
 
     # ── the job's state ─────────────────────────────────────────────────────────────────────────────────────
 
-    def put_state(self, effect: PutState, progress: Callable[[], ProgressRecord | None] = lambda: None) -> None:
+    def put_state(self, effect: effects.PutState, progress: Callable[[], ProgressRecord | None] = lambda: None) -> None:
         puts, queue = [Put(self.keys.state, encode(effect.state))], self._urgent
         if effect.state.phase is Phase.SUCCEEDED:
             queue = self._lazy  # after the incidents: a complete job is not to be seen with one that is still open
@@ -381,3 +378,59 @@ class EtcdWriter:
                 self.etcd.txn([ModIs(self.keys.state, kv.mod_revision)], [Put(self.keys.state, encode(stopped))])
         except (EtcdError, ProtocolVersionMismatch, msgspec.MsgspecError, UnicodeDecodeError) as error:
             log.warning("member.not_deregistered", error=str(error))
+
+
+R = TypeVar("R", bound=Record)
+
+
+def encode(record: Record) -> bytes:
+    return _strictly(readable(record))
+
+
+def readable(record: R) -> R:
+    """A script's error may contain text that UTF-8 cannot encode, such as a file name in another encoding. Such a
+    failure must be written all the same, or the job would fail in this way again and again."""
+    try:
+        _strictly(record)
+    except UnicodeEncodeError:
+        return msgspec.convert(_readable(msgspec.to_builtins(record)), type(record))
+    return record
+
+
+def _readable(value: Any) -> Any:
+    """Plain data with characters that UTF-8 cannot encode replaced by escape sequences."""
+    match value:
+        case str():
+            return value.encode(errors="backslashreplace").decode()
+        case dict():
+            return {_readable(key): _readable(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_readable(item) for item in value]
+    return value
+
+
+def put_report(
+    etcd: Etcd,
+    compares: Sequence[Compare],
+    key: str,
+    record: BrokenRecord | IncidentRecord | IncidentAccount,
+    also: Sequence[Op] = (),
+    otherwise: Sequence[Op] = (),
+) -> TxnResult:
+    """Write a failure report, or what is told of an incident, if `compares` hold, in a size that etcd takes: a failure
+    that is not reported breaks no generation, and an incident that is not told is never over."""
+    return etcd.txn(compares, [Put(key, _strictly(fitted(readable(record)))), *also], otherwise)
+
+
+def no_other_submission(etcd: Etcd, spec_key: str, ours: SpecRecord, key: str) -> ModIs | None:
+    """Holds as long as no other job has taken the name of `ours`, whose spec may be gone (revision 0); None: one has,
+    and `key` is not to be written."""
+    try:
+        kv = etcd.get(spec_key)
+        same = kv is None or decode(SpecRecord, kv.value).submission == ours.submission
+    except EtcdForged:  # signed for another submission
+        kv, same = None, False
+    if not same:
+        log.warning("etcd.not_written", key=key, why="another job has taken the name")
+        return None
+    return ModIs(spec_key, kv.mod_revision if kv else 0)

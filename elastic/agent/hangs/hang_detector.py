@@ -21,21 +21,8 @@ from elastic.contract.records.reasons import Code, Text, listed, reason
 from elastic.contract.records.standings import Standing
 from elastic.contract.worker.beat import WITH_OTHERS, Beat, Doing
 from elastic.recovery.facts.transitions import Stage
+from elastic.recovery.hangs import hang_rules
 from elastic.recovery.hangs.collective_frames import is_blocked_in_collective, place_in_train
-from elastic.recovery.hangs.hang_rules import (
-    FARTHEST,
-    IN_EXCHANGE,
-    STOPPED_STATE,
-    RankWait,
-    Unhealthy,
-    busy,
-    judge,
-    patience_s,
-    patience_there_s,
-    position,
-    stopped,
-    waits_too_long,
-)
 from elastic.recovery.hangs.stillness import StillRank, all_ahead, standing, worth_telling
 from elastic.recovery.machine.events import Event, GroupStuck, Progress, RanksStill, StillBusy, WorkerUnhealthy
 from elastic.recovery.machine.model import Agent, Worker
@@ -57,8 +44,7 @@ WITHOUT_PROCESS = (Stage.KILLED, Stage.GONE)
 log = structlog.get_logger()
 
 
-@dataclass(frozen=True, slots=True)
-class LastBeat:
+class LastBeat(msgspec.Struct, frozen=True):
     """State of a worker at one look."""
 
     worker: Worker
@@ -157,13 +143,13 @@ class HangDetector:
     def _standing(self, one: LastBeat, now_s: float) -> Standing:
         return standing(one.beat, one.state, one.in_collective, now_s)
 
-    def _waits(self, agent: Agent, one: LastBeat) -> list[RankWait]:
+    def _waits(self, agent: Agent, one: LastBeat) -> list[hang_rules.RankWait]:
         """Waits of ranks that this worker may be holding up."""
         if one.worker.stage is Stage.STARTING:
             past = agent.formed.generation is not None or any(
                 w.stage not in (Stage.STARTING, *WITHOUT_PROCESS) for w in agent.local.workers.values()
             )
-            return [RankWait(FARTHEST, 0.0, self._set_up_s)] if past else []
+            return [hang_rules.RankWait(hang_rules.FARTHEST, 0.0, self._set_up_s)] if past else []
         return [wait for k in self._not(agent, one) if (wait := k.wait()) is not None]
 
     def _not(self, agent: Agent, one: LastBeat) -> list[StillRank]:
@@ -174,7 +160,7 @@ class HangDetector:
         worker, beat = one.worker, one.beat
         if worker.stage in WITHOUT_PROCESS or worker.worker_id in self._being_examined:
             return
-        if worker.stage in (Stage.ABORTING, Stage.STOPPING_AT_STEP) and busy(beat, self.rules, now_s):
+        if worker.stage in (Stage.ABORTING, Stage.STOPPING_AT_STEP) and hang_rules.busy(beat, self.rules, now_s):
             self.post(StillBusy(worker.slot, worker.worker_id))
         silent_s = now_s - beat.beat_at_s
         if silent_s < min(self.rules.floor_s, self.rules.ceiling_s) or now_s < self._grace_until_s:
@@ -182,13 +168,13 @@ class HangDetector:
         if not agent.policy.managed:
             self._consider_plain(one, seen, now_s)
             return
-        stuck = waits_too_long(worker.slot, beat, self.group_s, now_s)
+        stuck = hang_rules.waits_too_long(worker.slot, beat, self.group_s, now_s)
         if stuck and self._stuck.get(worker.worker_id) != beat.beats:
             self._stuck[worker.worker_id] = beat.beats
             self.post(GroupStuck(worker.slot, worker.worker_id, stuck))
         world_size = agent.formed.generation.world_size if agent.formed.generation else 0
-        here = position(beat, one.in_collective is not None)
-        sick = judge(
+        here = hang_rules.position(beat, one.in_collective is not None)
+        sick = hang_rules.judge(
             beat, one.state, self._waits(agent, one), self.rules, now_s,
             alone=_alone(agent),
             in_collective=one.in_collective is not None,
@@ -201,12 +187,12 @@ class HangDetector:
 
     def _consider_plain(self, one: LastBeat, seen: list[LastBeat], now_s: float) -> None:
         """A script without `elastic.run` never beats, so how long it has been stopped is measured across looks."""
-        if one.state != STOPPED_STATE:
+        if one.state != hang_rules.STOPPED_STATE:
             self._stopped_s.pop(one.worker.worker_id, None)
             return
         for_s = now_s - self._stopped_s.setdefault(one.worker.worker_id, now_s)
         if for_s >= min(self.rules.floor_s, self.rules.ceiling_s):
-            self._examine(one, seen, stopped(for_s), now_s)
+            self._examine(one, seen, hang_rules.stopped(for_s), now_s)
 
     def _may_wait_unseen(self, agent: Agent, one: LastBeat, now_s: float) -> bool:
         """Whether to dump its stack without a suspicion: it may be waiting in a collective that the script itself
@@ -217,9 +203,9 @@ class HangDetector:
             and not _alone(agent)
             and beat.doing not in WITH_OTHERS
             and one.in_collective is None
-            and one.state != STOPPED_STATE
+            and one.state != hang_rules.STOPPED_STATE
             and now_s >= beat.quiet_until_s
-            and now_s - beat.beat_at_s >= patience_s(beat, self.rules)
+            and now_s - beat.beat_at_s >= hang_rules.patience_s(beat, self.rules)
             and now_s >= self._unexamined_until_s.get(one.worker.worker_id, 0.0)
         )
 
@@ -259,7 +245,7 @@ class HangDetector:
         self._step_times.append(newest.step_s)  # a median: one long step must not raise every rank's patience
         return Progress(newest.committed_in, newest.step, statistics.median(self._step_times))
 
-    def _examine(self, one: LastBeat, seen: list[LastBeat], sick: Unhealthy | None, now_s: float) -> None:
+    def _examine(self, one: LastBeat, seen: list[LastBeat], sick: hang_rules.Unhealthy | None, now_s: float) -> None:
         """Dump its stack, and post WorkerUnhealthy unless the stack clears it. Without `sick`, only dump it."""
         process, state = one.process, one.state
         if now_s < self._retry_s or self._is_ending(process, now_s):
@@ -269,7 +255,7 @@ class HangDetector:
         silent_s, beats_then = now_s - one.beat.beat_at_s, one.beat.beats
         again_s = now_s + min(self.rules.ceiling_s, silent_s)
         suspect = f"slot {process.slot} (hung)"
-        targets = [(suspect, process.pid, state not in (STOPPED_STATE, UNINTERRUPTIBLE_STATE))]
+        targets = [(suspect, process.pid, state not in (hang_rules.STOPPED_STATE, UNINTERRUPTIBLE_STATE))]
         waiting = next((o for o in seen if o is not one and o.beat.doing is Doing.EXCHANGING), None)
         if waiting is not None and sick is not None:
             # Without native frames: this worker is not suspected and must not be paused.
@@ -280,7 +266,7 @@ class HangDetector:
         def examine() -> None:
             stacks = _stacks(targets)
             self._unexamined_until_s[process.worker_id] = again_s
-            resumed = state == STOPPED_STATE and state_of(process.pid) != STOPPED_STATE
+            resumed = state == hang_rules.STOPPED_STATE and state_of(process.pid) != hang_rules.STOPPED_STATE
             if resumed or process.page.read().beats != beats_then:
                 self._unexamined_until_s.pop(process.worker_id)
                 log.info("worker.went_on", slot=process.slot, pid=process.pid)
@@ -320,18 +306,18 @@ class HangDetector:
             self._retry_s = now_s + RETRY_S
             self._being_examined.discard(process.worker_id)
 
-    def _waits_as_it_says(self, one: LastBeat, sick: Unhealthy, dump: str, now_s: float) -> bool:
+    def _waits_as_it_says(self, one: LastBeat, sick: hang_rules.Unhealthy, dump: str, now_s: float) -> bool:
         """Whether nothing speaks against its page, by which it waits in an exchange: a busy machine has no time for its
         stack, and after a node is lost the others are not equally far. Not for longer than the ceiling."""
         silent_s = now_s - one.beat.beat_at_s
-        waits = one.beat.doing in IN_EXCHANGE and silent_s < self.rules.ceiling_s
+        waits = one.beat.doing in hang_rules.IN_EXCHANGE and silent_s < self.rules.ceiling_s
         return is_in_part(dump) and waits and not sick.certain
 
-    def _more_patience_s(self, one: LastBeat, sick: Unhealthy, dump: str, now_s: float) -> float:
+    def _more_patience_s(self, one: LastBeat, sick: hang_rules.Unhealthy, dump: str, now_s: float) -> float:
         """How long the worker may be silent, if that is longer than it was: its rank was found to be hung at the same
         place before. 0: it is hung; counted."""
         found = self._hung_at.setdefault((one.beat.rank, place_in_train(dump)), set())
-        longer_s = patience_there_s(one.beat, self.rules, len(found - {one.worker.worker_id}))
+        longer_s = hang_rules.patience_there_s(one.beat, self.rules, len(found - {one.worker.worker_id}))
         if not sick.certain and now_s - one.beat.beat_at_s < longer_s:
             return longer_s
         found.add(one.worker.worker_id)

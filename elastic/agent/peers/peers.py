@@ -21,9 +21,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import structlog
 
 from elastic.recovery.facts.membership import watch_list
@@ -103,11 +103,10 @@ Id = tuple[str, str]
 """(node, incarnation)"""
 
 
-@dataclass(slots=True)
-class _PeerConnection:
+class _PeerConnection(msgspec.Struct):
     id: Id
     address: Address
-    known: Found = field(default_factory=list)
+    known: Found = []
     """Addresses of the host from the last look-up, which may be older than the connection: detecting a death must not
     wait for a name server."""
     fresh: bool = False
@@ -117,7 +116,7 @@ class _PeerConnection:
     deadline_s: float = 0.0
     """When to give up connecting, or to try again (inf: when its host's name is resolved); if connected: when an
     unreachable peer counts as reachable again."""
-    untried: list[Any] = field(default_factory=list)
+    untried: list[Any] = []
     """Addresses of the host still to dial, as getaddrinfo returns them."""
     refused: bool | None = None
     """Whether all addresses dialled so far have refused; None: none could be dialled."""

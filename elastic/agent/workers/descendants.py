@@ -15,9 +15,9 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import structlog
 
 from elastic.util.processes import has_ended, kernel_file, kill_if, stat_fields, unlinks_shared_memory
@@ -96,8 +96,7 @@ EMPTY_LOOKS = 3
 """/proc may leave out a child while others end."""
 
 
-@dataclass(frozen=True, slots=True)
-class SeenProcess:
+class SeenProcess(msgspec.Struct, frozen=True):
     """One process. The pid alone may be reused later."""
 
     pid: int

@@ -20,7 +20,6 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -48,8 +47,7 @@ SET_FOR_ALL = "PYTHONUNBUFFERED"
 MOST_DESCRIPTORS = 1 << 16
 
 
-@dataclass(frozen=True, slots=True)
-class FirstZygote:
+class FirstZygote(msgspec.Struct, frozen=True):
     pid: int
     """0 in the zygote itself."""
     agent_pid: int

@@ -25,6 +25,7 @@ from elastic.contract.worker.worker_config import ERROR_FILE
 from elastic.recovery.hangs.hang_rules import STOPPED_STATE
 from elastic.util.capped_log import open_log
 from elastic.util.descriptors import send
+from elastic.util.processes import is_shortage
 
 from . import descendants
 from .descendants import Descendants, become_subreaper, ended, exit_status, signal_process
@@ -37,7 +38,6 @@ from .process import Process as Process
 from .process import ProcessStarted as ProcessStarted
 from .process import WorkerMessage as WorkerMessage
 from .process import ZygoteUp as ZygoteUp
-from .shortage import is_shortage
 from .zygote import CLOSE_S, Zygote, ZygoteDied, ZygoteUnfit
 
 CLOSED_S = 10.0

@@ -10,7 +10,8 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from elastic.contract.records.reasons import Code, Reason, reason
 from elastic.contract.worker import messages
@@ -71,14 +72,12 @@ def start_fresh(python: str, order: Fork, descriptors: Sequence[int]) -> subproc
         )
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerMessage:
+class WorkerMessage(msgspec.Struct, frozen=True):
     worker_id: int
     message: FromWorker
 
 
-@dataclass(frozen=True, slots=True)
-class Exited:
+class Exited(msgspec.Struct, frozen=True):
     worker_id: int
     code: int | None
     signal: str | None
@@ -95,7 +94,7 @@ class Exited:
     stopped: bool = False
     """A signal (SIGSTOP) had stopped the process when its agent killed it. Not a debugger, which traces it."""
     shortage: bool = False
-    """It was never started, for lack of something on this node: see `shortage`."""
+    """It was never started, for lack of something on this node: see `is_shortage`."""
     misuse: str = ""
     """See messages.ScriptEnded."""
     terminated: bool = False
@@ -110,16 +109,14 @@ class Exited:
         return self.why or how
 
 
-@dataclass(frozen=True, slots=True)
-class ZygoteUp:
+class ZygoteUp(msgspec.Struct, frozen=True):
     seconds: float
     problems: tuple[str, ...]
     preloaded: tuple[str, ...] = ()
     """Modules that it has imported for the job."""
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessStarted:
+class ProcessStarted(msgspec.Struct, frozen=True):
     """The process of a worker that was ordered runs."""
 
     worker_id: int
@@ -128,8 +125,7 @@ class ProcessStarted:
 PoolEvent = WorkerMessage | ProcessStarted | Exited | ZygoteUp | ZygoteUnfit
 
 
-@dataclass(slots=True)
-class Process:
+class Process(msgspec.Struct):
     """One worker process."""
 
     worker_id: int

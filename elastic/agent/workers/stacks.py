@@ -9,8 +9,7 @@ import sys
 from pathlib import Path
 
 from elastic.recovery.hangs.collective_frames import is_blocked_in_collective
-
-from .shortage import is_shortage
+from elastic.util.processes import is_shortage
 
 QUICK_S, NATIVE_S = 1.0, 2.0
 """Time limits of a dump: Python frames without pausing (takes 0.1 s), native frames too (0.5 s, more under load)."""

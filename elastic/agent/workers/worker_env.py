@@ -7,8 +7,9 @@ import hashlib
 import os
 import pwd
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from elastic.contract.agent_files import KEPT_CODE, MARK_ENV, SYSTEMD_VARIABLES, AgentConfig, mark
 from elastic.contract.job.env_file import parse
@@ -24,8 +25,7 @@ NO_RANK = -1
 """RANK of a process that waits for a place: a standby, or a worker of a node that is about to join."""
 
 
-@dataclass(frozen=True)
-class WorkerFiles:
+class WorkerFiles(msgspec.Struct, frozen=True):
     log_file: str
     error_file: str
 

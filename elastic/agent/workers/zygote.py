@@ -13,17 +13,17 @@ import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
+import msgspec
 import structlog
 
 from elastic.contract.worker import messages
 from elastic.contract.worker.messages import Fork, Forked, ForkRefused, Preload, ZygoteReady
 from elastic.util.capped_log import open_log
 from elastic.util.descriptors import send
+from elastic.util.processes import is_shortage
 
 from .first_zygote import ZYGOTE, FirstZygote, ForkedChild
-from .shortage import is_shortage
 
 RESTART_S, RESTART_MAX_S = 0.2, 10.0
 """Pause before a dead zygote is restarted: the first, and the longest."""
@@ -38,8 +38,7 @@ CLOSE_S = 5.0
 log = structlog.get_logger()
 
 
-@dataclass(frozen=True, slots=True)
-class ZygoteDied:
+class ZygoteDied(msgspec.Struct, frozen=True):
     how: str
     barren: bool
     """It has died BARREN_DEATHS times or more without forking: waiting workers are given up."""
@@ -47,8 +46,7 @@ class ZygoteDied:
     """It could not be started for lack of something on this node, or was killed: by the kernel, mostly."""
 
 
-@dataclass(frozen=True, slots=True)
-class ZygoteUnfit:
+class ZygoteUnfit(msgspec.Struct, frozen=True):
     """The zygote must not be forked from, and has been killed."""
 
     why: str

@@ -12,8 +12,9 @@ import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from elastic.contract.keys import NUMBER_DIGITS
 from elastic.contract.origin import Origin
@@ -33,8 +34,7 @@ ENDS = ("exit", "respawn")
 """Kinds of reports that are made when the process has ended: its last step is known then."""
 
 
-@dataclass(frozen=True, slots=True)
-class Facts:
+class Facts(msgspec.Struct, frozen=True):
     """What belongs to one incident."""
 
     first: int

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+import msgspec
+
 from elastic.contract.records.decoding import Member
 from elastic.contract.records.job_records import BrokenRecord, GenerationNode, GenerationRecord
 from elastic.contract.records.reasons import Code, Reason, Text, listed, reason
@@ -137,15 +139,13 @@ def leader(
     return min(alive, key=_seniority).record.node if alive else None
 
 
-@dataclass(frozen=True, slots=True)
-class NodeLimits:
+class NodeLimits(msgspec.Struct, frozen=True):
     min_nodes: int
     max_nodes: int
     join_wait_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
+class Wait(msgspec.Struct, frozen=True):
     """No new generation is formed now."""
 
     reason: Text
@@ -157,8 +157,7 @@ class Wait:
 NO_CHANGE = Wait(reason(Code.UNCHANGED), steady=True)
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
+class Change(msgspec.Struct, frozen=True):
     """Publish a generation with these nodes."""
 
     nodes: tuple[GenerationNode, ...]

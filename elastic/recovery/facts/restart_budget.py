@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+
+import msgspec
 
 from elastic.contract.job.spec import Restarts
 from elastic.contract.records.incident_account import COMM
@@ -57,8 +58,7 @@ OWN_ENDS = frozenset({str(Code.EXITED), "SIGABRT", "SIGSEGV", "SIGILL", "SIGFPE"
 or the kernel for lack of memory, sends other signals; and SIGBUS is mostly a full /dev/shm of that node."""
 
 
-@dataclass(frozen=True, slots=True)
-class Charge:
+class Charge(msgspec.Struct, frozen=True):
     state: JobState
     stopped: Text = ""
     """Why the job is stopped; empty: it goes on."""

@@ -13,7 +13,8 @@ duration. There the patience is `hang.ceiling_s`.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+
+import msgspec
 
 from elastic.contract.job.spec import Hang
 from elastic.contract.records.reasons import Code, Reason, reason
@@ -56,8 +57,7 @@ def position(beat: Beat, in_collective: bool = False) -> Position:
     return beat.generation, beat.step, 2 * beat.exchanges + in_collective
 
 
-@dataclass(frozen=True, slots=True)
-class RankWait:
+class RankWait(msgspec.Struct, frozen=True):
     """A rank that waits for others, and is not stopped itself."""
 
     position: Position
@@ -72,8 +72,7 @@ class RankWait:
         return self.position[2] >= _LAST
 
 
-@dataclass(frozen=True, slots=True)
-class Unhealthy:
+class Unhealthy(msgspec.Struct, frozen=True):
     """This worker is to be replaced."""
 
     evidence: Reason

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+
+import msgspec
 
 from elastic.contract.job.spec import Hang
 from elastic.contract.records.reasons import Code, Text, reason
@@ -62,8 +63,7 @@ def worth_telling(
     return standings
 
 
-@dataclass(frozen=True, slots=True)
-class StillRank:
+class StillRank(msgspec.Struct, frozen=True):
     """A rank that shows no progress, as far as this agent has learnt."""
 
     node: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import builtins
 import contextlib
 import faulthandler
 import gc
@@ -13,6 +14,9 @@ import stat
 import sys
 import time
 import traceback
+import types
+from collections.abc import Sequence
+from errno import ENOEXEC
 from pathlib import Path
 from typing import NoReturn
 
@@ -25,8 +29,8 @@ from elastic.util.processes import die_with
 from elastic.worker.link import misuse
 from elastic.worker.link.session import CHANNEL_ENV, PAGE_ENV, WORKER_ENV
 
-from . import random_state, signals
-from .main_module import become_program, run_as_main
+from . import random_state
+from .kept_imports import install
 from .title import title, worker_title
 
 ADOPTION_S = 5.0
@@ -59,7 +63,7 @@ def _say_ended(channel: int, code: int, config: WorkerConfig) -> None:
             faulthandler.dump_traceback_later(limit_s * STACKS_AT, file=2)
     with contextlib.suppress(OSError):  # closed by the script; or the agent is gone, which ends this process
         if stat.S_ISSOCK(os.fstat(channel).st_mode):
-            ended = messages.ScriptEnded(code=code, misuse=misuse.ends_run, terminated=signals.terminated())
+            ended = messages.ScriptEnded(code=code, misuse=misuse.ends_run, terminated=terminated())
             os.write(channel, messages.encode(ended))
 
 
@@ -89,7 +93,7 @@ def _take_place(order: messages.Fork, descriptors: list[int], agent_pid: int) ->
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a new interpreter
-    signals.watch()
+    watch_signals()
     os.environ.clear()
     os.environ.update(order.env)
     os.environ[CHANNEL_ENV], os.environ[PAGE_ENV] = str(channel), str(page)
@@ -162,3 +166,79 @@ def _exit_code(stop: SystemExit) -> int:
         return stop.code & 0xFF
     print(stop.code, file=sys.stderr)
     return 1
+
+
+_PIPE_BYTES = 65536
+_ends: tuple[int, int] | None = None
+"""Of the pipe: read, write."""
+
+
+def watch_signals() -> None:
+    """Have Python write the number of each signal that the script handles to a pipe. A script that sets another wakeup
+    descriptor, as asyncio's signal handlers do, is not watched from then on."""
+    global _ends
+    _ends = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(_ends[1], warn_on_full_buffer=False)
+    os.register_at_fork(after_in_child=_unwatch)
+
+
+def _unwatch() -> None:
+    """In a process that the script forks, a pool's for example: what that gets is not for this worker."""
+    if (before := signal.set_wakeup_fd(-1)) >= 0 and _ends is not None and before != _ends[1]:
+        signal.set_wakeup_fd(before)  # the script's own
+
+
+def terminated() -> bool:
+    """Whether a SIGTERM has been handled since `watch_signals`, as far as that can be known."""
+    with contextlib.suppress(OSError):  # nothing to read, or closed by the script
+        return _ends is not None and signal.SIGTERM in os.read(_ends[0], _PIPE_BYTES)
+    return False
+
+
+def run_as_main(argv: Sequence[str]) -> None:
+    """As ``python ARGV``, with the code that the job began with; raises what the script raises. Its module remains
+    `__main__`, for its threads and handlers and for objects pickled by that name."""
+    finder = install()
+    module = types.ModuleType("__main__")
+    module.__dict__["__builtins__"] = builtins
+    sys.modules["__main__"] = module
+    if "multiprocessing.process" in sys.modules:  # spawned children resolve a relative script path against it
+        sys.modules["multiprocessing.process"].ORIGINAL_DIR = os.getcwd()  # type: ignore[attr-defined]
+    if argv[0] == "-m":
+        sys.argv = list(argv[1:])
+        sys.path.insert(0, os.getcwd())
+        runpy._run_module_as_main(argv[1])  # type: ignore[attr-defined]  # what the interpreter calls for -m
+        return
+    path = os.path.abspath(argv[0])
+    sys.argv = list(argv)
+    there = os.path.isfile(path) or finder.code.find(path) is not None
+    if not there or path.endswith((".zip", ".pyz", ".pyc")):
+        runpy.run_path(path, run_name="__main__")
+        return
+    sys.path.insert(0, os.path.dirname(path))
+    loader = finder.loader("__main__", path)
+    loader.announce()
+    module.__dict__.update(__file__=path, __cached__=None, __spec__=None, __loader__=loader)
+    exec(loader.compiled(), module.__dict__)
+
+
+NOT_FOUND, NOT_EXECUTABLE = 127, 126
+"""Exit codes of a program that cannot be run, as those of a shell."""
+
+
+def become_program(command: Sequence[str]) -> int:
+    """Replace this process by `command`, found by PATH if its first word has no slash. Returns an exit code, with the
+    reason on stderr, if that fails.
+
+    The channel and the beat page stay open: a shell script that ends with ``exec python train.py`` has the same process
+    id, and elastic.run in it is managed as in any worker.
+    """
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # ignored by Python, and what is ignored stays so
+        signal.signal(number, signal.SIG_DFL)
+    sys.stdout.flush()
+    try:
+        os.execvpe(command[0], list(command), os.environ)
+    except OSError as error:
+        hint = "; a script needs an interpreter in its first line, such as #!/bin/sh" if error.errno == ENOEXEC else ""
+        print(f"elastic: {command[0]}: {error.strerror}{hint}", file=sys.stderr, flush=True)
+        return NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_EXECUTABLE

@@ -23,21 +23,10 @@ from elastic.worker.link.link import Link
 from elastic.worker.link.misuse import MisuseRuntimeError
 from elastic.worker.torch_internals import torch_private
 
+from . import parts_loop
 from .comm_hooks import Exchange, GradientHook, Sampler, plain
 from .ddp_models import BufferSyncingDDP, FixedLayout, bucket_options
 from .errors import GroupAborted
-from .parts_loop import (
-    HELD,
-    LEFT,
-    TWICE,
-    UNEXCHANGED,
-    USED,
-    ModelGradients,
-    PartsLoop,
-    gradients,
-    samples,
-    two_loops,
-)
 
 
 class _Taken:
@@ -91,7 +80,7 @@ class GradientWeight:
         """Those of this step."""
         self._unlike: tuple[float, float] | None = None
         """Shares of two loops that were alive at once in this step."""
-        self._parts: PartsLoop | None = None
+        self._parts: parts_loop.PartsLoop | None = None
         self._held: Literal["", "new", "kept"] = ""
         """'kept': since an earlier step, which was committed without applying them."""
         self._sums = 0
@@ -110,31 +99,31 @@ class GradientWeight:
             return 1.0 / self._sums
         if self._unlike or len(self._taken) > 1:
             if shares := self._unlike or self._several():
-                raise MisuseRuntimeError(two_loops(shares))
+                raise MisuseRuntimeError(parts_loop.two_loops(shares))
             self._serve()
         elif self._taken:
             self._taken[0].used = True  # as `_serve`, in the hot path
         self._held = "new"
         return self._weight if self._weight is not None else 1.0 / dist.get_world_size()
 
-    def of(self, model: ModelGradients) -> float:
+    def of(self, model: parts_loop.ModelGradients) -> float:
         """The same, for a bucket of this model. A second backward in the last part is noted: what this rank has in its
         gradients by now is not the other ranks', so all decide by its sums (`_refuse_twice`)."""
         if not self._sums and self._sums_again(model):
             model.twice = True
         return self()
 
-    def _sums_again(self, model: ModelGradients) -> bool:
+    def _sums_again(self, model: parts_loop.ModelGradients) -> bool:
         """Whether a further backward of this model would exchange sums again."""
         return self._parts is not None and self._parts.last and model.exchanged and not model.done
 
     def _begins(self, model: BufferSyncingDDP) -> None:
         """A forward of `model` with gradients: what the script has dropped is not exchanged again."""
         self.refuse_failed()
-        if self._sums_again(model.grads) and not any(bool(grad.any()) for grad in gradients([model])):
+        if self._sums_again(model.grads) and not any(bool(grad.any()) for grad in parts_loop.gradients([model])):
             model.grads.done = True
 
-    def exchanges_last(self, model: ModelGradients) -> None:
+    def exchanges_last(self, model: parts_loop.ModelGradients) -> None:
         """All gradients of a backward of this model are in buckets, whose exchange has begun."""
         model.own = model.waits = False
         if self._parts is not None and self._parts.last:
@@ -150,13 +139,13 @@ class GradientWeight:
             grads = model.grads
         else:
             self._bare.append(model)
-            grads = ModelGradients()
+            grads = parts_loop.ModelGradients()
         wanted = [param for param in model.parameters() if param.requires_grad]
         for param in {id(each): each for each in (*wanted[:1], *wanted[-1:])}.values():
             added: Any = functools.partial(self._added, grads)
             self._hooks.append(param.register_post_accumulate_grad_hook(added))  # type: ignore[no-untyped-call]
 
-    def _added(self, model: ModelGradients, _: torch.Tensor) -> None:
+    def _added(self, model: parts_loop.ModelGradients, _: torch.Tensor) -> None:
         """A backward has added to gradients. Of the first and the last parameter of each model."""
         model.own = True
         if self._parts is None and not self._sums:
@@ -213,7 +202,7 @@ class GradientWeight:
             if each.alive and each.share != weight:
                 self._unlike = each.share, weight
                 if 0.0 in self._unlike:
-                    raise MisuseRuntimeError(two_loops(self._unlike))
+                    raise MisuseRuntimeError(parts_loop.two_loops(self._unlike))
                 break
         self._batch = batch
         self._taken.append(_Taken(batch, weight))
@@ -276,7 +265,7 @@ class GradientWeight:
         """`empty`, for terms that are about to be added up. Raises RuntimeError if they may be of one of several
         batches, of which this rank has samples of some only."""
         if 0.0 in (shares := self._several()):
-            raise MisuseRuntimeError(two_loops(shares))
+            raise MisuseRuntimeError(parts_loop.two_loops(shares))
         return self.empty
 
     @property
@@ -290,11 +279,11 @@ class GradientWeight:
         weight of their last part; or as `BufferSyncingDDP.refuse_frozen`."""
         if (parts := self._parts) is not None:
             if self._lacking(parts):
-                raise MisuseRuntimeError(LEFT)
+                raise MisuseRuntimeError(parts_loop.LEFT)
             self._refuse_twice()
             # Within the last part another model's backward may still come.
             if self._unexchanged(parts, every=not parts.open):
-                raise MisuseRuntimeError(UNEXCHANGED)
+                raise MisuseRuntimeError(parts_loop.UNEXCHANGED)
             for model in self._wrapped if applies and parts.last else ():
                 parts.applied |= model.grads.exchanged
                 model.grads.done |= model.grads.exchanged
@@ -325,21 +314,21 @@ class GradientWeight:
 
     def refuse_used(self, batch: object) -> None:
         """A loop over the parts of `batch` begins. Raises RuntimeError if it was not taken in this step."""
-        if all(samples(batch) != samples(each.batch) for each in self._taken):
-            raise MisuseRuntimeError(USED)
+        if all(parts_loop.samples(batch) != parts_loop.samples(each.batch) for each in self._taken):
+            raise MisuseRuntimeError(parts_loop.USED)
 
-    def enter_parts(self, batch: float) -> PartsLoop:
+    def enter_parts(self, batch: float) -> parts_loop.PartsLoop:
         """A loop over several micro-batches of a batch of this weight begins. Raises RuntimeError if gradients are
         held, which it would weight again. Of those kept over a commit not if one of the models has none any more: the
         step was skipped, and the script drops another model's later."""
         models = [*self._wrapped, *self._bare]
         if self._held and not self._sums and models:
-            held = [any(bool(grad.any()) for grad in gradients([model])) for model in models]
+            held = [any(bool(grad.any()) for grad in parts_loop.gradients([model])) for model in models]
             if all(held) if self._held == "kept" else any(held):
-                raise MisuseRuntimeError(HELD)
+                raise MisuseRuntimeError(parts_loop.HELD)
         for model in self._wrapped:
-            model.grads.enter_parts(had=bool(gradients([model])))
-        self._parts = PartsLoop(batch)
+            model.grads.enter_parts(had=bool(parts_loop.gradients([model])))
+        self._parts = parts_loop.PartsLoop(batch)
         return self._parts
 
     def rescale(self, factor: float) -> None:
@@ -355,11 +344,11 @@ class GradientWeight:
         if self._parts is None or not self._unexchanged(self._parts):
             self._whole_again()
         elif self._parts.applied:
-            raise MisuseRuntimeError(UNEXCHANGED)
+            raise MisuseRuntimeError(parts_loop.UNEXCHANGED)
         else:  # they must not be applied
             self._parts.open = False
 
-    def leave_parts(self, parts: PartsLoop) -> None:
+    def leave_parts(self, parts: parts_loop.PartsLoop) -> None:
         """The generator of the loop has ended, also early, or late: then another loop may have begun."""
         parts.open = False
         twice = any(model.grads.twice for model in self._wrapped)
@@ -375,15 +364,15 @@ class GradientWeight:
             sums = [p.grad for p in model.parameters() if id(p) in model.exchanged and p.grad is not None]
             sums = [grad._values() if grad.is_sparse else grad for grad in sums]
             if any(bool(g.any()) for g in sums) and all(g.isfinite().all() for g in sums):
-                raise MisuseRuntimeError(TWICE)
+                raise MisuseRuntimeError(parts_loop.TWICE)
 
-    def _lacking(self, parts: PartsLoop) -> bool:
+    def _lacking(self, parts: parts_loop.PartsLoop) -> bool:
         """Whether there are gradients that lack their exchange, or the weight of the last micro-batch."""
         if not parts.last:
-            return bool(gradients([*self._wrapped, *self._bare]))
-        return not self._sums and bool(gradients(self._bare))
+            return bool(parts_loop.gradients([*self._wrapped, *self._bare]))
+        return not self._sums and bool(parts_loop.gradients(self._bare))
 
-    def _unexchanged(self, parts: PartsLoop, *, every: bool = True) -> bool:
+    def _unexchanged(self, parts: parts_loop.PartsLoop, *, every: bool = True) -> bool:
         """Whether the last micro-batch had no backward, so that the gradients of those before lack their exchange: of
         one of the models, or (`every` False) of all."""
         exchanged = any(model.grads.exchanged for model in self._wrapped)
@@ -392,7 +381,7 @@ class GradientWeight:
         # Others have gradients from elsewhere: a GAN's critic that was called without its wrapper, or parameters that a
         # newer wrapper has.
         lack = [each for each in self._wrapped if not exchanged or each.grads.lacks_exchange]
-        return bool(gradients(lack))
+        return bool(parts_loop.gradients(lack))
 
     def _whole_again(self) -> None:
         """The next backward is of the whole batch, and exchanges its gradients."""
@@ -402,7 +391,7 @@ class GradientWeight:
 
 
 def _scale(models: Sequence[nn.Module], factor: float) -> None:
-    grads = gradients(models)
+    grads = parts_loop.gradients(models)
     if grads and factor != 1.0:
         torch_private.foreach_mul(grads, factor)
 

@@ -10,13 +10,13 @@ end, this rank makes a new one. Ranks with a kept group and ranks with a new one
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
 
+import msgspec
 import torch
-from torch._C._distributed_c10d import Store
 
+from elastic.util.sealed_store import DelegatingStore
 from elastic.worker.torch_internals import torch_private
 
 from . import sockets
@@ -25,54 +25,10 @@ from .group import Backend, Group
 Forming = Literal["new", "reconfigure"]
 
 
-class ForwardingStore(Store):
-    """A store whose server changes with each generation: torch keeps the store for the life of a group."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now: Any = None
-        """The store of the generation."""
-
-    def set(self, key: str, value: Any) -> None:
-        self.now.set(key, value)
-
-    def get(self, key: str) -> bytes:
-        return bytes(self.now.get(key))
-
-    def add(self, key: str, value: int) -> int:
-        return int(self.now.add(key, value))
-
-    def wait(self, *args: Any) -> None:
-        self.now.wait(*args)
-
-    def check(self, keys: list[str]) -> bool:
-        return bool(self.now.check(keys))
-
-    def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
-        return bytes(self.now.compare_set(key, expected_value, desired_value))
-
-    def delete_key(self, key: str) -> bool:
-        return bool(self.now.delete_key(key))
-
-    def num_keys(self) -> int:
-        return int(self.now.num_keys())
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self.now.set_timeout(timeout)
-
-    @property
-    def timeout(self) -> timedelta:
-        found: timedelta = self.now.timeout
-        return found
-
-    def clone(self) -> Store:
-        return self
-
-
-@dataclass(frozen=True, slots=True)
-class _Kept:
+class _Kept(msgspec.Struct, frozen=True):
     known: torch_private.RegisteredGroup
-    store: ForwardingStore
+    store: DelegatingStore
+    """Its server changes with each generation: torch keeps the store for the life of a group."""
     timeout_s: float
 
 
@@ -94,7 +50,7 @@ class ReconfiguredGroup(Group):
         if kept is None or kept.timeout_s != self._timeout_s:
             kept = self._made()
         assert self._store is not None
-        kept.store.now = self._store
+        kept.store.store = self._store
         self._store.set(f"handle/{self.rank}", kept.known.group.get_reconfigure_handle())
         handles = self._store.multi_get([f"handle/{rank}" for rank in range(self.world_size)])
         torch_private.reconfigure(
@@ -107,8 +63,7 @@ class ReconfiguredGroup(Group):
         self._formed = kept
 
     def _made(self) -> _Kept:
-        store = ForwardingStore()
-        store.now = self._store
+        store = DelegatingStore(self._store)
         self._create("gloo", store, enable_reconfigure=True)
         return _Kept(torch_private.take_out_default_group(), store, self._timeout_s)
 
@@ -120,7 +75,7 @@ class ReconfiguredGroup(Group):
         torch_private.forget_all_groups()
         for sock in sockets.gloo_sockets():  # no destructor closes them
             sockets.cut(sock)
-        self._formed.store.now = None
+        self._formed.store.store = None
         _kept = self._formed
 
 

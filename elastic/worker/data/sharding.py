@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -49,8 +48,7 @@ def no_full_batch(samples: int, batch_size: int) -> MisuseValueError:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class BatchPlan:
+class BatchPlan(msgspec.Struct, frozen=True):
     """How a dataset is cut into steps. Raises ValueError for an empty dataset or batch."""
 
     samples: int

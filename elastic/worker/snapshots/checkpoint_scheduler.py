@@ -18,9 +18,9 @@ import contextlib
 import sys
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -29,6 +29,7 @@ from elastic.checkpoint.format.layout import file_order
 from elastic.checkpoint.format.plain import tensors_named
 from elastic.checkpoint.format.shard_plan import beside_shards, split
 from elastic.checkpoint.interval import IntervalPlan, IntervalRule
+from elastic.contract.structs import replace
 from elastic.contract.worker.tensor_table import NO_REPLICAS, ReplicaTensors, Table
 from elastic.worker.link.session import GenerationEnded
 from elastic.worker.state.handover.restore import extra_of
@@ -41,8 +42,7 @@ FINISH_S = 60.0
 """As `finish_s` below, under an agent, which has a second buffer."""
 
 
-@dataclass(frozen=True, slots=True)
-class RankPosition:
+class RankPosition(msgspec.Struct, frozen=True):
     """This worker's position in the current generation."""
 
     generation: int
@@ -55,8 +55,7 @@ class RankPosition:
     how often ranks fail. Rank 0 may have been replaced a moment ago."""
 
 
-@dataclass(frozen=True, slots=True)
-class SnapshotPart:
+class SnapshotPart(msgspec.Struct, frozen=True):
     """This rank's part of a snapshot."""
 
     step: int
@@ -92,8 +91,7 @@ class SnapshotPart:
         return replace(self, tensors=self.tensors[:count], beside=NO_REPLICAS, part=None, parts=None, volatile=volatile)
 
 
-@dataclass(frozen=True, slots=True)
-class PartLayout:
+class PartLayout(msgspec.Struct, frozen=True):
     """Which of the state's tensors a rank's part has. Numbers are indices in the complete table."""
 
     whole: Table

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
 import torch
 
 from elastic.checkpoint.format.plain import tensors_named
+from elastic.contract.structs import replace
 from elastic.contract.worker.tensor_table import Table, TensorInfo
 from elastic.worker.link.misuse import MisuseTypeError
 from elastic.worker.state.parts.parts import OptimizerPart, OptimizerTensors, Part
@@ -93,8 +94,7 @@ FAILURES = (ValueError, TypeError, RuntimeError, AssertionError)
 """Of tensors for another model, or for a device that is not here or is full: torch raises any of these."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReceivePlan:
+class ReceivePlan(msgspec.Struct, frozen=True):
     """What can be found out, and made, before a state comes. It changes nothing."""
 
     held: Sequence[tuple[TensorInfo, torch.Tensor]]
@@ -103,9 +103,9 @@ class ReceivePlan:
     """What else they hold, as JSON, by part."""
     table: Table | None = None
     """The table of the state that is expected."""
-    infos: Mapping[str, Mapping[str, TensorInfo]] = field(default_factory=dict)
+    infos: Mapping[str, Mapping[str, TensorInfo]] = {}
     """Its entries, by part and name."""
-    made: dict[str, OptimizerTensors] = field(default_factory=dict)
+    made: dict[str, OptimizerTensors] = {}
     """What optimizers need for it, by part."""
 
     def expecting(

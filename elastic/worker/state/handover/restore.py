@@ -7,9 +7,9 @@ import os
 import queue
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import xxhash
 
 from elastic.checkpoint.format.errors import NoGoodCheckpoint
@@ -80,8 +80,7 @@ class HeldSnapshots:
             arena.close()
 
 
-@dataclass(frozen=True, slots=True)
-class Disk:
+class Disk(msgspec.Struct, frozen=True):
     """The job's checkpoints on a file system, with an optional remote copy."""
 
     directory: str

@@ -17,24 +17,15 @@ from elastic.contract.origin import Origin
 from elastic.contract.worker.messages import LoggedRow
 from elastic.contract.worker.tensor_table import Table
 from elastic.worker.comm import p2p
+from elastic.worker.state import state_source
 from elastic.worker.state.parts.described import Described
 from elastic.worker.state.receive_plan import ReceivePlan
 from elastic.worker.state.state import State
-from elastic.worker.state.state_source import (
-    Choice,
-    NoStateError,
-    Offer,
-    UnreadableRange,
-    Version,
-    choose,
-    counted_before,
-    reached,
-)
 from elastic.worker.torch_internals import gc_pause
 
 from . import broadcast, pull, shared_values
 
-LookAgain = Callable[[Sequence[UnreadableRange]], tuple[Version | None, int]]
+LookAgain = Callable[[Sequence[state_source.UnreadableRange]], tuple[state_source.Version | None, int]]
 """Returns the newest checkpoint, and the id of its storage, by now and without those that other ranks have
 passed over."""
 
@@ -42,9 +33,9 @@ passed over."""
 class Saved(NamedTuple):
     """What a rank could load by itself."""
 
-    snapshot: Version | None = None
+    snapshot: state_source.Version | None = None
     """The newest one."""
-    checkpoint: Version | None = None
+    checkpoint: state_source.Version | None = None
     """The newest one, by its manifest: only `Load` finds out whether it is intact."""
     unusable_step: int = 0
     """Newest step of the checkpoints that cannot be loaded, if there are no others; 0: none."""
@@ -65,13 +56,12 @@ Logged = Callable[[], Sequence[LoggedRow]]
 Given = tuple[str, int, Sequence[LoggedRow]]
 """Description of the source; bytes and rows of `job.log` that this rank has received."""
 
-_NONE: Version = (-1, -1)
+_NONE: state_source.Version = (-1, -1)
 
 Message = TypeVar("Message", bound=msgspec.Struct)
 
 
-@dataclass(frozen=True, slots=True)
-class SyncResult:
+class SyncResult(msgspec.Struct, frozen=True):
     step: int
     origin: Origin
     source: str
@@ -133,7 +123,7 @@ class Handover:
     load: Load | None = None
     known_step: int = 0
     """Step of the newest checkpoint that the job is known to have had."""
-    known_commit: Version = (0, 0)
+    known_commit: state_source.Version = (0, 0)
     """Version of the newest commit that this rank's agent has a record of."""
     logged: Logged = tuple
     """Returns the rows of `job.log` that this rank has."""
@@ -145,7 +135,7 @@ class Handover:
         NoStateError (StateLostError: on all ranks), ValueError (this rank's model differs), broadcast.CorruptError, and
         what `load` raises."""
         begun_s, state = time.monotonic(), self.state
-        offer = Offer(
+        offer = state_source.Offer(
             rank=self.rank,
             version=state.version,
             clean=state.clean(),
@@ -178,10 +168,12 @@ class Handover:
             nbytes=nbytes,
             source_rank=choice.source,
             logged=rows,
-            reached=reached(offers),
+            reached=state_source.reached(offers),
         )
 
-    def _chosen(self, own: Offer, offers: Sequence[Offer], look_again: LookAgain) -> tuple[Choice, str]:
+    def _chosen(
+        self, own: state_source.Offer, offers: Sequence[state_source.Offer], look_again: LookAgain
+    ) -> tuple[state_source.Choice, str]:
         """The source, and, on that rank, the description of the checkpoint it has loaded; '' if it has loaded none yet.
 
         Only loading shows that a checkpoint is damaged. The one before it may be older than what another rank has, so
@@ -189,12 +181,12 @@ class Handover:
         """
         source, damaged = "", None
         loaded: set[int] = set()
-        passed: list[UnreadableRange] = []
-        before = counted_before(offers, self.restore, self.generation)
+        passed: list[state_source.UnreadableRange] = []
+        before = state_source.counted_before(offers, self.restore, self.generation)
         while True:
             try:
-                choice = choose(offers, self.restore, before)
-            except NoStateError:
+                choice = state_source.choose(offers, self.restore, before)
+            except state_source.NoStateError:
                 if damaged is not None:
                     raise damaged from None  # it lists the checkpoints
                 raise
@@ -215,7 +207,7 @@ class Handover:
             offers = _gather(own, len(offers))
             self.check()
             if (version := offers[choice.source].checkpoint) != choice.version:
-                passed.append(UnreadableRange(storage_id, version or _NONE, choice.version))
+                passed.append(state_source.UnreadableRange(storage_id, version or _NONE, choice.version))
                 # Else each rank of a shared folder would offer the damaged one, and load it.
                 if own.rank not in loaded:
                     newest, storage_id = look_again(passed)
@@ -227,7 +219,7 @@ class Handover:
             raise AssertionError("a rank without `load` offers nothing to load")
         return self.load(origin)
 
-    def _bring(self, choice: Choice, source: str, described: int) -> Given:
+    def _bring(self, choice: state_source.Choice, source: str, described: int) -> Given:
         """`described`: see `Offer`; of the source."""
         # What a rank has loaded meanwhile is in other tensors than those that it has listed.
         early = choice.origin in (Origin.LIVE, Origin.SETUP) and described >= EARLY_TENSORS
@@ -245,7 +237,7 @@ class Handover:
             return source, 0, ()
         return self._take(choice, early=early)
 
-    def _give(self, source: str, choice: Choice, *, early: bool) -> None:
+    def _give(self, source: str, choice: state_source.Choice, *, early: bool) -> None:
         extra: dict[str, Any] = {}
         rows = tuple(row.as_json() for row in self.logged()) if 0 in choice.needs else ()
         sent = SourceTensors.of(self.state.last_described()) if early else None
@@ -273,7 +265,7 @@ class Handover:
                     p2p.receive_number(rank)  # until that rank has read everything, nothing here may change
         self.check()
 
-    def _take(self, choice: Choice, *, early: bool) -> Given:
+    def _take(self, choice: state_source.Choice, *, early: bool) -> Given:
         rank, check = self.rank, self.check
         chain = (choice.source, *choice.needs)
         previous, following = _neighbours(chain, rank)
@@ -307,17 +299,17 @@ class Handover:
         return head.source, sum(info.nbytes for info in theirs.table), rows
 
 
-def _live(offers: Sequence[Offer], generation: int) -> bool:
+def _live(offers: Sequence[state_source.Offer], generation: int) -> bool:
     """Whether any rank has live state that counts. That of an older generation may belong to a node that was
     partitioned while the others trained on and saved."""
     return any(offer.clean and offer.established and offer.version[0] >= generation - 1 for offer in offers)
 
 
-def _gather(offer: Offer, world_size: int) -> list[Offer]:
+def _gather(offer: state_source.Offer, world_size: int) -> list[state_source.Offer]:
     """Every rank's, by rank."""
     own, cpu = msgspec.to_builtins(offer), torch.device("cpu")
     offers = shared_values.gather(own, rank=offer.rank, world_size=world_size, device=cpu)
-    return [msgspec.convert(each, Offer) for each in offers]
+    return [msgspec.convert(each, state_source.Offer) for each in offers]
 
 
 def _received(kind: type[Message], previous: int, following: int | None) -> Message:

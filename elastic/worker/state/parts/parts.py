@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Container, Mapping, MutableMapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+import msgspec
 import torch
 
 from elastic.checkpoint.format.json_values import Codecs, decode
@@ -27,8 +27,7 @@ Infos = Mapping[str, TensorInfo]  # by full name, including the part's own name
 Watched = Callable[[torch.Tensor], bool]  # tensors too large to copy at each commit, or stepped by an optimizer
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
+class Slot(msgspec.Struct, frozen=True):
     """An entry in which a module holds a tensor. Its tensor may be replaced by another."""
 
     holder: MutableMapping[str, torch.Tensor | None]
@@ -200,8 +199,7 @@ class ModulePart:
 _EXTRA = "_extra_state"  # torch's key for what `get_extra_state` returns
 
 
-@dataclass(frozen=True, slots=True)
-class OptimizerTensors:
+class OptimizerTensors(msgspec.Struct, frozen=True):
     """An optimizer's per-parameter tensors for a state that is to come, before the rest of it is known."""
 
     state: dict[Any, dict[str, Any]]
