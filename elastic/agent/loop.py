@@ -20,24 +20,16 @@ from elastic.agent.hangs.hang_detector import HangDetector
 from elastic.agent.peers.peers import PeerMonitor, Peers
 from elastic.agent.reports.incidents import apart, cut_short, late_exit, save_failed, stray_checkpoints
 from elastic.agent.reports.logs import Trimmer
-from elastic.agent.reports.reports import Reports
-from elastic.agent.reports.versions import untested
+from elastic.agent.reports.reports import Reports, untested
 from elastic.agent.snapshots.saved_generations import NewestSavedFinder
 from elastic.agent.snapshots.saver import Saver
-from elastic.agent.workers.pool import Exited, Pool, PoolEvent, ProcessStarted, WorkerMessage, ZygoteUp
+from elastic.agent.workers.pool import Exited, Pool, PoolEvent, ProcessStarted, WorkerMessage
 from elastic.agent.workers.worker_error import last_lines, read_error
 from elastic.agent.workers.zygote import ZygoteUnfit
 from elastic.checkpoint.saving.versions import versions
 from elastic.contract.agent_files import AgentConfig, AgentOrders
 from elastic.contract.keys import JobKeys
-from elastic.contract.records.job_records import (
-    IncidentRecord,
-    Phase,
-    ProgressRecord,
-    ProtocolVersionMismatch,
-    SpecRecord,
-    WorkerError,
-)
+from elastic.contract.records import job_records
 from elastic.contract.records.reasons import Code, Reason, Text, reason
 from elastic.contract.worker import messages
 from elastic.etcd.client import View
@@ -70,10 +62,10 @@ class AgentLoop:
         peers: Peers,
         watch_scope: WatchScope,
         keys: JobKeys,
-        spec: SpecRecord,
+        spec: job_records.SpecRecord,
         pool: Pool,
         store_overfull: Callable[[int, int], Reason | None],
-        on_incident: Callable[[IncidentRecord], None],
+        on_incident: Callable[[job_records.IncidentRecord], None],
     ) -> None:
         """`store_overfull(generation, ranks)`: see `Stores.overfull`; `on_incident`: called with each record of one."""
         self.config, folder = config, Path(config.agent_dir)
@@ -89,7 +81,13 @@ class AgentLoop:
         self.pool = pool
         self._newest_saved = NewestSavedFinder(self._spec, inbox.post)
         self._effects = EffectRunner(
-            config, self._spec, etcd_writer, self._newest_saved, self.pool, on_incident, self._newest
+            config,
+            self._spec,
+            etcd_writer,
+            self._newest_saved,
+            self.pool,
+            on_incident,
+            lambda: self._reports.newest(self.agent),
         )
         self._hang_detector = HangDetector(self.pool, self._spec.hang, inbox.post, config.timeouts.group_s)
         self._trimmer = Trimmer(self._spec.log_limit_mb, str(folder / "agent.log"))
@@ -149,7 +147,7 @@ class AgentLoop:
 
     def _save_failed(self, step: int, error: Text, wall_s: float) -> None:
         """A failed checkpoint is recorded as an incident too, though it loses no step."""
-        self._etcd_writer.put_save_incident(save_failed(self.agent, step, error, wall_s))
+        self._etcd_writer.put_beside("save", save_failed(self.agent, step, error, wall_s), step)
 
     def _look_at_saver(self) -> None:
         if (saving := self.saver.gets_on(time.monotonic())) != self.agent.local.saving:
@@ -158,7 +156,7 @@ class AgentLoop:
     def _finish_saving(self) -> None:
         """Wait until what workers have handed over is on disk; of a job that has succeeded it is nowhere else."""
         soon_s = time.monotonic() + FINISH_SAVING_S
-        latest_s = float("inf") if self.agent.etcd.view.state.phase is Phase.SUCCEEDED else soon_s
+        latest_s = float("inf") if self.agent.etcd.view.state.phase is job_records.Phase.SUCCEEDED else soon_s
         self.saver.finish(
             lambda: min(latest_s, max(soon_s, self._end_by_s)), lambda: self._reports.write(self.agent, self._ended)
         )
@@ -191,7 +189,7 @@ class AgentLoop:
     def _viewed(self, view: View) -> None:
         try:
             job = self._view_reader.read(view, self.agent)
-        except ProtocolVersionMismatch as error:
+        except job_records.ProtocolVersionMismatch as error:
             log.error("protocol.unknown", error=str(error))
             self._ended = Leave(str(error), code=3)
             return
@@ -230,7 +228,7 @@ class AgentLoop:
 
     def _on_pool_event(self, event: PoolEvent) -> None:
         match event:
-            case ZygoteUp(seconds, problems, preloaded):
+            case messages.ZygoteReady(seconds=seconds, problems=problems, preloaded=preloaded):
                 self._reports.zygote_is_up(preloaded)
                 log.info("zygote.up", seconds=round(seconds, 3), preloaded=preloaded)
                 for problem in problems:
@@ -258,7 +256,7 @@ class AgentLoop:
             self._effects.slots.get(worker_id, -1),
         )
 
-    def _why(self, ended: Exited, slot: int) -> tuple[Text, WorkerError | None, str]:
+    def _why(self, ended: Exited, slot: int) -> tuple[Text, job_records.WorkerError | None, str]:
         ranks = self.agent.formed.generation.ranks(self.config.node) if self.agent.formed.generation else {}
         return read_error(ended, node=self.config.node, slot=slot, rank=ranks.get(slot, -1), step=ended.step)
 
@@ -277,7 +275,7 @@ class AgentLoop:
         cause, error, fingerprint = self._why(ended, slot)
         log.info("worker.exited", slot=slot, worker_id=ended.worker_id, cause=ended.cause, late_s=ended.late_s)
         if record := late_exit(self.agent, slot, ended, cause, error, time.time()):
-            self._etcd_writer.put_exit_incident(record, ended.worker_id)
+            self._etcd_writer.put_beside("exit", record, ended.worker_id)
         said, signal = last_lines(ended.log_file) if ended.signal else (), ended.signal or ""
         how = cause, ended.code, error, fingerprint, ended.step, said, signal, ended.stopped, ended.shortage
         self._turn(events.WorkerExited(slot, ended.worker_id, *how))
@@ -307,11 +305,8 @@ class AgentLoop:
         self._reports.turned(before, self.agent, event, now_s)
         self._ended = self._ended or self._effects.left
         if stray := stray_checkpoints(before, self.agent, self._etcd_writer.saved_generation, time.time()):
-            self._etcd_writer.put_stray_incident(stray)
+            self._etcd_writer.put_beside("stray", stray)
         self._peer_monitor.after_turn(before, self.agent, self._watch_scope.complete, now_s)
-
-    def _newest(self) -> ProgressRecord | None:
-        return self._reports.newest(self.agent)
 
     def _check_store(self) -> None:
         generation, broken = self.agent.formed.generation, self.agent.formed.broken

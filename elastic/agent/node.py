@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import selectors
@@ -12,7 +11,7 @@ import threading
 import time
 import uuid
 from pathlib import Path
-from typing import IO, TextIO, cast
+from typing import TextIO, cast
 
 import msgspec
 import structlog
@@ -21,7 +20,7 @@ from elastic.agent.etcd.watch_scope import WatchScope
 from elastic.agent.etcd.writer import EtcdWriter
 from elastic.agent.peers.listening import listen
 from elastic.agent.peers.peers import Peers
-from elastic.agent.reports.status import StatusFile, left_behind
+from elastic.agent.reports.status import left_behind, write_for_daemon
 from elastic.agent.workers.first_zygote import FirstZygote, log_file
 from elastic.agent.workers.pool import Pool
 from elastic.contract.agent_files import AgentConfig, AgentStatus
@@ -30,6 +29,7 @@ from elastic.contract.records.job_records import ProtocolVersionMismatch, SpecRe
 from elastic.etcd.client import KV, Etcd, EtcdError, JobSigner, scrub_environment
 from elastic.recovery.machine.model import Agent, IncidentState, Policy, ProgressState
 from elastic.util.capped_log import LogFile
+from elastic.util.files import locked_within
 
 from .inbox import Inbox
 from .loop import AgentLoop
@@ -48,7 +48,7 @@ def read_spec(etcd: Etcd, keys: JobKeys, config: AgentConfig) -> KV | None:
     for, and does not count that against the node.
     """
     deadline_s = time.monotonic() + ETCD_S
-    file, problem = StatusFile(Path(config.agent_dir)), ""
+    file, problem = Path(config.agent_dir) / "status.json", ""
     while True:
         try:
             return etcd.get(keys.spec)
@@ -60,23 +60,12 @@ def read_spec(etcd: Etcd, keys: JobKeys, config: AgentConfig) -> KV | None:
                 log.warning("agent.waits_for_etcd", error=problem)
             # The daemon sends SIGHUP for new orders to an agent with a status. A handler, as children inherit SIG_IGN.
             signal.signal(signal.SIGHUP, lambda *_: None)
-            file.write(_status(config, f"etcd does not answer: {problem}"))
+            status = AgentStatus(
+                pid=os.getpid(), job=config.job, node=config.node, phase="joining",
+                reason=f"etcd does not answer: {problem}", written_wall_s=time.time(),
+            )  # fmt: skip
+            write_for_daemon(file, status)
         threading.Event().wait(AGAIN_S)
-
-
-def _status(config: AgentConfig, reason: str) -> AgentStatus:
-    return AgentStatus(
-        pid=os.getpid(),
-        incarnation="",
-        job=config.job,
-        node=config.node,
-        phase="joining",
-        reason=reason,
-        leader=False,
-        generation=0,
-        etcd_ok=False,
-        written_wall_s=time.time(),
-    )
 
 
 log = structlog.get_logger()
@@ -84,6 +73,7 @@ log = structlog.get_logger()
 ALREADY_RUNS_EXIT = 4
 NO_SPEC_EXIT = 5
 LOCK_S = 1.0
+"""A starting daemon may hold the lock for a moment, to check whether an agent lives."""
 
 
 def run(directory: str, first: FirstZygote | None = None) -> int:
@@ -94,7 +84,7 @@ def run(directory: str, first: FirstZygote | None = None) -> int:
     _log_to(folder / "agent.log")
     lock_fd = os.open(folder / "lock", os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     lock = open(lock_fd, "w")  # noqa: SIM115 - held as long as the process lives
-    if not _take(lock):
+    if not locked_within(lock, LOCK_S):
         log.error("agent.already_runs", folder=str(folder))
         return ALREADY_RUNS_EXIT
     lock.truncate(0)
@@ -115,20 +105,6 @@ def run(directory: str, first: FirstZygote | None = None) -> int:
         return 1
     finally:
         etcd.close()
-
-
-def _take(lock: IO[str]) -> bool:
-    """Lock it, within LOCK_S: a starting daemon may hold the lock for a moment, to check whether an agent lives."""
-    deadline_s = time.monotonic() + LOCK_S
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() >= deadline_s:
-                return False
-            threading.Event().wait(0.02)  # flock has no time-out
-        else:
-            return True
 
 
 def _run(config: AgentConfig, etcd: Etcd, keys: JobKeys, spec: SpecRecord, first: FirstZygote | None) -> int:

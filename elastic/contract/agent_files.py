@@ -114,15 +114,15 @@ class AgentOrders(msgspec.Struct, frozen=True, kw_only=True):
 
 class AgentStatus(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
-    incarnation: str
+    incarnation: str = ""
     job: str
     node: str
     phase: str
     """joining, forming, running, repairing, waiting, draining, finishing."""
     reason: Text
-    leader: bool
-    generation: int
-    etcd_ok: bool
+    leader: bool = False
+    generation: int = 0
+    etcd_ok: bool = False
     written_wall_s: float
     ranks: tuple[RankRow, ...] = ()
     """Workers on this node."""

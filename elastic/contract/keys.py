@@ -213,14 +213,8 @@ class JobKeys:
     def is_account(self, key: str) -> bool:
         return key.startswith(self.incidents) and key[len(self.incidents) + NUMBER_DIGITS :].startswith(".by.")
 
-    def exit_incident(self, generation: int, node: str, worker_id: int) -> str:
-        """Of a process that did not exit after its script had ended; beside the incident of its generation."""
-        return f"{self.incident(generation)}.exit.{node}.{worker_id}"
-
-    def save_incident(self, generation: int, node: str, step: int) -> str:
-        """Of a checkpoint that failed; beside the incident of its generation."""
-        return f"{self.incident(generation)}.save.{node}.{step}"
-
-    def stray_incident(self, generation: int, node: str) -> str:
-        """Of checkpoints of a node that the job goes on without; beside the incident of its generation."""
-        return f"{self.incident(generation)}.stray.{node}"
+    def beside_incident(self, what: str, generation: int, node: str, number: int = 0) -> str:
+        """Of what breaks no generation, beside the incident of `generation`: 'exit', of a process (`number`: its worker
+        id) that did not exit after its script had ended; 'save', of a checkpoint (its step) that failed; 'stray', of
+        checkpoints of a node that the job goes on without."""
+        return f"{self.incident(generation)}.{what}.{node}.{number}"

@@ -19,14 +19,7 @@ from elastic.recovery.machine.effects import Rejoin
 from elastic.recovery.machine.model import Agent, Worker
 from elastic.recovery.machine.turn import Turn
 from elastic.recovery.reporting import dropped_nodes
-from elastic.recovery.workers.announce import (
-    failure,
-    group_failed,
-    member_record,
-    report_failure,
-    uncharged,
-    worker_failure,
-)
+from elastic.recovery.workers import announce
 from elastic.recovery.workers.bad_numbers import take_bad_numbers
 from elastic.recovery.workers.exits import exited, failed
 
@@ -63,7 +56,7 @@ def apply(turn: Turn, event: events.Event) -> None:  # noqa: C901
                 turn.lead = replace(turn.lead, publishing=0)
         case events.NewestSaved():
             turn.newest_saved = event
-        case events.PeerDead() | events.PeerUnreachable() | events.PeerReachable():
+        case events.PeerEvent():
             _apply_peer(turn, event)
         case events.Progress(generation, at_step, step_s):
             if at_step > turn.progress.step or generation > turn.progress.settled:
@@ -88,10 +81,12 @@ def apply(turn: Turn, event: events.Event) -> None:  # noqa: C901
             if current and any(
                 w.stage is Stage.READY and w.generation == current.number for w in turn.local.workers.values()
             ):
-                report_failure(turn, uncharged(failure(turn, "undrain", reason(Code.CALLED_OFF))))
+                announce.report_failure(
+                    turn, announce.uncharged(announce.failure(turn, "undrain", reason(Code.CALLED_OFF)))
+                )
         case events.StoreClosed(number, why):
             if (held := turn.formed.generation) and held.number == number:
-                group_failed(turn, why, STORE)
+                announce.group_failed(turn, why, STORE)
         case events.CheckpointSaved(generation, at_step):
             turn.drain = replace(turn.drain, drain_saved=(generation, at_step))
         case events.Saving(saving):
@@ -104,7 +99,7 @@ def apply(turn: Turn, event: events.Event) -> None:  # noqa: C901
             raise AssertionError(f"no transition on {event!r}")
 
 
-def _apply_peer(turn: Turn, event: events.PeerDead | events.PeerUnreachable | events.PeerReachable) -> None:
+def _apply_peer(turn: Turn, event: events.PeerEvent) -> None:
     peer, peers = (event.node, event.incarnation), turn.peers
     match event:
         case events.PeerReachable():
@@ -165,12 +160,12 @@ def _heard(turn: Turn, worker: Worker, event: events.WorkerEvent) -> None:
         case events.WorkerUnhealthy(_, _, kind, evidence, stacks):
             if worker.stage in IN_GROUP | {Stage.STARTING, Stage.READY}:
                 if worker.slot in turn.my_ranks():
-                    record = worker_failure(turn, worker, kind, evidence)
-                    report_failure(turn, replace(record, fingerprint=kind, stacks=dict(stacks)))
+                    record = announce.worker_failure(turn, worker, kind, evidence)
+                    announce.report_failure(turn, replace(record, fingerprint=kind, stacks=dict(stacks)))
                 turn.kill(worker, evidence)
         case events.GroupStuck(_, _, evidence):
             if worker.stage is Stage.RUNNING and worker.slot in turn.my_ranks():
-                group_failed(turn, evidence)
+                announce.group_failed(turn, evidence)
         case events.StillBusy():
             if worker.stage in (Stage.ABORTING, Stage.STOPPING_AT_STEP):
                 turn.put(replace(worker, deadline_s=turn.now_s + turn.policy.timeouts.abort_s))
@@ -351,7 +346,7 @@ def _start(turn: Turn) -> None:
 
 
 def _rejoin(turn: Turn) -> None:
-    record = member_record(turn)
+    record = announce.member_record(turn)
     turn.etcd = replace(turn.etcd, published=record)
     turn.do(Rejoin(record))
 
@@ -379,10 +374,12 @@ def _released(turn: Turn, worker: Worker, message: messages.GroupClosed | messag
     current = turn.formed.generation
     if current is None or current.number != message.generation:
         if failed and _may_be_behind(turn, failed):
-            report_failure(turn, uncharged(failure(turn, "boundary", reason(Code.AT_BOUNDARY))))
+            announce.report_failure(
+                turn, announce.uncharged(announce.failure(turn, "boundary", reason(Code.AT_BOUNDARY)))
+            )
         return
     if failed and failed.altered:
-        group_failed(turn, reason(Code.STORE_ALTERED, key=failed.altered), STORE)
+        announce.group_failed(turn, reason(Code.STORE_ALTERED, key=failed.altered), STORE)
     elif failed and untold and not turn.is_broken():
         turn.local = replace(turn.local, suspicion=failed.error)
         if turn.local.suspicious_since_s is None:

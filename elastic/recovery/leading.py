@@ -9,17 +9,8 @@ from elastic.contract.records.phases import PhaseTrigger, after
 from elastic.contract.records.reasons import Code, Text, listed, reason
 from elastic.contract.structs import replace
 from elastic.contract.texts import one_line
+from elastic.recovery.facts import membership
 from elastic.recovery.facts.evidence import bad_numbers
-from elastic.recovery.facts.membership import (
-    NO_CHANGE,
-    Change,
-    Situation,
-    Wait,
-    cut_off,
-    living,
-    next_generation,
-    unreached,
-)
 from elastic.recovery.facts.restart_budget import Charge, backoff_s, charge, failed_formations_in_a_row, lacking
 from elastic.recovery.facts.state_holders import all_workers_lost
 from elastic.recovery.machine.effects import Publish, PutState, SaveNow
@@ -60,7 +51,7 @@ def lead(turn: Turn) -> None:
             _put_phase(turn, PhaseTrigger.COMPLETED)
         return
     decision = _decision(turn)
-    if isinstance(decision, Wait):
+    if isinstance(decision, membership.Wait):
         _wait(turn, decision)
     elif pause := _pauses(turn):
         turn.lead = replace(turn.lead, reason=pause)
@@ -79,13 +70,13 @@ def publishes(turn: Turn) -> bool:
 def _follow(turn: Turn) -> None:
     """Another agent decides; this one only shows whether its node is left out, and why."""
     view, node = turn.etcd.view, turn.policy.node
-    out = view.disputes and node in cut_off(view, turn.peers.dead, turn.formed.generation)
-    why = reason(Code.LEFT_OUT, unreached(view, node)) if out else ""
+    out = view.disputes and node in membership.cut_off(view, turn.peers.dead, turn.formed.generation)
+    why = reason(Code.LEFT_OUT, membership.unreached(view, node)) if out else ""
     if turn.lead.reason != why or turn.lead.below_min:
         turn.lead = replace(turn.lead, reason=why, below_min=False, halted=False)
 
 
-def _decision(turn: Turn) -> Change | Wait:
+def _decision(turn: Turn) -> membership.Change | membership.Wait:
     view, limits = turn.etcd.view, turn.limits()
     ready = sum(1 for m in view.members.values() if m.record.ready)
     if ready < limits.min_nodes:
@@ -99,13 +90,13 @@ def _decision(turn: Turn) -> Change | Wait:
     # Most ticks change nothing: with the same inputs, skip what would be a pass over all members.
     inputs = DecisionInputs(turn.peers.dead, settled, advance, blind)
     if turn.lead.steady_for == inputs:
-        return NO_CHANGE
+        return membership.NO_CHANGE
     state = lacking(view.state, [m.record for m in view.members.values()], managed=turn.policy.managed)
     if state != view.state:
         turn.ask(PutState(state, view.state_revision), f"excluded {state.excluded_nodes}")
     reached = turn.lead.min_reached_s
     broken = _reported(turn)
-    situation = Situation(
+    situation = membership.Situation(
         view if broken == view.broken else replace(view, broken=broken),
         turn.formed.generation,
         limits,
@@ -117,18 +108,18 @@ def _decision(turn: Turn) -> Change | Wait:
         blind=blind,
         last_committed=turn.formed.last_committed,
     )
-    decision = next_generation(situation)
-    if decision == NO_CHANGE:
+    decision = membership.next_generation(situation)
+    if decision == membership.NO_CHANGE:
         turn.lead = replace(turn.lead, steady_for=inputs)
-    if isinstance(decision, Wait):
+    if isinstance(decision, membership.Wait):
         return decision
     if not decision.planned:
         unsure = view.disputes and turn.now_s - turn.peers.disputed_s < DISPUTE_S
-        return Wait(reason(Code.CHECKING)) if unsure else decision
+        return membership.Wait(reason(Code.CHECKING)) if unsure else decision
     if turn.done_here():
-        return Wait(reason(Code.OTHERS_FINISH))
+        return membership.Wait(reason(Code.OTHERS_FINISH))
     if turn.now_s < turn.etcd.wiped_until_s:
-        return Wait(reason(Code.ETCD_LOST_DATA))
+        return membership.Wait(reason(Code.ETCD_LOST_DATA))
     return decision
 
 
@@ -149,7 +140,7 @@ def _survives(turn: Turn, broken: BrokenRecord) -> bool:
     formed = turn.formed.generation
     if formed is None:
         return False
-    there = {member.id for member in living(turn.etcd.view, turn.peers.dead).values()}
+    there = {member.id for member in membership.living(turn.etcd.view, turn.peers.dead).values()}
     seats = [place for place in formed.nodes if (place.node, place.incarnation) in there]
     return any(not all_workers_lost(formed, place.node, broken) for place in seats)
 
@@ -162,7 +153,7 @@ def _has_stepped(turn: Turn) -> bool | None:
     return stepped if stepped or turn.policy.managed else None
 
 
-def _publish(turn: Turn, change: Change) -> None:
+def _publish(turn: Turn, change: membership.Change) -> None:
     view = turn.etcd.view
     ahead = max(2, math.ceil(LEAD_S / turn.progress.step_s)) if turn.progress.step_s > 0 else 2
     at_step = turn.progress.step + ahead if change.planned and turn.policy.managed else None
@@ -196,7 +187,7 @@ def _publish(turn: Turn, change: Change) -> None:
     turn.do(Publish(number, change, view.generation_revision, at_step, new, counted, turn.policy.managed))
 
 
-def number_of(turn: Turn, change: Change) -> int | None:
+def number_of(turn: Turn, change: membership.Change) -> int | None:
     """Of the next generation; None: the newest checkpoint is to be found first.
 
     The record in etcd says how far the numbers are, unless etcd has lost its data or was set back to a backup: then no
@@ -241,7 +232,7 @@ def _reported(turn: Turn) -> BrokenRecord | None:
 
 def _spare(turn: Turn) -> int:
     """Living nodes that are ready to take part, beyond the job's minimum."""
-    alive = living(turn.etcd.view, turn.peers.dead).values()
+    alive = membership.living(turn.etcd.view, turn.peers.dead).values()
     fit = sum(1 for m in alive if m.record.ready and m.record.draining is None)
     return max(0, fit - turn.limits().min_nodes)
 
@@ -272,7 +263,7 @@ def _all_done(turn: Turn) -> bool:
     return bool(there) and all(m.record.done == generation.number for m in there)
 
 
-def _wait(turn: Turn, decision: Wait) -> None:
+def _wait(turn: Turn, decision: membership.Wait) -> None:
     view, why = turn.etcd.view, [decision.reason]
     if turn.drain.draining and decision.below_min and not turn.policy.spec.checkpoint.dir:
         why.append(reason(Code.WOULD_BE_LOST))

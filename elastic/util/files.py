@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import stat
+import threading
+import time
 from pathlib import Path
+from typing import IO, Any
 
 MAX_READ_BYTES = 4 * 1024 * 1024
 
@@ -36,6 +40,20 @@ def _new_file(path: str, mode: int) -> int:
     except FileExistsError:
         os.unlink(path)
         return os.open(path, flags, mode)
+
+
+def locked_within(file: IO[Any], limit_s: float) -> bool:
+    """Lock an open file, which flock does without a time-out. Returns False if another process holds it for longer."""
+    deadline_s = time.monotonic() + limit_s
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline_s:
+                return False
+            threading.Event().wait(0.01)
+        else:
+            return True
 
 
 class FileTooLarge(OSError):

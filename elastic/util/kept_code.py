@@ -7,15 +7,14 @@ file, below a first line that names the submission: a later submission begins an
 
 from __future__ import annotations
 
-import fcntl
 import io
 import os
-import threading
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import msgspec
+
+from .files import locked_within
 
 ENV = "ELASTIC_KEPT_CODE"
 """Environment variable: the submission and the path of the file, separated by a colon."""
@@ -101,11 +100,8 @@ class KeptCode:
         """The file, at its end and locked, with all its lines read."""
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         with io.FileIO(os.open(self._store, flags, 0o640), "r+") as file:
-            deadline_s = time.monotonic() + LOCK_S
-            while not _try_lock(file):
-                if time.monotonic() >= deadline_s:
-                    raise OSError(f"locked for {LOCK_S:g} s")
-                threading.Event().wait(0.01)  # flock has no time-out
+            if not locked_within(file, LOCK_S):
+                raise OSError(f"locked for {LOCK_S:g} s")
             if not self._read_to:
                 if file.readline() != self._header:
                     file.truncate(0)
@@ -120,14 +116,6 @@ class KeptCode:
             file.truncate(self._read_to)  # a line that its writer did not finish
             file.seek(self._read_to)
             yield file
-
-
-def _try_lock(file: io.FileIO) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _read(path: str) -> KeptFile:

@@ -19,8 +19,7 @@ from elastic.contract.structs import replace
 from elastic.contract.worker import messages
 from elastic.contract.worker.beat import Doing
 from elastic.contract.worker.worker_config import SLOT, RankVariables, WorkerConfig, variable
-from elastic.worker.job.building import build
-from elastic.worker.job.job import Job, Setup, Train
+from elastic.worker.job.job import Job, Setup, Train, build
 from elastic.worker.link.link import Link
 from elastic.worker.link.session import GenerationEnded, Session, is_worker
 from elastic.worker.snapshots.agent_snapshots import AgentSnapshots
@@ -100,7 +99,7 @@ class AgentLink(Link):
         # Gradients that may come from an interrupted all-reduce must not be applied. Otherwise the step is finished:
         # the rank that died may be one that has already committed it.
         if self._session.over(self.generation) and not self._backward_waits:
-            raise GenerationEnded(self._session.why())
+            raise GenerationEnded(self._session.why)
         self._mark(Doing.APPLYING)
 
     def quiet(self, limit_s: float) -> None:
@@ -340,7 +339,7 @@ class ManagedWorker:
         session.wait_after_done(form.generation)
         if not session.finished:
             # A rank died after all: its replacement may need this state.
-            raise GenerationEnded(session.why())
+            raise GenerationEnded(session.why)
 
     def _synchronised(self, job: Job, form: messages.Form) -> SyncResult:
         """Get the newest state there is. If none is left and none was ever saved, that is what a new `setup` builds:

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from elastic.checkpoint.interval import IntervalRule
 from elastic.checkpoint.stored.find import newest_generation
 from elastic.contract.origin import Origin
-from elastic.worker.job.building import build
-from elastic.worker.job.job import Job, Setup, Train
+from elastic.worker.job.job import Job, Setup, Train, build
 from elastic.worker.link.link import Link
 from elastic.worker.snapshots.checkpoint_scheduler import CheckpointScheduler, RankPosition
 from elastic.worker.snapshots.local_snapshots import LocalSnapshots

@@ -334,7 +334,7 @@ def test_late_exits_write_one_incident_each_with_no_steps_lost() -> None:
     for worker_id, slot in ((4, 0), (5, 1)):  # before their first generation: neither has a rank
         record = late_exit(agent, slot, Exited(worker_id, 0, None, 0, late_s=3.0), "", None, 10.0)
         assert record is not None
-        harness.writer.put_exit_incident(record, worker_id)
+        harness.writer.put_beside("exit", record, worker_id)
         harness.queues["lazy"].orders[-1]()
     found = [decode(IncidentRecord, kv.value) for kv in harness.client.get_prefix(KEYS.incidents).kvs.values()]
     assert sorted(i.text.partition(" had")[0] for i in found) == ["the process of slot 0", "the process of slot 1"]
@@ -347,7 +347,7 @@ def test_late_exits_write_one_incident_each_with_no_steps_lost() -> None:
 def test_checkpoints_that_fail_without_end_do_not_fill_etcd() -> None:
     harness = WriterHarness()
     for step in range(1, KEPT_BESIDE + 3):
-        harness.writer.put_save_incident(save_failed(Agent(harness.policy), step, "no space left", 10.0))
+        harness.writer.put_beside("save", save_failed(Agent(harness.policy), step, "no space left", 10.0), step)
         harness.queues["lazy"].orders[-1]()
     kvs = harness.client.get_prefix(KEYS.incidents).kvs.values()
     assert {decode(IncidentRecord, kv.value).step for kv in kvs} == set(range(3, KEPT_BESIDE + 3)), "the newest stay"
@@ -367,9 +367,9 @@ def test_checkpoints_of_a_node_that_joins_late_are_told_once_if_the_job_goes_on_
     assert told is not None
     assert (told.kind, told.node, told.open, told.steps_lost) == ("checkpoint", "n", False, 0)
     assert f"{tmp_path} on n has a checkpoint of generation 7; the job is in generation 7" in told.text
-    harness.writer.put_stray_incident(told)
+    harness.writer.put_beside("stray", told)
     harness.queues["lazy"].orders[-1]()
-    assert decode(IncidentRecord, harness.client.server.kvs[KEYS.stray_incident(7, "n")].value) == told
+    assert decode(IncidentRecord, harness.client.server.kvs[KEYS.beside_incident("stray", 7, "n")].value) == told
     assert stray_checkpoints(inside, changed(inside, generation=joined), saved, 10.0) is None, "it was there before"
     assert stray_checkpoints(outside, changed(outside, generation=others), saved, 10.0) is None, "it has no place"
     above = generation(8, [place("m"), place("n")])
@@ -471,9 +471,9 @@ def test_no_report_of_an_agent_gets_into_another_submission_of_the_name(what: st
             case "failure":
                 harness.writer.put_broken(msgspec.structs.replace(BROKEN, generation=1), None)
             case "late exit":
-                harness.writer.put_exit_incident(incident, 7)
+                harness.writer.put_beside("exit", incident, 7)
             case "checkpoint":
-                harness.writer.put_save_incident(incident)
+                harness.writer.put_beside("save", incident, incident.step or 0)
             case "ranks":
                 harness.writer.put_ranks(RanksRecord(node="n", generation=1, wall_s=1.0))
         for queue in harness.queues.values():
@@ -522,7 +522,7 @@ def test_an_agent_that_still_ends_writes_nothing_of_a_job_that_is_forgotten() ->
     """`status` shows a forgotten job for as long as such a record lies in etcd, and `forget` does not remove it."""
     harness = WriterHarness()
     late = IncidentRecord(generation=2, kind="late exit", node="n", ranks=(0,), detail="late", wall_s=1.0)
-    harness.writer.put_exit_incident(late, 7)
+    harness.writer.put_beside("exit", late, 7)
     harness.writer.put_ranks(RanksRecord(node="n", generation=1, wall_s=1.0))
     harness.client.server.kvs.clear()
     for order in harness.queues["lazy"].orders:
@@ -532,7 +532,7 @@ def test_an_agent_that_still_ends_writes_nothing_of_a_job_that_is_forgotten() ->
     harness.client.put(KEYS.spec, encode(harness.writer.spec))
     for order in harness.queues["lazy"].orders:
         order()
-    assert sorted(harness.client.server.kvs) == [KEYS.spec, KEYS.exit_incident(2, "n", 7), KEYS.ranks_of("n")]
+    assert sorted(harness.client.server.kvs) == [KEYS.spec, KEYS.beside_incident("exit", 2, "n", 7), KEYS.ranks_of("n")]
 
 
 def test_a_planned_generation_is_not_published_over_a_failure_of_the_one_before_whatever_its_number() -> None:
@@ -560,7 +560,7 @@ def test_records_of_numbers_below_those_that_were_left_out_are_deleted_but_not_w
     for number in (3, 4, 299, 300):
         harness.client.put(KEYS.broken(number), b"")
         harness.client.put(KEYS.account(number, "n", "x"), b"")
-        harness.client.put(KEYS.save_incident(number, "n", 7), b"")
+        harness.client.put(KEYS.beside_incident("save", number, "n", 7), b"")
     at = harness.client.server.kvs[KEYS.generation].mod_revision
     change = Change((place("n", 0),), "lost", planned=False)
     for shown, left in (((IncidentAccount(first=4, last=4),), {4, 299, 300}), ((), set())):
@@ -571,7 +571,7 @@ def test_records_of_numbers_below_those_that_were_left_out_are_deleted_but_not_w
         kvs = harness.client.server.kvs
         assert {number for number in range(500) if KEYS.account(number, "n", "x") in kvs} == left
         assert {number for number in range(500) if KEYS.broken(number) in kvs} == left
-        assert {number for number in range(500) if KEYS.save_incident(number, "n", 7) in kvs} == left
+        assert {number for number in range(500) if KEYS.beside_incident("save", number, "n", 7) in kvs} == left
     harness.stores.close()
 
 
@@ -585,7 +585,7 @@ def test_a_report_that_etcd_finds_too_large_is_written_without_its_long_texts() 
     incident = IncidentRecord(
         generation=2, kind="late exit", node="n", ranks=(0,), detail=long, wall_s=1.0, error=error
     )
-    harness.writer.put_exit_incident(incident, 7)
+    harness.writer.put_beside("exit", incident, 7)
     for queue in harness.queues.values():
         for order in queue.orders:
             order()
@@ -595,7 +595,7 @@ def test_a_report_that_etcd_finds_too_large_is_written_without_its_long_texts() 
     assert codes(broken.detail) == {Code.CUT}
     assert str(broken.detail).startswith("ValueError (")
     assert 0 < len(broken.error.traceback) == len(broken.stacks["rank 0"]) <= 4000
-    written = decode(IncidentRecord, harness.client.server.kvs[KEYS.exit_incident(2, "n", 7)].value)
+    written = decode(IncidentRecord, harness.client.server.kvs[KEYS.beside_incident("exit", 2, "n", 7)].value)
     assert (written.kind, 1000 < len(str(written.detail)) <= 4100) == ("late exit", True)
     told = decode(IncidentAccount, harness.client.server.kvs[KEYS.account(1, "n", harness.policy.incarnation)].value)
     assert (told.first, 1000 < len(str(told.why)) <= 4000) == (1, True)

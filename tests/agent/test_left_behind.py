@@ -12,7 +12,7 @@ import pytest
 import structlog
 
 from elastic.agent import node as starting
-from elastic.agent.reports import rank_ledgers
+from elastic.agent.reports import ledger
 from elastic.agent.reports.status import left_behind
 from elastic.contract.agent_files import LEFT, AgentConfig, AgentStatus, EtcdAccess
 from elastic.contract.keys import ClusterKeys
@@ -58,7 +58,7 @@ def write(
 def test_how_far_the_job_was_and_when(tmp_path: Path) -> None:
     write(tmp_path)
     assert left_behind(tmp_path, SUBMITTED_S) == ((3, 70), 90.0)
-    assert rank_ledgers.left_behind(tmp_path, SUBMITTED_S) == ACCOUNT
+    assert ledger.left_behind(tmp_path, SUBMITTED_S) == ACCOUNT
 
 
 def test_a_step_of_the_generation_before_does_not_outrank_those_of_the_one_that_had_formed(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_an_earlier_job_of_the_same_name_says_nothing_of_this_one(tmp_path: Path
     """Whatever the clocks of this node and of the submitter's say."""
     write(tmp_path, submitted_wall_s=submitted_wall_s)
     assert left_behind(tmp_path, SUBMITTED_S) == NOTHING
-    assert rank_ledgers.left_behind(tmp_path, SUBMITTED_S) is None
+    assert ledger.left_behind(tmp_path, SUBMITTED_S) is None
 
 
 @pytest.mark.parametrize("raw", [b"", b"{", b"\xff", b'{"pid": 1}'])
@@ -140,7 +140,7 @@ def test_the_daemon_leaves_it_to_the_next_agent(tmp_path: Path, monkeypatch: pyt
         starting.read_spec(cast(Etcd, Slow()), ClusterKeys("c").job("job"), config(folder))
         assert (folder / "status.json").exists()
         assert left_behind(folder, SUBMITTED_S) == ((3, 70), 90.0)
-        assert rank_ledgers.left_behind(folder, SUBMITTED_S) == ACCOUNT
+        assert ledger.left_behind(folder, SUBMITTED_S) == ACCOUNT
     write(folder, step=90)
     start(tmp_path)
     assert left_behind(folder, SUBMITTED_S) == ((3, 90), 90.0)

@@ -25,10 +25,11 @@ from support.warm_zygote import adopt_zygotes
 
 from elastic.agent.workers import descendants, zygote
 from elastic.agent.workers.descendants import PR_SET_CHILD_SUBREAPER, Descendants, exit_status
-from elastic.agent.workers.pool import Exited, Pool, PoolEvent, WorkerMessage, ZygoteUp
+from elastic.agent.workers.pool import Exited, Pool, PoolEvent, WorkerMessage
 from elastic.agent.workers.worker_error import read_error
 from elastic.agent.workers.zygote import ZygoteUnfit
 from elastic.contract.records.reasons import Code, reason
+from elastic.contract.worker import messages
 from elastic.contract.worker.messages import AbortGroup, Forked, ForkRefused, GroupClosed, Preload, ScriptEnded, encode
 from elastic.worker.link.session import CHANNEL_ENV
 
@@ -157,7 +158,7 @@ def test_worker_killed_before_fork_exits_without_waiting_for_the_zygote(bench: B
     assert isinstance(end, Exited)
     assert end.cause == reason(Code.ENDED_UNSTARTED)
     assert not bench.pool.processes
-    assert not any(isinstance(h, ZygoteUp) for h in bench.seen)
+    assert not any(isinstance(h, messages.ZygoteReady) for h in bench.seen)
 
 
 def test_ps_tells_worker_and_zygote_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +215,7 @@ def test_a_workers_children_go_with_it(bench: Bench) -> None:
 def test_the_zygote_dies_and_the_workers_do_not(bench: Bench) -> None:
     first = bench.worker(1, ASLEEP)
     os.kill(bench.pool._zygote.pid, signal.SIGKILL)
-    bench.until(lambda: sum(isinstance(h, ZygoteUp) for h in bench.seen) == 2)
+    bench.until(lambda: sum(isinstance(h, messages.ZygoteReady) for h in bench.seen) == 2)
     assert alive(first)
     second = bench.worker(2, ASLEEP)
     assert alive(first)
@@ -306,7 +307,7 @@ if "elastic.worker.boot.zygote" in " ".join(sys.orig_argv):
         ends = [bench.exit_of(worker_id) for worker_id in (1, 2, 3)]
         assert [(e.code, e.signal) for e in ends if e] == [(3, None), (None, "SIGABRT"), (None, "SIGKILL")]
         assert (bench.folder / "1.log").read_text() == "threads 1\n"
-        assert not any(isinstance(h, ZygoteUp) for h in bench.seen)
+        assert not any(isinstance(h, messages.ZygoteReady) for h in bench.seen)
         (unfit,) = [h for h in bench.seen if isinstance(h, ZygoteUnfit)]
         assert "2 threads run in it" in unfit.why
         assert bench.pool.why_fresh == unfit.why

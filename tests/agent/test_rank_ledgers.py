@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.jobs import changed, generation, member, place, policy, view
 
-from elastic.agent.reports.rank_ledgers import RankLedgers, left_behind
+from elastic.agent.reports.ledger import RankLedgers, left_behind
 from elastic.contract.records.job_records import Phase, RankRow
 from elastic.contract.records.ledger import Bucket
 from elastic.contract.records.rank_records import RanksRecord, every_s

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic.agent.reports.versions import TESTED, untested
+from elastic.agent.reports.reports import TESTED, untested
 from elastic.checkpoint.saving.versions import versions
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]

@@ -17,10 +17,11 @@ from support.printed import printed
 
 from elastic.agent.workers import worker_env
 from elastic.agent.workers.descendants import PR_SET_CHILD_SUBREAPER
-from elastic.agent.workers.pool import Exited, Pool, PoolEvent, ZygoteUp
+from elastic.agent.workers.pool import Exited, Pool, PoolEvent
 from elastic.agent.workers.zygote import ZygoteUnfit
 from elastic.contract.agent_files import AgentConfig, EtcdAccess
 from elastic.contract.job.spec import JobSpec
+from elastic.contract.worker import messages
 from elastic.contract.worker.messages import Preload
 
 pytestmark = pytest.mark.slow
@@ -92,8 +93,8 @@ class Bench:
             self.seen += self.pool.tick()
 
     def problems(self) -> tuple[str, ...]:
-        self.until(lambda: any(isinstance(h, ZygoteUp) for h in self.seen))
-        return next(h.problems for h in self.seen if isinstance(h, ZygoteUp))
+        self.until(lambda: any(isinstance(h, messages.ZygoteReady) for h in self.seen))
+        return next(h.problems for h in self.seen if isinstance(h, messages.ZygoteReady))
 
     def worker(self, text: str) -> tuple[int, int | None, str]:
         """(process, exit code, what it printed) of a worker that runs `text`."""

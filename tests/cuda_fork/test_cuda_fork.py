@@ -23,11 +23,12 @@ from support.scripts import EPOCH
 
 from elastic.agent.workers import worker_env
 from elastic.agent.workers.descendants import PR_SET_CHILD_SUBREAPER
-from elastic.agent.workers.pool import Exited, Pool, PoolEvent, ZygoteUp
+from elastic.agent.workers.pool import Exited, Pool, PoolEvent
 from elastic.agent.workers.zygote import ZygoteUnfit
 from elastic.contract.agent_files import AgentConfig, EtcdAccess
 from elastic.contract.job.spec import JobSpec
 from elastic.contract.records.job_records import Phase
+from elastic.contract.worker import messages
 from elastic.contract.worker.messages import Preload
 
 PYTHON = os.environ.get("ELASTIC_CUDA_PYTHON", "")
@@ -150,8 +151,8 @@ def test_the_gpu_is_seen(tmp_path: pathlib.Path, library: pathlib.Path) -> None:
 def test_a_forked_worker_trains_and_the_zygote_asks_for_no_gpu(bench: Bench) -> None:
     end, printed = bench.worker()
     assert (end.code, printed) == (0, "trained\n")
-    (up,) = bench.all(ZygoteUp)
-    assert isinstance(up, ZygoteUp)
+    (up,) = bench.all(messages.ZygoteReady)
+    assert isinstance(up, messages.ZygoteReady)
     assert up.problems == ()
     assert not bench.all(ZygoteUnfit)
     assert bench.zygote not in bench.calls()
@@ -166,7 +167,7 @@ def test_a_preloaded_module_that_spoils_the_zygote_is_left_out(bench: Bench) -> 
     assert isinstance(unfit, ZygoteUnfit)
     assert "the import of backward started" in unfit.why
     assert unfit.preload.modules == ("backward",)
-    assert bench.all(ZygoteUp), "the next zygote is forked from"
+    assert bench.all(messages.ZygoteReady), "the next zygote is forked from"
     assert not bench.pool.why_fresh
 
 
@@ -175,7 +176,7 @@ def test_where_no_zygote_is_fit_workers_are_new_processes(bench: Bench) -> None:
     end, printed = bench.worker()
     assert (end.code, printed) == (0, "trained\n")
     assert bench.zygote in bench.calls(), "the zygote was not spoilt"
-    assert not bench.all(ZygoteUp)
+    assert not bench.all(messages.ZygoteReady)
     assert bench.pool.why_fresh
     assert bench.pool._zygote.pid == 0, "the unfit one is not kept"
 

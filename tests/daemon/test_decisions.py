@@ -85,7 +85,7 @@ def test_incidents_are_in_the_order_of_their_time() -> None:
         IncidentRecord(generation=2, kind="checkpoint", node="a", ranks=(), detail="", wall_s=float(step), step=step)
         for step in (9, 10, 100)
     ]
-    seen = read(*(KV(job.save_incident(2, "a", i.step or 0), encode(i)) for i in failed))
+    seen = read(*(KV(job.beside_incident("save", 2, "a", i.step or 0), encode(i)) for i in failed))
     assert [i.step for i in seen.jobs["j"].incidents] == [9, 10, 100]
 
 
@@ -122,7 +122,7 @@ def test_an_account_with_any_numbers_harms_no_other(facts: dict[str, Any]) -> No
     beside = IncidentRecord(generation=2, kind="checkpoint", node="a", ranks=(), detail="", wall_s=1.0)
     seen = read(
         KV(job.account(1, "a", "a"), encode(hostile)),
-        KV(job.save_incident(2, "a", 7), encode(beside)),
+        KV(job.beside_incident("save", 2, "a", 7), encode(beside)),
     )
     incidents = seen.jobs["j"].incidents
     assert [incident.kind for incident in incidents if incident.kind == "checkpoint"] == ["checkpoint"]

@@ -189,7 +189,7 @@ def test_an_open_incident_and_its_failure_are_found_across_numbers_that_are_left
     etcd.put(KEYS.broken(5), BrokenRecord(generation=5, node="n1", kind="exit", detail="n1"))
     for account in (told, later):
         etcd.put(KEYS.account(account.first, "n1", "x"), account)
-    etcd.put(KEYS.save_incident(39, "n1", 7), beside)
+    etcd.put(KEYS.beside_incident("save", 39, "n1", 7), beside)
     view = etcd.read(reader)
     assert view.accounts == (later, told)
     assert [report.generation for report in view.broken_before] == [5]

@@ -118,7 +118,7 @@ def test_a_traceback_begins_in_the_script(tmp_path: pathlib.Path) -> None:
 
 DEEP = """
 import torch
-from elastic.worker.job.building import build
+from elastic.worker.job.job import build
 model = torch.nn.Sequential(torch.nn.Linear(4, 4))
 def setup(job):
     try:

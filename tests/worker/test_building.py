@@ -11,8 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from elastic.worker.job.building import build
-from elastic.worker.job.job import Job
+from elastic.worker.job.job import Job, build
 from elastic.worker.link.link import Link
 from elastic.worker.state.state import State
 

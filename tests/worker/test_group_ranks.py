@@ -163,7 +163,7 @@ def abort_while_waiting(rank: int, world_size: int, port: int, forming: str) -> 
     group.close()
     group.close()
     group.abort("too late")
-    return [freed_s, group.aborted]
+    return [freed_s, group._aborted.is_set()]
 
 
 @both

@@ -199,7 +199,7 @@ class EtcdWriter:
         self._urgent.ask("publish", order, persist=False)
 
     def _publish(self, effect: effects.Publish, view: JobView) -> bool:
-        guards = self._guards(view.state_revision)
+        guards = self._key.guards(self.keys.state, view.state_revision)
         number, previous = effect.number, view.generation.number if view.generation else 0
         record = next_record(
             self.stores,
@@ -242,10 +242,6 @@ class EtcdWriter:
     def _changes(self, before: GenerationRecord | None, places: tuple[GenerationNode, ...]) -> Changes | None:
         return changes(before.nodes, places) if before and len(places) > self.policy.crowd else None
 
-    def _guards(self, revision: int) -> list[Compare]:
-        """The job's state is still at `revision`: see `MemberKey.guards`."""
-        return self._key.guards(self.keys.state, revision)
-
     # ── the job's state ─────────────────────────────────────────────────────────────────────────────────────
 
     def put_state(self, effect: effects.PutState, progress: Callable[[], ProgressRecord | None] = lambda: None) -> None:
@@ -258,7 +254,7 @@ class EtcdWriter:
                 puts.insert(0, Put(self.keys.progress, encode(last)))
 
         def order() -> None:
-            done = self.etcd.txn(self._guards(effect.expect_revision), puts).ok
+            done = self.etcd.txn(self._key.guards(self.keys.state, effect.expect_revision), puts).ok
             state = effect.state
             log.info("job.state", phase=state.phase.value, reason=state.reason, restarts=state.restarts, done=done)
 
@@ -310,20 +306,10 @@ class EtcdWriter:
         key = self.keys.account(account.first, self.policy.node, self.policy.incarnation, account.repeat)
         self._put_own(key, account)
 
-    def put_save_incident(self, record: IncidentRecord) -> None:
-        """Incident of a failed checkpoint."""
-        self._put_beside(self.keys.save_incident(record.generation, record.node, record.step or 0), record)
-
-    def put_stray_incident(self, record: IncidentRecord) -> None:
-        """Incident of checkpoints that the job goes on without."""
-        self._put_beside(self.keys.stray_incident(record.generation, record.node), record)
-
-    def put_exit_incident(self, record: IncidentRecord, worker_id: int) -> None:
-        """Incident of a process that did not end after its script had; `worker_id` makes its key unique."""
-        self._put_beside(self.keys.exit_incident(record.generation, record.node, worker_id), record)
-
-    def _put_beside(self, key: str, record: IncidentRecord) -> None:
-        """While a disk stays full every save fails, for as long as the job runs: the oldest records are deleted."""
+    def put_beside(self, what: str, record: IncidentRecord, number: int = 0) -> None:
+        """See `JobKeys.beside_incident`. While a disk stays full every save fails, for as long as the job runs: the
+        oldest records are deleted."""
+        key = self.keys.beside_incident(what, record.generation, record.node, number)
         if key not in self._beside:
             self._beside.append(key)
         old = [self._beside.popleft()] if len(self._beside) > KEPT_BESIDE else []

@@ -27,7 +27,7 @@ import msgspec
 import structlog
 
 from elastic.recovery.facts.membership import watch_list
-from elastic.recovery.machine.events import PeerDead, PeerReachable, PeerUnreachable
+from elastic.recovery.machine.events import PeerDead, PeerEvent, PeerReachable, PeerUnreachable
 from elastic.recovery.machine.model import Agent
 
 from .listening import listen
@@ -167,7 +167,7 @@ class Peers:
     def __init__(
         self,
         incarnation: str,
-        post: Callable[[PeerDead | PeerUnreachable | PeerReachable], None],
+        post: Callable[[PeerEvent], None],
         listener: socket.socket | None = None,
     ) -> None:
         self._incarnation = incarnation

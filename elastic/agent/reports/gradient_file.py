@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import time
@@ -15,7 +14,8 @@ from elastic.contract.agent_files import GRADIENTS_BYTES, GradientSamples, RankS
 from elastic.contract.records.rank_records import Sample
 from elastic.contract.worker import messages
 from elastic.contract.worker.messages import GradientRow
-from elastic.util.files import replace_file
+
+from .status import write_for_daemon
 
 NAMED = 4
 """Parameters without a gradient in the record in etcd; all are in the file."""
@@ -61,8 +61,7 @@ class GradientFile:
             if len(raw := msgspec.json.encode(content)) <= GRADIENTS_BYTES or not most:
                 break
             most //= 2
-        with contextlib.suppress(OSError):  # a full disk: the old file stays, and the job continues
-            replace_file(self._path, raw, mode=0o640)
+        write_for_daemon(self._path, raw)
 
 
 def in_short(sample: RankSample) -> Sample:

@@ -11,7 +11,8 @@ import msgspec
 from elastic.contract.agent_files import History, Point
 from elastic.contract.records.job_records import PROTOCOL, ProgressRecord
 from elastic.recovery.machine.model import Agent
-from elastic.util.files import replace_file
+
+from .status import write_for_daemon
 
 KEPT_POINTS = 1000
 EVERY_S = 2.0
@@ -57,11 +58,7 @@ class HistoryFile:
             self._history = added(history, point, last=last)
         if self._history.points and (last or now_s >= self._due_s):
             self._due_s = now_s + WRITE_S
-            self._write()
-
-    def _write(self) -> None:
-        with contextlib.suppress(OSError):  # a full disk: the old file stays, and the job continues
-            replace_file(self._path, msgspec.json.encode(self._history), mode=0o640)
+            write_for_daemon(self._path, self._history)
 
 
 def _read(path: Path, submitted_wall_s: float) -> History:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import msgspec
 import structlog
 
+from elastic import __version__
 from elastic.agent.etcd.view_reader import ViewReader
 from elastic.agent.etcd.writer import EtcdWriter
 from elastic.agent.hangs.hang_detector import HangDetector
@@ -29,10 +31,8 @@ from elastic.recovery.machine.model import Agent, is_leader
 
 from . import status
 from .history import HistoryFile
-from .ledger import LedgerKeeper, began_wall_s
-from .rank_ledgers import left_behind
+from .ledger import LedgerKeeper, began_wall_s, left_behind
 from .step_times import StepTimes
-from .versions import VERSION
 from .worker_reports import WorkerReports
 
 STATUS_S = 0.5
@@ -63,7 +63,7 @@ class Reports:
         self._step_rate = status.StepRate()
         self._step_times = StepTimes(config.node, spec.spec.debug.window_s, gpu=bool(config.gpus))
         self._ledger = LedgerKeeper(submitted_wall_s, began_wall_s(), left_behind(folder, submitted_wall_s))
-        self._status_file = status.StatusFile(folder)
+        self._status_file = folder / "status.json"
         self._history = HistoryFile(folder, submitted_wall_s)
         self._status_due_s = self._progress_due_s = 0.0
         self._preloaded: tuple[str, ...] = ()
@@ -136,10 +136,10 @@ class Reports:
             doing=self._doing[0],
             doing_since_wall_s=self._doing[1],
             submitted_wall_s=self._submitted_wall_s,
-            version=VERSION,
+            version=__version__,
             exit_code=ended.code if ended else None,
         )
-        self._status_file.write(record)
+        status.write_for_daemon(self._status_file, record)
         now_s, last = time.monotonic(), ended is not None
         self._history.note(agent, progress, now_s, last=last)
         if self._ledger.ranks.due(agent, now_s, last=last, news=self.messages.news()):
@@ -164,3 +164,18 @@ class Reports:
             slow_ranks=self._step_times.slow,
             **self.messages.fields(agent, leads=is_leader(agent)),
         )
+
+
+TESTED = {"torch": ((2, 10), (2, 15)), "python": ((3, 11), (3, 13))}
+"""Oldest and newest minor version; docs/versions.md has the table. The range of torch is pyproject.toml's."""
+
+
+def untested(found: dict[str, str]) -> list[str]:
+    """A message for each version outside those that the tests are run with."""
+    outside = []
+    for name, (oldest, newest) in TESTED.items():
+        numbers = tuple(map(int, re.findall(r"\d+", found.get(name, ""))[:2]))
+        if numbers and not oldest <= numbers <= newest:
+            span = " to ".join(".".join(map(str, minor)) for minor in sorted({oldest, newest}))
+            outside.append(f"{name} {found[name]} is outside the versions that elasticd is tested with ({span})")
+    return outside

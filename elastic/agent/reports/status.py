@@ -214,13 +214,7 @@ def of_predecessors(folder: Path, submitted_wall_s: float) -> Iterator[AgentStat
                 yield status
 
 
-class StatusFile:
-    """The status file that the daemon of this node reads."""
-
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / "status.json"
-
-    def write(self, status: AgentStatus) -> None:
-        """Replace the file; if the disk is full the old one stays, and the job continues."""
-        with contextlib.suppress(OSError):
-            replace_file(self._path, msgspec.json.encode(status), mode=0o640)
+def write_for_daemon(path: Path, record: msgspec.Struct | bytes) -> None:
+    """Replace a file that the daemon of this node reads; if the disk is full the old one stays, and the job goes on."""
+    with contextlib.suppress(OSError):
+        replace_file(path, record if isinstance(record, bytes) else msgspec.json.encode(record), mode=0o640)

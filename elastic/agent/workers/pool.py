@@ -37,7 +37,6 @@ from .process import PoolEvent as PoolEvent
 from .process import Process as Process
 from .process import ProcessStarted as ProcessStarted
 from .process import WorkerMessage as WorkerMessage
-from .process import ZygoteUp as ZygoteUp
 from .zygote import CLOSE_S, Zygote, ZygoteDied, ZygoteUnfit
 
 CLOSED_S = 10.0
@@ -90,8 +89,8 @@ class Pool:
 
     def _zygote_event(self) -> Iterator[PoolEvent]:
         match self._zygote.read():
-            case messages.ZygoteReady(seconds=seconds, problems=problems, preloaded=preloaded):
-                yield ZygoteUp(seconds, problems, preloaded)
+            case messages.ZygoteReady() as ready:
+                yield ready
                 for ticket in tuple(self._waiting):
                     self._order_when_free(ticket)
             case Forked() as forked:

@@ -109,20 +109,13 @@ class Exited(msgspec.Struct, frozen=True):
         return self.why or how
 
 
-class ZygoteUp(msgspec.Struct, frozen=True):
-    seconds: float
-    problems: tuple[str, ...]
-    preloaded: tuple[str, ...] = ()
-    """Modules that it has imported for the job."""
-
-
 class ProcessStarted(msgspec.Struct, frozen=True):
     """The process of a worker that was ordered runs."""
 
     worker_id: int
 
 
-PoolEvent = WorkerMessage | ProcessStarted | Exited | ZygoteUp | ZygoteUnfit
+PoolEvent = WorkerMessage | ProcessStarted | Exited | messages.ZygoteReady | ZygoteUnfit
 
 
 class Process(msgspec.Struct):

@@ -4,16 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
+from elastic.contract.records import job_records
 from elastic.contract.records.incident_account import IncidentAccount
 from elastic.contract.records.incident_fold import incidents
-from elastic.contract.records.job_records import (
-    BrokenRecord,
-    GenerationRecord,
-    IncidentRecord,
-    JobState,
-    MemberRecord,
-    SpecRecord,
-)
 from elastic.contract.records.reasons import Text
 from elastic.contract.worker.messages import ToWorker
 from elastic.recovery.facts.membership import Change
@@ -34,7 +27,7 @@ class ForkPlain(Effect, frozen=True):
 
     slot: int
     worker_id: int
-    generation: GenerationRecord
+    generation: job_records.GenerationRecord
 
 
 class Send(Effect, frozen=True):
@@ -52,14 +45,14 @@ class Kill(Effect, frozen=True):
 
 
 class PutMember(Effect, frozen=True):
-    record: MemberRecord
+    record: job_records.MemberRecord
 
 
 class PutBroken(Effect, frozen=True):
     """Write a failure report. If the generation has one already, this one is merged into it: see `evidence`."""
 
-    record: BrokenRecord
-    member: MemberRecord | None = None
+    record: job_records.BrokenRecord
+    member: job_records.MemberRecord | None = None
     """Our member record, changed in the same transaction (`shrink`: the dead slot is withdrawn)."""
 
 
@@ -70,7 +63,7 @@ class Publish(Effect, frozen=True):
     change: Change
     expect_revision: int
     at_step: int | None
-    state: JobState | None
+    state: job_records.JobState | None
     """The job's state, to be written in the same transaction; None: it does not change."""
     charged: bool = False
     """Whether `state` counts a failure against the job's restart budget."""
@@ -88,7 +81,7 @@ class FindNewestSaved(Effect, frozen=True):
 class PutState(Effect, frozen=True):
     """Replace the job's state, if it is still at `expect_revision`: another phase, or a failure counted."""
 
-    state: JobState
+    state: job_records.JobState
     expect_revision: int
 
 
@@ -96,11 +89,11 @@ class PutIncident(Effect, frozen=True):
     """Write this agent's account of an incident, in place of the one that it wrote when that began."""
 
     account: IncidentAccount
-    reports: tuple[BrokenRecord, ...] = ()
+    reports: tuple[job_records.BrokenRecord, ...] = ()
     """The failure reports of it that are known here."""
 
     @property
-    def record(self) -> IncidentRecord:
+    def record(self) -> job_records.IncidentRecord:
         """The incident as it is known here."""
         return incidents([self.account], self.reports)[-1]
 
@@ -108,16 +101,16 @@ class PutIncident(Effect, frozen=True):
 class Restore(Effect, frozen=True):
     """etcd was wiped: write spec, state and generation back where they are absent."""
 
-    generation: GenerationRecord | None
-    state: JobState
-    spec: SpecRecord | None
+    generation: job_records.GenerationRecord | None
+    state: job_records.JobState
+    spec: job_records.SpecRecord | None
     """None: none was ever seen; the effect runner has the one that the agent was started with."""
 
 
 class Rejoin(Effect, frozen=True):
     """Obtain a new lease and put our member record under it."""
 
-    record: MemberRecord
+    record: job_records.MemberRecord
 
 
 class SaveNow(Effect, frozen=True):

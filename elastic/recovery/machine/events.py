@@ -79,21 +79,17 @@ class WorkerFailed(WorkerEvent, frozen=True):
     """Its script has ended with an error, and its process is about to end."""
 
     cause: Text
-    code: int
-    error: WorkerError | None = None
-    fingerprint: str = ""
-    step: int = 0
-    """The last step that it committed, from its beat page."""
-
-
-class WorkerExited(WorkerEvent, frozen=True):
-    cause: Text
     """How it ended, or the exception."""
     code: int | None = None
     error: WorkerError | None = None
     fingerprint: str = ""
     step: int = 0
     """The last step that it committed, from its beat page."""
+
+
+class WorkerExited(WorkerFailed, frozen=True):
+    """Its process has ended."""
+
     last_lines: tuple[str, ...] = ()
     """Of its log, if it was killed by a signal: it has left no `error` then."""
     signal: str = ""
@@ -122,27 +118,24 @@ class StillBusy(WorkerEvent, frozen=True):
     """The worker was told to abort, and cannot react yet but is healthy: see `hang_rules.busy`."""
 
 
-class PeerDead(Event, frozen=True):
-    """Another agent is dead: its port refuses connections."""
+class PeerEvent(Event, frozen=True):
+    """Of another agent."""
 
     node: str
     incarnation: str
-    evidence: str
+    evidence: str = ""
 
 
-class PeerUnreachable(Event, frozen=True):
-    """Another agent does not answer this one any more; it may be alive, and other agents may reach it."""
-
-    node: str
-    incarnation: str
-    evidence: str
+class PeerDead(PeerEvent, frozen=True):
+    """Its port refuses connections."""
 
 
-class PeerReachable(Event, frozen=True):
-    """The agent answers again, and has done so for a while."""
+class PeerUnreachable(PeerEvent, frozen=True):
+    """It does not answer this agent any more; it may be alive, and other agents may reach it."""
 
-    node: str
-    incarnation: str
+
+class PeerReachable(PeerEvent, frozen=True):
+    """It answers again, and has done so for a while."""
 
 
 class Progress(Event, frozen=True):

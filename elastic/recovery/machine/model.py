@@ -9,14 +9,7 @@ from typing import NamedTuple
 import msgspec
 
 from elastic.contract.job.spec import JobSpec
-from elastic.contract.records.job_records import (
-    BrokenRecord,
-    Failure,
-    GenerationRecord,
-    JobState,
-    MemberRecord,
-    SpecRecord,
-)
+from elastic.contract.records import job_records
 from elastic.contract.records.reasons import Text
 from elastic.contract.records.standings import Standing
 from elastic.contract.timeouts import Timeouts
@@ -101,10 +94,10 @@ class Policy(msgspec.Struct, frozen=True):
 class PendingFailure(msgspec.Struct, frozen=True):
     """A failure outside any generation (a worker that does not even start), to be counted: see `failure_counts`."""
 
-    record: BrokenRecord
+    record: job_records.BrokenRecord
     wall_s: float
     """When it happened."""
-    written: Failure | None = None
+    written: job_records.Failure | None = None
     """What was last written to the job's state; the write may have failed."""
 
 
@@ -114,9 +107,9 @@ class EtcdState(msgspec.Struct, frozen=True):
     view: JobView = msgspec.field(default_factory=JobView)
     joined: bool = False
     connected: bool = False
-    state: JobState = msgspec.field(default_factory=JobState)
+    state: job_records.JobState = msgspec.field(default_factory=job_records.JobState)
     """The newest that etcd has shown; kept while etcd is unavailable or wiped."""
-    spec: SpecRecord | None = None
+    spec: job_records.SpecRecord | None = None
     """The newest that etcd has shown; kept while etcd is unavailable or wiped."""
     absence_ignored_until_s: float = float("-inf")
     """etcd was wiped or unavailable: until then, an absent member may only not have registered again yet."""
@@ -126,7 +119,7 @@ class EtcdState(msgspec.Struct, frozen=True):
     """The newest generation known here when etcd was last seen to have lost data; -1: it was not."""
     orphaned_s: float | None = None
     """Since when all nodes that hold the job's state are absent from etcd, with none known to be dead; None: not so."""
-    published: MemberRecord | None = None
+    published: job_records.MemberRecord | None = None
     uncounted: tuple[PendingFailure, ...] = ()
     """Failures of this node's workers that the job's state does not show yet, oldest first."""
     asked: Mapping[str, float] = msgspec.field(default_factory=dict)
@@ -136,17 +129,17 @@ class EtcdState(msgspec.Struct, frozen=True):
 class FormedState(msgspec.Struct, frozen=True):
     """The newest generation, and whether it is broken."""
 
-    generation: GenerationRecord | None = None
+    generation: job_records.GenerationRecord | None = None
     """The newest that this agent has seen; kept while etcd is unavailable or wiped."""
     formed_at_s: float = float("-inf")
     """When this agent first saw it."""
-    last_committed: GenerationRecord | None = None
+    last_committed: job_records.GenerationRecord | None = None
     """The newest generation before it that is known here to have committed a step."""
     ranks: tuple[int, Mapping[int, int]] = (0, MappingProxyType({}))
     """(number of a generation, slot -> rank of our workers in it), cached: see `Turn.my_ranks`."""
     broken: int = 0
     """The newest generation known to be broken."""
-    broken_record: BrokenRecord | None = None
+    broken_record: job_records.BrokenRecord | None = None
     """Its failure report; kept while etcd is unavailable or wiped."""
     broken_at_s: float = float("-inf")
     """When this agent learnt of it."""

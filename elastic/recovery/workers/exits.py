@@ -182,7 +182,7 @@ def _late(event: WorkerExited) -> Reason:
     return reason(Code.LATE_ABORT, reason(Code.STOPPED) if event.stopped else "")
 
 
-def _report_exit(turn: Turn, worker: Worker, event: WorkerExited | WorkerFailed) -> None:
+def _report_exit(turn: Turn, worker: Worker, event: WorkerFailed) -> None:
     early = event.code == 0 and turn.policy.managed and not event.error
     detail = reason(Code.ENDED_EARLY) if early else event.cause
     record = worker_failure(turn, worker, "exit", detail)

@@ -108,10 +108,6 @@ class Group:
         self.why = ""
 
     @property
-    def aborted(self) -> bool:
-        return self._aborted.is_set()
-
-    @property
     def altered(self) -> str:
         """The key of a value in the store that this rank has refused; empty: it has refused none."""
         return self._sealed.altered if self._sealed else ""

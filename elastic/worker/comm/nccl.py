@@ -44,18 +44,16 @@ LOOK_S = 1.0
 GIVE_WAY_S = 5.0
 """Extra wait of each rank, compared with the rank before it, until that time-out ends it."""
 
+_ENDS = "makes torch end the process when a peer is lost; elastic would have kept it"
+_SHARP = "lets NCCL use NVLink SHARP, under which the abort of a communicator may hang"
 HARMFUL = (
-    ("TORCH_NCCL_DESYNC_DEBUG", "1", "makes torch end the process when a peer is lost; elastic would have kept it"),
-    (
-        "TORCH_DISTRIBUTED_DEBUG",
-        "DETAIL",
-        "makes torch end the process when a peer is lost; elastic would have kept it",
-    ),
+    ("TORCH_NCCL_DESYNC_DEBUG", "1", _ENDS),
+    ("TORCH_DISTRIBUTED_DEBUG", "DETAIL", _ENDS),
     ("TORCH_NCCL_BLOCKING_WAIT", "1", "turns off torch's watchdog: a collective beyond timeouts.group_s does not end"),
     ("TORCH_DISTRIBUTED_USE_TORCHCOMMS", "1", "replaces the NCCL groups that elastic can abort by others"),
     ("TORCH_DIST_USE_NCCL2", "1", "makes NCCL groups whose watchdog ends the process when a peer is lost"),
-    ("NCCL_NVLS_ENABLE", "1", "lets NCCL use NVLink SHARP, under which the abort of a communicator may hang"),
-    ("NCCL_NVLS_ENABLE", "2", "lets NCCL use NVLink SHARP, under which the abort of a communicator may hang"),
+    ("NCCL_NVLS_ENABLE", "1", _SHARP),
+    ("NCCL_NVLS_ENABLE", "2", _SHARP),
 )
 """Settings (name, value, effect) that cause a warning."""
 

@@ -6,6 +6,7 @@ import contextlib
 import math
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
@@ -23,8 +24,9 @@ from elastic.worker.comm import comm_hooks, ddp, ddp_models
 from elastic.worker.comm.p2p import control_device
 from elastic.worker.data import batches as data
 from elastic.worker.link.link import Link
-from elastic.worker.link.misuse import MisuseError, MisuseRuntimeError, MisuseValueError
+from elastic.worker.link.misuse import MisuseError, MisuseRuntimeError, MisuseTypeError, MisuseValueError
 from elastic.worker.snapshots.checkpoint_scheduler import CheckpointScheduler
+from elastic.worker.state.optimizers import SHARDED, sharded, sharded_module
 from elastic.worker.state.state import State
 
 from .job_calls import JobCalls
@@ -356,3 +358,32 @@ saved."""
 
 Train = Callable[[Job, State], None]
 """Called once per generation."""
+
+
+_UNFORMED = ("process group has not been initialized", "env:// rendezvous")
+_SHARDING = {
+    "zero_redundancy_optimizer.py": sharded(SHARDED),
+    "_fsdp_init.py": sharded_module("model", "fully_shard"),
+    "device_mesh.py": sharded_module("model", "DeviceMesh"),
+}
+"""File of torch in which the error was raised -> the way out."""
+
+
+def build(setup: Setup, job: Job) -> State:
+    """The state that `setup` builds. Raises TypeError if that is no State or is sharded, RuntimeError if it uses the
+    process group, and what `setup` raises."""
+    try:
+        state: object = setup(job)
+    except (ValueError, RuntimeError) as error:
+        if not any(said in str(error) for said in _UNFORMED):
+            raise
+        files = {frame.f_code.co_filename.rpartition("/")[2] for frame, _ in traceback.walk_tb(error.__traceback__)}
+        if found := next((said for file, said in _SHARDING.items() if file in files), ""):
+            raise MisuseTypeError(found) from error
+        raise MisuseRuntimeError(
+            "setup() uses torch.distributed, and the process group is formed after it, anew for each generation: move "
+            f"this to train(), where job.broadcast() sends a value of rank 0 to all ranks ({error})"
+        ) from error
+    if not isinstance(state, State):
+        raise MisuseTypeError(f"setup returned {type(state).__name__}: return elastic.State(model=…, optimizer=…)")
+    return state

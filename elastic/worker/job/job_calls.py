@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import inspect
+import itertools
 import math
+import os
 import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from types import CodeType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,7 +25,6 @@ from elastic.worker.data import batches as data
 from elastic.worker.data import steps as own_loaders
 from elastic.worker.data import streams
 from elastic.worker.data.arguments import whole
-from elastic.worker.data.places import at_one_place
 from elastic.worker.data.seeds import seed_everything
 from elastic.worker.link.misuse import MisuseError, MisuseIgnored, MisuseRuntimeError, MisuseTypeError
 from elastic.worker.state.handover import shared_values
@@ -412,3 +415,49 @@ class JobCalls(abc.ABC):
             if disagreeing(progress.digest(), world_size=self.world_size, device=control_device()):
                 own, cpu = progress.numbers(), torch.device("cpu")
                 refuse_unlike(shared_values.gather(own, rank=self.rank, world_size=self.world_size, device=cpu))
+
+
+class _Place(NamedTuple):
+    code: CodeType | None
+    span: tuple[int | None, int | None, int | None, int | None]
+    """(first line, last line, first column, last column)."""
+
+    def __str__(self) -> str:
+        return f"{os.path.basename(self.code.co_filename) if self.code else '?'}:{self.span[0]}"
+
+
+_NOWHERE = _Place(None, (None,) * 4)
+
+
+def _place(code: CodeType, offset: int) -> _Place:
+    """By its span in the source: of one `for` Python 3.12 gives two offsets, that of the instruction and that of its
+    cache, and changes between them as it specializes the instruction, and takes that back."""
+    return _Place(code, next(itertools.islice(code.co_positions(), offset // 2, None)))
+
+
+def at_one_place(loop: Generator[Any, None, None]) -> Iterator[Any]:
+    """The batches of `loop`. Raises RuntimeError where the script takes one at a place that it has left for another:
+    two places in turn, as a `for` and a `next()` in its body. After a failure `train` begins at its first place, and
+    the loop at the step that was interrupted, so that the batch of one place would be that of the other."""
+    code: CodeType | None = None
+    offset, last, left = -1, _NOWHERE, set[_Place]()
+    with contextlib.closing(loop):
+        while True:
+            frame = inspect.currentframe()
+            caller = frame.f_back if frame is not None else None
+            if caller is not None and (caller.f_lasti != offset or caller.f_code is not code):
+                code, offset = caller.f_code, caller.f_lasti
+                place = _place(code, offset)
+                if place in left and place != last:
+                    raise MisuseRuntimeError(
+                        f"{place} and {last} take batches of one loop in turn. After a failure train() begins at the "
+                        "first of them again, and the loop at the step that was interrupted: the batches would change "
+                        "places. Take each batch at one place, and let state.step say what is done with it, as in "
+                        "`if state.step % 2`; or take the samples of both as one batch, and commit once"
+                    )
+                left.add(last)
+                last = place
+            del frame, caller  # they hold the script's variables
+            if (batch := next(loop, _END)) is _END:
+                return
+            yield batch

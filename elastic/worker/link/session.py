@@ -75,9 +75,10 @@ class Session:
         self._channel = channel
         self._changed = threading.Condition()
         self._forms: deque[Form] = deque()
-        self._finished = False
-        self._ended = 0  # newest generation that is over; the reason is `_why`
-        self._why = ""
+        self.finished = False
+        """The job is over on all ranks."""
+        self._ended = 0  # newest generation that is over; the reason is `why`
+        self.why = ""
         self._yield_generation, self._yield_step = 0, 0
         self._give_up_s = math.inf
         """When the group of `_yield_generation` is aborted, unless the step under way is committed before."""
@@ -134,7 +135,7 @@ class Session:
     def next_form(self) -> Form | None:
         """Wait for the next generation to form; None when the job is over."""
         with self._changed:
-            while not self._finished:
+            while not self.finished:
                 while self._forms:
                     form = self._forms.popleft()
                     if form.generation > self._ended:
@@ -146,7 +147,7 @@ class Session:
     def wait_after_done(self, generation: int) -> None:
         """Wait until the job or `generation` is over."""
         with self._changed:
-            while not self._finished and self._ended < generation and not self._forms:
+            while not self.finished and self._ended < generation and not self._forms:
                 self._changed.wait()
 
     def wait(self, there: Callable[[], bool], generation: int, limit_s: float) -> None:
@@ -154,7 +155,7 @@ class Session:
         with self._changed:
             self._changed.wait_for(lambda: there() or self._ended >= generation, limit_s)
             if self._ended >= generation:
-                raise GenerationEnded(self._why)
+                raise GenerationEnded(self.why)
 
     def holds(self, group: Abortable | None, generation: int) -> None:
         """Register the group to abort on the agent's request. If its generation is already over, it is aborted at
@@ -163,24 +164,19 @@ class Session:
             self._group, self._group_generation = group, generation
             self._thread, self._aborted = threading.get_ident(), False
             late = group is not None and self._ended >= generation
-            why = self._why
+            why = self.why
         if late and group is not None:
             group.abort(why)
 
     def over(self, generation: int) -> bool:
         return self._ended >= generation
 
-    @property
-    def finished(self) -> bool:
-        """The job is over on all ranks."""
-        return self._finished
-
     def check(self, generation: int, step: int, *, between: bool = False) -> None:
         """Raises GenerationEnded, with `between`, if `generation` is over, or is to stop at `step`."""
         self.step = step
         if self._ended >= generation:
             self.page.left(time.monotonic())
-            raise GenerationEnded(self._why, between=between)
+            raise GenerationEnded(self.why, between=between)
         if self._yield_generation == generation and step >= self._yield_step:
             raise GenerationEnded(f"planned change after step {step}", between=between)
 
@@ -194,9 +190,6 @@ class Session:
         with self._changed:
             self._changed.wait_for(lambda: self._ended >= generation, limit_s)
         return self.ends(generation)
-
-    def why(self) -> str:
-        return self._why
 
     # ── monitor thread ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -239,7 +232,7 @@ class Session:
                 self._abort(generation, str(why))
             case StopAtStep(generation=generation, at_step=at_step, why=why):
                 with self._changed:
-                    self._yield_generation, self._yield_step, self._why = generation, at_step, str(why)
+                    self._yield_generation, self._yield_step, self.why = generation, at_step, str(why)
                 # This rank has passed the step at which the others may have stopped. If all take part in the step under
                 # way, it ends with that one. To abort it at once could lose it: a rank that leaves the job may have
                 # committed it, and the others not. If one has stopped, no rank can commit it.
@@ -252,7 +245,7 @@ class Session:
                     self._changed.notify_all()
             case Finish():
                 with self._changed:
-                    self._finished = True
+                    self.finished = True
                     self._changed.notify_all()
             case SaveSoon(stop=stop):
                 self.save_wanted = True
@@ -270,12 +263,12 @@ class Session:
             return min(PULSE_S, self._give_up_s - now_s)
         self._give_up_s = math.inf
         if self._group is not None and self._group_generation == self._yield_generation:
-            self._abort(self._yield_generation, self._why)
+            self._abort(self._yield_generation, self.why)
         return LOOK_S if self._aborted else PULSE_S
 
     def _abort(self, generation: int, why: str) -> None:
         with self._changed:
-            self._ended, self._why = max(self._ended, generation), why
+            self._ended, self.why = max(self._ended, generation), why
             group = self._group if self._group_generation <= generation else None
             self._changed.notify_all()
         if group is not None:

@@ -53,7 +53,7 @@ class AgentSnapshots:
         self._request = 0
         """Number of the newest request for buffers."""
         self._results: queue.SimpleQueue[messages.SaveResult] = queue.SimpleQueue()
-        self._durable_s = 0.0
+        self.durable_s = 0.0
         self._failed_step = -1
         session.on(messages.Arena, self._on_arena)
         session.on(messages.SaveResult, self._on_saved)
@@ -66,10 +66,6 @@ class AgentSnapshots:
     def _on_saved(self, message: messages.Message, _: list[int]) -> None:
         assert isinstance(message, messages.SaveResult)
         self._results.put(message)
-
-    @property
-    def durable_s(self) -> float:
-        return self._durable_s
 
     def wanted(self) -> bool:
         if not self._session.save_wanted:
@@ -289,6 +285,6 @@ class AgentSnapshots:
 
     def _take(self, message: messages.SaveResult) -> None:
         self._buffers.busy.discard(message.buffer)
-        self._durable_s = message.seconds or self._durable_s
+        self.durable_s = message.seconds or self.durable_s
         if message.error:
             self._failed_step = message.step

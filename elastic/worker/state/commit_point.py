@@ -67,10 +67,6 @@ class CommitPoint:
         self._room_bytes = TOTAL_BYTES
         """Bytes that may still be copied of the parts' rests; used while they are made."""
 
-    @property
-    def taken(self) -> bool:
-        return self._taken
-
     def drop(self) -> None:
         """Another state is adopted: there is no commit to return to. Modules may have changed, too."""
         self._taken, self.again, self._stale = False, False, True
