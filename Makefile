@@ -16,7 +16,7 @@ CASES ?= 300
 CASE ?=
 SHRINK ?=
 
-.PHONY: demo recording test test-fast test-of golden test-long bench-smoke style lint bench chaos faults soak simulate venv test-compat test-gpu test-cuda-fork gpu-bundle docs dist clean
+.PHONY: demo recording test test-fast test-of golden test-long bench-smoke evidence evidence-check style lint bench chaos faults soak simulate venv test-compat test-gpu test-cuda-fork gpu-bundle docs dist clean
 
 venv: $(VENV)/.ready
 
@@ -80,6 +80,13 @@ bench: venv
 # Each benchmark in its smallest size: it runs to its end, and its last line is complete.
 bench-smoke: venv
 	@$(BIN)/pytest -q -m "long or not long" tests/worker/test_benchmarks_run.py tests/worker/test_state_benchmark.py
+
+# The records behind the figures that README and docs quote, in docs/evidence: some 35 minutes of a quiet machine.
+evidence: venv
+	@$(BIN)/python benchmarks/evidence.py
+
+evidence-check: venv
+	@$(BIN)/python benchmarks/evidence.py --check
 
 chaos: venv
 	@PYTHONPATH=tests $(BIN)/python -m chaos.random_faults --seed $(SEED) --minutes $(MINUTES)

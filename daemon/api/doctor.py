@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -36,6 +36,14 @@ def unanswered(node: str, answer: Json) -> Finding:
     if answer.get("status") == NO_ETCD:
         fix = "first what is said of etcd; then ask again"
     return Finding(check="node", level=ERROR, node=node, text=str(answer["error"]), fix=fix)
+
+
+def known_faults(versions: Sequence[str]) -> Iterator[Finding]:
+    """Of etcd. `versions`: of each member; empty: not known."""
+    for version in sorted({*versions} - {""}):
+        if (verdict := judge(version, len(versions))).support is not VersionSupport.SOUND:
+            fix = f"take etcd {verdict.take} or newer" if verdict.take else "take a supported version"
+            yield Finding(check="etcd", level=WARNING, text=verdict.text, fix=fix)
 
 
 def without_daemon(cluster: Cluster) -> Iterator[Finding]:

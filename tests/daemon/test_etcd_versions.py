@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elasticd.api.doctor import known_faults
 from elasticd.etcd import embedded
 from elasticd.etcd.versions import FAULTS, VersionSupport, judge
 
@@ -70,6 +71,15 @@ def test_the_version_to_take_is_newer_and_has_nothing_known_against_it(version: 
     if verdict.take:
         assert tuple(map(int, verdict.take.split("."))) > version
         assert judge(verdict.take).support is SOUND
+
+
+def test_the_doctor_names_the_faults_of_each_version_with_what_mends_them() -> None:
+    assert list(known_faults(["3.6.14", "3.6.14", ""])) == []
+    (single,), (one_of_three,) = known_faults(["3.5.4"]), known_faults(["3.5.4", "3.6.14", "3.6.14"])
+    assert (single.level, single.fix) == ("warning", "take etcd 3.5.33 or newer")
+    assert "CVE-2026-33413" in one_of_three.text
+    assert "confirmed writes" in single.text
+    assert "confirmed writes" not in one_of_three.text
 
 
 def test_fixes_are_in_ascending_order() -> None:

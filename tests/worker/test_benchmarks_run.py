@@ -13,6 +13,7 @@ from support.source import ROOT
 BENCHMARKS = ROOT / "benchmarks"
 IN_MAKE_TEST = {
     "commit": {"percent_of_a_step"},
+    "evidence": {"records", "wrong"},
     "goodput": {
         "elasticd, standbys", "elasticd, no standby", "torchrun, tuned", "torchrun, defaults", "FlashRecovery's 150 s",
         "FT-HSDP's 3 minutes", "its baseline's 10 minutes",
