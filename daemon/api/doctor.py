@@ -169,10 +169,7 @@ class Doctor:
     def _members(self) -> Iterator[Finding]:
         members = self._etcd.members(MEMBER_S)
         yield from doctor.judge_members([(m.endpoint, m.ok, m.version, m.error) for m in members])
-        for version in sorted({member.version for member in members if member.version}):
-            if (verdict := judge(version, len(members))).support is not VersionSupport.SOUND:
-                fix = f"take etcd {verdict.take} or newer" if verdict.take else "take a supported version"
-                yield Finding(check="etcd", level=WARNING, text=verdict.text, fix=fix)
+        yield from known_faults([member.version for member in members])
 
 
 def versions() -> dict[str, str]:
