@@ -25,6 +25,7 @@ from elasticd.agents.run_as import RunAs, groups
 from elasticd.api.doctor import Doctor
 from elasticd.api.metrics.observations import Requests
 from elasticd.api.request import Service
+from elasticd.base import entry_points
 from elasticd.base.command_answers import Config
 from elasticd.base.errors import CannotStart, Refused
 from elasticd.base.log import Log
@@ -32,12 +33,14 @@ from elasticd.base.sd_notify import Notify
 from elasticd.base.settings import HttpSettings, Settings
 from elasticd.base.threads import Threads
 from elasticd.cluster.published_state import PublishedState
-from elasticd.machine.gpus import Health
-from elasticd.machine.host import Gpus
+from elasticd.machine.gpus import GpuCheck
+from elasticd.machine.health import Health
+from elasticd.machine.host import Gpus, StateFolder
 from elasticd.node.asks import AnswerQueue, Asker
 from elasticd.node.event_queue import EventQueue, Stop
 from elasticd.node.loop import DaemonLoop
 from elasticd.node.writer import ClusterWriter
+from elasticd.plugins import NodeFacts, Notice
 from elasticd.processes.launch import Launcher
 from elasticd.views.instant import Identity
 
@@ -91,7 +94,8 @@ class Daemon:
         )
         self._cleaner = Cleaner(self.settings, self._keys, self._agents.retire, lambda: self._published.now, self.log)
         problem = self.gpus.problem or doctor.blocking(self.settings.interface, self.settings.state_dir)
-        self._health = Health(self.gpus.indices, self.log, self_test=self.settings.gpu_self_test, problem=problem)
+        gpus = GpuCheck(self.gpus.indices, self.log, self_test=self.settings.gpu_self_test, problem=problem)
+        self._health = Health({"state_dir": StateFolder(self.settings.state_dir), "gpus": gpus}, self.log)
         accounts = Accounts(groups(self.settings.run_as))
         for name in groups(self.settings.run_as):
             if group_id(name) is None:
@@ -109,7 +113,7 @@ class Daemon:
         self._serve()
         self.served = True
         self.threads.repeat("writer", self._writer.run_one)
-        self.threads.start("gpus", self._health.run)
+        self._health.start(self.threads)
         if not self.identity.embedded:
             self.threads.repeat("etcd-members", Members(self._etcd, self._writer.show_members, self.log).look)
         self._etcd.watch(self._keys.root, self._event_queue.show)
@@ -155,7 +159,6 @@ class Daemon:
         """Leave the cluster; agents and the embedded etcd continue to run."""
         # The servers end with the process: stopping them first would only cost the time of their polls.
         Path(self.settings.socket).unlink(missing_ok=True)
-        self._health.stop()
         self.threads.closed.set()
         self._loop.leave(in_order=self._stopped_in_order)
         self._etcd.close()
@@ -192,9 +195,10 @@ class Daemon:
         self._actions = actions
         audit = Audit(self._etcd, self._keys, settings.node, self.log)
         self._watch_preemption(actions, audit)
+        self._add_health_checks()
         self._cleaner.forget = partial(_forget_old, actions, audit, self.log)
         asker = Asker(self._etcd, settings.cluster, settings.node, self.secret)
-        examiner = Doctor(settings, self._etcd, asker, self._gpus)
+        examiner = Doctor(settings, self._etcd, asker, self._gpus, self._health)
         self.threads.start("doctor-start", lambda: examiner.log_findings(self.log))
         service = Service(
             self._published, actions, identity, self._agents.logs, self.describe, self.log, authority, audit, asker,
@@ -235,10 +239,10 @@ class Daemon:
             return
         from .machine import preemption
 
-        announced = preemption.source(settings.preemption, settings.preemption_url)
+        announced = entry_points.made("preemption", settings.preemption, self.log, settings.preemption_url)
         own = _own_peer()
 
-        def drain(notice: preemption.Notice) -> bool:
+        def drain(notice: Notice) -> bool:
             try:
                 actions.drain(settings.node, reason(Code.TAKEN_AWAY, notice.reason), notice.deadline_s)
             except Refused as error:  # etcd is unavailable, or this node not registered yet: the next look repeats it
@@ -249,6 +253,16 @@ class Daemon:
 
         watch = preemption.PreemptionWatch(announced, drain, self.log)
         self.threads.repeat("preemption", watch.look, preemption.ASK_EVERY_S)
+
+    def _add_health_checks(self) -> None:
+        settings = self.settings
+        facts = NodeFacts(
+            node=settings.node, address=settings.address, interface=settings.interface, state_dir=settings.state_dir,
+            gpus=self.gpus.indices,
+        )  # fmt: skip
+        for name in dict.fromkeys(settings.health_checks):
+            log = self.log.bind(check=name)
+            self._health.add(name, entry_points.made("health_checks", name, self.log, facts, log))
 
     def _answer_other_nodes(self, service: Service) -> None:
         settings, answer = self.settings, partial(remote_answers.answer, service)

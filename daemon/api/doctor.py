@@ -20,6 +20,7 @@ from elasticd.diagnosis import why
 from elasticd.etcd.versions import VersionSupport, judge
 from elasticd.machine import addresses, doctor, expiring, reach
 from elasticd.machine.doctor import ERROR, WARNING
+from elasticd.machine.health import Health
 from elasticd.node.asks import CLOCKS, Asker, User, ask_each
 
 MEMBER_S = 3.0
@@ -87,8 +88,8 @@ def older_agents(cluster: Cluster) -> Iterator[Finding]:
 class Doctor:
     """Measures this node, and asks the others to do the same. Used in the threads of requests."""
 
-    def __init__(self, settings: Settings, etcd: Etcd, asker: Asker, gpus: bool) -> None:
-        self._settings, self._etcd, self._asker, self._gpus = settings, etcd, asker, gpus
+    def __init__(self, settings: Settings, etcd: Etcd, asker: Asker, gpus: bool, health: Health) -> None:
+        self._settings, self._etcd, self._asker, self._gpus, self._health = settings, etcd, asker, gpus, health
         self._key = ClusterKeys(settings.cluster).root  # etcd's role for elasticd covers this cluster's keys only
 
     def here(self) -> list[Finding]:
@@ -103,6 +104,11 @@ class Doctor:
         findings += expiring.findings(expiring.look(settings), time.time())
         return [msgspec.structs.replace(finding, node=settings.node) for finding in findings]
 
+    def _checked(self) -> Iterator[Finding]:
+        """By the health checks, whose log says it, too."""
+        for finding in self._health.findings():
+            yield msgspec.structs.replace(finding, node=self._settings.node)
+
     def log_findings(self, log: Log) -> None:
         """At the daemon's start: warnings and errors of this machine, with their fixes."""
         for finding in self.here():
@@ -115,7 +121,7 @@ class Doctor:
         unreached, mbit_s = reach.try_it(connect, {n.record.address for n in snapshot.cluster.nodes.values()})
         return {
             "node": self._settings.node,
-            "findings": [*self.here(), *self._latency()],
+            "findings": [*self.here(), *self._checked(), *self._latency()],
             "versions": versions(),
             "unreached": unreached,
             "mbit_s": mbit_s,
@@ -124,7 +130,8 @@ class Doctor:
 
     def whole(self, snapshot: Snapshot, by: User) -> Diagnosis:
         me = self._settings.node
-        findings = [*self.here(), *self._latency(), *self._members(), *without_daemon(snapshot.cluster)]
+        findings = [*self.here(), *self._checked(), *self._latency(), *self._members()]
+        findings += without_daemon(snapshot.cluster)
         findings += [*absent(snapshot.cluster, time.time()), *older_agents(snapshot.cluster)]
         others = sorted(snapshot.cluster.nodes.keys() - {me})
         with reach.listener(self._settings.address, port_range(self._settings.ports)) as listening:

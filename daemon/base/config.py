@@ -23,7 +23,7 @@ from elastic.contract.job.field_words import explained
 from elastic.contract.job.spec import InvalidSpec, refuse_unknown
 from elastic.contract.keys import check_name
 
-from . import masking
+from . import entry_points, masking
 from .dotted import Raw, leaves, put, value_of
 from .errors import InvalidConfig
 from .settings import NotifySettings, Settings
@@ -121,6 +121,10 @@ def check(settings: Settings) -> None:
         if (file := getattr(etcd, name)) and not os.access(file, os.R_OK):
             raise ValueError(f"etcd.{name} = {file!r}: cannot be read")
     _check_notify(settings.notify)
+    for name in () if settings.preemption == "none" else (settings.preemption,):
+        entry_points.find("preemption", name)
+    for name in settings.health_checks:
+        entry_points.find("health_checks", name)
     check_socket(f"socket = {settings.socket!r}", settings.socket, ValueError)
 
 

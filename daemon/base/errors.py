@@ -4,6 +4,7 @@ DaemonError
 ├── InvalidConfig      a setting is wrong: needs an operator; retrying is useless (exit code 78)
 ├── AlreadyRuns        another elasticd uses this state directory (exit code 75)
 ├── CannotStart        the machine prevents it: a port, a binary, a permission (exit code 69)
+├── PluginFailed       what a package adds to elasticd has raised (exit code 69)
 ├── Unsaved            `elasticd --stop` would lose steps of a job (exit code 1)
 ├── Fault              a bug of ours, met at a request: status 500
 └── Refused            a request that cannot be carried out; `status` is the HTTP status for it
@@ -32,6 +33,10 @@ class AlreadyRuns(DaemonError):
 
 
 class CannotStart(DaemonError):
+    code = 69
+
+
+class PluginFailed(DaemonError):
     code = 69
 
 

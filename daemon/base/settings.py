@@ -195,12 +195,17 @@ class Settings(SettingsTable, frozen=True, kw_only=True):
     /etc/elasticd/cluster.key, else cluster.key in `state_dir`, which the daemon of an embedded etcd generates; without
     any of them records are not signed. `elasticd --make-cluster-key` generates one."""
 
-    preemption: Literal["none", "aws", "gcp", "azure"] = "none"
-    """Ask this cloud's metadata service every 5 s whether the machine will be taken away (spot, preemptible), and drain
-    the node as soon as it says so. 'none': do not ask."""
+    preemption: str = "none"
+    """Ask every 5 s whether the machine will be taken away (spot, preemptible), and drain the node as soon as it is so:
+    'aws', 'gcp' or 'azure' asks that cloud's metadata service, other names are of packages that are installed
+    (docs/plugins.md). 'none': do not ask."""
 
     preemption_url: str = ""
-    """Base URL of that service; empty: the cloud's own."""
+    """URL at which to ask; empty: the cloud's own."""
+
+    health_checks: tuple[str, ...] = ()
+    """Further health checks of this node, by the names under which installed packages have them (docs/plugins.md): it
+    takes no work while one of them has something to say."""
 
     shutdown_drain_s: Annotated[float, msgspec.Meta(ge=0, le=3600)] = 30.0
     """As a service of systemd: when the machine shuts down or reboots, drain this node first, for at most so many

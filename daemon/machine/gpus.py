@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from elastic.contract.records.reasons import Code, Text, reason
@@ -36,66 +35,60 @@ TEST_AGAIN_S = 10.0
 """Until a self-test that could not be started, for want of memory or processes, is tried again."""
 
 
-class Health:
-    """GPU health. `reason` may be read from any thread; the thread that executes `run` writes it."""
+class GpuCheck:
+    """A health check (`elasticd.plugins`), a look at which takes up to a second: it waits for NVML's events."""
+
+    of_gpus = True
 
     def __init__(self, gpus: Sequence[int], log: Log, *, self_test: bool, problem: str = "") -> None:
         """`problem`: why this node can take no work, such as GPUs that cannot be seen: it would train on its CPU. Its
         GPUs are then not tested, nor watched."""
         self._gpus = tuple(gpus)
         self._log = log
-        self._self_test = self_test and bool(gpus) and not problem
-        self.reason: Text = reason(Code.SELF_TEST) if self._self_test else ""
+        self._tests = self_test and bool(gpus) and not problem
+        self.reason: Text = reason(Code.SELF_TEST) if self._tests else problem
         """Why the node should accept no work; empty: it may. Once a GPU is faulty it stays so until the daemon
         restarts."""
-        self._testing = self._self_test
-        self._stopped = threading.Event()
+        self.leave = not self._tests
+        """Not during the self-test."""
+        self.every_s = 0.0
         self._throttled: dict[int, bool] = {}
-        if problem:
-            self._say(problem)
+        self._steps = self._run()
 
-    @property
-    def sick(self) -> Text:
-        """As `reason`, but empty during the self-test: why jobs that run here should leave."""
-        return "" if self._testing else self.reason
+    def look(self) -> Text:
+        """What is known so far, at first; then after the self-test, and after each look at NVML."""
+        next(self._steps, None)
+        return self.reason
 
-    def run(self) -> None:
-        if not self._gpus:
-            return
-        if self._self_test:
-            self._say(self._tested())
-            self._testing = False
+    def _run(self) -> Iterator[None]:
+        yield
+        if self._tests:
+            yield from self._test()
+        self.every_s = LOOK_EVERY_S
         try:
             import pynvml
         except ImportError:
             return
-        while not self.reason and not self._stopped.is_set():
+        while self._gpus and not self.reason:
             try:
-                self._watch(pynvml)
+                yield from self._watch(pynvml)
             except pynvml.NVMLError as error:
-                self._say(f"NVML: {error}")
+                self.reason = f"NVML: {error}"
 
-    def stop(self) -> None:
-        self._stopped.set()
-
-    def _tested(self) -> Text:
-        """The result of the self-test, as `self_test`. A node that cannot start it takes no work until it can."""
-        while not self._stopped.is_set():
+    def _test(self) -> Iterator[None]:
+        """A node that cannot start the self-test takes no work until it can."""
+        while True:
             try:
-                return self_test()
+                self.reason = self_test()
+                self.leave = True
+                return
             except OSError as error:
-                self.reason = reason(Code.NOT_TESTED, str(error))
+                self.reason, self.every_s = reason(Code.NOT_TESTED, str(error)), TEST_AGAIN_S
                 self._log.error("gpu.not_tested", why=str(error))
-                self._stopped.wait(TEST_AGAIN_S)
-        return self.reason
+                yield
 
-    def _say(self, why: Text) -> None:
-        self.reason = why
-        if why:
-            self._log.error("gpu.sick", reason=why)
-
-    def _watch(self, nvml: Any) -> None:
-        """Monitor until a GPU is faulty or `stop` is called. Raises NVMLError."""
+    def _watch(self, nvml: Any) -> Iterator[None]:
+        """Monitor until a GPU is faulty. Raises NVMLError."""
         nvml.nvmlInit()
         try:
             handles = {gpu: nvml.nvmlDeviceGetHandleByIndex(gpu) for gpu in self._gpus}
@@ -105,15 +98,16 @@ class Health:
                 listening = [
                     _tolerant(nvml, nvml.nvmlDeviceRegisterEvents, h, wanted, events) for h in handles.values()
                 ]
+                listens = any(heard is not _UNSUPPORTED for heard in listening)
+                self.every_s = 0.0 if listens else LOOK_EVERY_S
                 look_s = 0.0
-                while not self.reason and not self._stopped.is_set():
-                    if time.monotonic() >= look_s:
+                while not self.reason:
+                    if not listens or time.monotonic() >= look_s:
                         look_s = time.monotonic() + LOOK_EVERY_S
                         self._look(nvml, handles)
-                    elif not any(heard is not _UNSUPPORTED for heard in listening):
-                        self._stopped.wait(LOOK_EVERY_S)
                     else:
                         self._hear(nvml, events, handles)
+                    yield
             finally:
                 nvml.nvmlEventSetFree(events)
         finally:
@@ -126,11 +120,11 @@ class Health:
             return
         gpu = next((gpu for gpu, handle in handles.items() if _same(handle, event.device)), -1)
         if event.eventType == nvml.nvmlEventTypeDoubleBitEccError:
-            self._say(f"GPU {gpu}: uncorrectable memory error")
+            self.reason = f"GPU {gpu}: uncorrectable memory error"
             return
         xid = int(event.eventData)
         if what := SICK_XIDS.get(xid):
-            self._say(f"GPU {gpu}: XID {xid}, {what}")
+            self.reason = f"GPU {gpu}: XID {xid}, {what}"
         else:
             self._log.warning("gpu.xid", gpu=gpu, xid=xid)
 
@@ -138,14 +132,14 @@ class Health:
         for gpu, handle in handles.items():
             try:
                 if errors := _errors(nvml, handle):
-                    self._say(f"GPU {gpu}: {errors}")
+                    self.reason = f"GPU {gpu}: {errors}"
                     return
                 throttled = _throttled(nvml, handle)
             except nvml.NVMLError_GpuIsLost:
-                self._say(f"GPU {gpu}: fallen off the bus")
+                self.reason = f"GPU {gpu}: fallen off the bus"
                 return
             except nvml.NVMLError as error:
-                self._say(f"GPU {gpu}: NVML: {error}")
+                self.reason = f"GPU {gpu}: NVML: {error}"
                 return
             if throttled != self._throttled.get(gpu, False):
                 self._throttled[gpu] = throttled

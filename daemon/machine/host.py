@@ -139,6 +139,18 @@ def sickness(state_dir: str) -> Text:
     return ""
 
 
+@dataclass(frozen=True)
+class StateFolder:
+    """A health check (`elasticd.plugins`)."""
+
+    folder: str
+    every_s = 1.0
+    leave = False
+
+    def look(self) -> Text:
+        return sickness(self.folder)
+
+
 def as_system_service() -> bool:
     """Whether systemd's system manager started this very process."""
     return os.environ.get("SYSTEMD_EXEC_PID") == str(os.getpid()) and os.geteuid() == 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import datetime
 import http.client
+import math
 import time
 import urllib.error
 import urllib.request
@@ -19,8 +20,13 @@ from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
+from elasticd.base.entry_points import Guard
+from elasticd.base.errors import PluginFailed
 from elasticd.base.log import Log
+from elasticd.base.safe_text import line
+from elasticd.plugins import Notice, NoticeSource, NoticeUnknown
 
+LINK_LOCAL = "http://169.254.169.254"
 ASK_EVERY_S = 5.0
 """AWS recommends this interval."""
 ANSWER_S = 2.0
@@ -30,18 +36,7 @@ TOKEN_S = 300
 """Life of an AWS session token."""
 S = TypeVar("S")
 RELUCTANT = 12
-"""Consecutive failures of the metadata service after which the log says so: one minute."""
-
-
-@dataclass(frozen=True)
-class Notice:
-    reason: str
-    deadline_s: float
-    """Seconds from now until the machine goes away."""
-
-
-class MetadataError(Exception):
-    """The metadata service did not answer, or not as documented."""
+"""Consecutive failures after which the log says so: one minute."""
 
 
 class Spot(msgspec.Struct):
@@ -56,7 +51,7 @@ class Aws:
     def look(self, now_wall_s: float) -> Notice | None:
         wanted = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_S)}
         if (token := _ask(f"{self.url}/latest/api/token", wanted, method="PUT")) is None:
-            raise MetadataError("the service gives no session token")
+            raise NoticeUnknown("the service gives no session token")
         text = _ask(f"{self.url}/latest/meta-data/spot/instance-action", {"X-aws-ec2-metadata-token": token})
         if text is None:
             return None
@@ -107,52 +102,59 @@ class Azure:
 
     def _is_for_this_machine(self, event: ScheduledEvent) -> bool:
         if not isinstance(event.resources, list):
-            raise MetadataError(f"a scheduled event without its list of Resources: {event.resources!r}")
+            raise NoticeUnknown(f"a scheduled event without its list of Resources: {event.resources!r}")
         if not self._name:
             url = f"{self.url}/metadata/instance/compute/name?api-version=2021-02-01&format=text"
             self._name = (_ask(url, {"Metadata": "true"}) or "").strip().lower()
         if not self._name:
-            raise MetadataError("the service does not say what this machine is called")
+            raise NoticeUnknown("the service does not say what this machine is called")
         return self._name in (str(resource).lower() for resource in event.resources)
 
 
-MetadataService = Aws | Gcp | Azure
-"""`look`: the notice for this machine, if there is one. Raises MetadataError."""
+def aws(url: str) -> Aws:
+    """The entry point; `url`: "" for the provider's own address. So are the two below."""
+    return Aws(url or LINK_LOCAL)
 
 
-def source(provider: str, url: str) -> MetadataService:
-    """`provider`: the setting `preemption`. `url`: "" for the provider's own address."""
-    if provider == "gcp":
-        return Gcp(url or "http://metadata.google.internal")
-    kinds: dict[str, type[Aws | Azure]] = {"aws": Aws, "azure": Azure}
-    return kinds[provider](url or "http://169.254.169.254")
+def gcp(url: str) -> Gcp:
+    return Gcp(url or "http://metadata.google.internal")
+
+
+def azure(url: str) -> Azure:
+    return Azure(url or LINK_LOCAL)
 
 
 @dataclass(eq=False)
 class PreemptionWatch:
-    """Asks the metadata service, and calls `drain` once per notice. `drain` returns whether the node is being drained.
+    """Asks for a notice, and calls `drain` once per notice. `drain` returns whether the node is being drained.
     False, as without etcd, has it called again."""
 
-    source: MetadataService
+    source: NoticeSource
     drain: Callable[[Notice], bool]
     log: Log
 
     def __post_init__(self) -> None:
         self._drained = False
         self._failures = 0
+        self._guard = Guard("preemption", self.log, NoticeUnknown)
 
     def look(self) -> float:
         """Returns the pause to the next look."""
         try:
-            notice = self.source.look(time.time())
-        except MetadataError as error:
+            with self._guard.call():
+                notice = self.source.look(time.time())
+                if notice is not None:
+                    if not math.isfinite(notice.deadline_s):
+                        raise ValueError(f"deadline_s = {notice.deadline_s}")
+                    notice = Notice(line(notice.reason), max(1.0, notice.deadline_s))
+        except (NoticeUnknown, PluginFailed) as error:
             self._failures += 1
             if self._failures == RELUCTANT:
                 self.log.warning("preemption.unknown", error=str(error), failures=self._failures)
             return ASK_EVERY_S
         self._failures = 0
         if notice is None:
-            self._drained = False  # the provider has withdrawn it; the drain stays until `elasticctl uncordon`
+            self._drained = False  # it has been withdrawn; the drain stays until `elasticctl uncordon`
         elif not self._drained:
             self.log.warning("preemption.notice", reason=notice.reason, deadline_s=round(notice.deadline_s, 1))
             self._drained = self.drain(notice)
@@ -160,7 +162,7 @@ class PreemptionWatch:
 
 
 def _ask(url: str, headers: dict[str, str], method: str = "GET") -> str | None:
-    """The answer's text; None for 404. Raises MetadataError."""
+    """The answer's text; None for 404. Raises NoticeUnknown."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never by the proxy of the environment
     request = urllib.request.Request(url, headers=headers, method=method)
     try:
@@ -169,23 +171,23 @@ def _ask(url: str, headers: dict[str, str], method: str = "GET") -> str | None:
     except urllib.error.HTTPError as error:
         if error.code == 404:
             return None
-        raise MetadataError(f"{url}: {error}") from None
+        raise NoticeUnknown(f"{url}: {error}") from None
     except (OSError, ValueError, http.client.HTTPException) as error:  # the last: cut off, or no HTTP at all
-        raise MetadataError(f"{url}: {error!r}") from None
+        raise NoticeUnknown(f"{url}: {error!r}") from None
 
 
 def _read(text: str, kind: type[S]) -> S:
-    """Raises MetadataError."""
+    """Raises NoticeUnknown."""
     try:
         return msgspec.json.decode(text, type=kind)
     except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
-        raise MetadataError(f"{error}: {text[:80]!r}") from None
+        raise NoticeUnknown(f"{error}: {text[:80]!r}") from None
 
 
 def _until(when: object, form: str, now_wall_s: float) -> float:
-    """Seconds until `when`, at least 1. Raises MetadataError."""
+    """Seconds until `when`, at least 1. Raises NoticeUnknown."""
     try:
         at = datetime.datetime.strptime(str(when), form).replace(tzinfo=datetime.UTC)
     except ValueError:
-        raise MetadataError(f"no time of the form {form}: {when!r}") from None
+        raise NoticeUnknown(f"no time of the form {form}: {when!r}") from None
     return max(1.0, at.timestamp() - now_wall_s)

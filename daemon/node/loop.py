@@ -18,7 +18,7 @@ from elastic.contract.job.spec import Limits
 from elastic.contract.keys import ClusterKeys
 from elastic.contract.records.job_records import Phase
 from elastic.contract.records.node_records import AgentRow, KnownNode, NodeRecord, WorkerRow
-from elastic.contract.records.reasons import Code, Reason, Text, reason
+from elastic.contract.records.reasons import Reason, Text
 from elastic.etcd.client import ClusterSigner, Lease, View
 from elastic.etcd.stamps import Stamps
 from elasticd.agents.agents import Agents, Gone
@@ -32,8 +32,7 @@ from elasticd.cluster.assignment import Assignment, plan
 from elasticd.cluster.cluster import Cluster, ClusterReader, Job
 from elasticd.cluster.published_state import Contact, LocalAgent, PublishedState, Snapshot
 from elasticd.diagnosis.timeline import Timeline
-from elasticd.machine import host
-from elasticd.machine.gpus import Health
+from elasticd.machine.health import Health
 from elasticd.processes import launch
 
 from .chores import Chores
@@ -276,7 +275,7 @@ class DaemonLoop:
             pid=os.getpid(),
             started_wall_s=self._started_wall_s,
             draining=drain.reason if drain else self._faulty(),
-            healthy=not (ill := host.sickness(settings.state_dir) or self.health.reason),
+            healthy=not (ill := self.health.reason),
             reason=ill or None,
             workers=self._workers(),
             agents=self._agent_rows,
@@ -375,8 +374,8 @@ class DaemonLoop:
 
     def _faulty(self, job: str = "") -> Reason | None:
         """Why the node, or a job that uses GPUs, should leave; None: it need not."""
-        uses = not job or self.agents.running[job].config.gpus
-        return reason(Code.GPU_FAULTY, self.health.sick) if self.health.sick and uses else None
+        uses = not job or bool(self.agents.running[job].config.gpus)
+        return self.health.leaves(gpus=uses)
 
     def _end_overdue(self, now_s: float) -> None:
         """Agents end by themselves when their job is over or stopping, or at the deadline of a drain; those that do not

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import importlib
@@ -38,11 +39,12 @@ from elastic.agent.workers.gpu_gate import Gate
 from elastic.agent.workers.pool import Pool
 from elastic.contract.agent_files import AgentConfig, EtcdAccess
 from elastic.contract.job.spec import JobSpec
-from elastic.contract.records.reasons import Code, codes, reason
+from elastic.contract.records.reasons import Code, Text, codes, reason
 from elastic.contract.worker.messages import Preload
 from elastic.worker.boot import fork_safety, zygote
 from elasticd.machine import host
-from elasticd.machine.gpus import Health, _same, self_test
+from elasticd.machine.gpus import GpuCheck, _same, self_test
+from elasticd.machine.health import Health
 
 
 @pytest.fixture
@@ -248,49 +250,72 @@ def test_a_job_sees_its_own_cards_numbered_as_nvml_does() -> None:
 
 
 @pytest.fixture
-def health(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> Iterator[Health]:
+def health(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> Iterator[GpuCheck]:
     monkeypatch.setattr("elasticd.machine.gpus.LOOK_EVERY_S", 0.05)
-    health = Health((0, 1), structlog.get_logger(), self_test=False)
-    thread = threading.Thread(target=health.run, daemon=True)
-    thread.start()
-    yield health
-    health.stop()
-    thread.join(60.0)
-    assert not thread.is_alive()
+    health = GpuCheck((0, 1), structlog.get_logger(), self_test=False)
+    with looked_at(health):
+        yield health
     assert nvml.open == 0
 
 
+@contextlib.contextmanager
+def looked_at(check: GpuCheck) -> Iterator[None]:
+    """As the daemon does it: again and again, in a thread of its own."""
+    ended = threading.Event()
+
+    def run() -> None:
+        while not ended.wait(check.every_s):
+            check.look()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join(60.0)
+        assert not thread.is_alive()
+        check._steps.close()
+
+
+def all_looks(check: GpuCheck) -> Text:
+    """Its answer once it does not change any more."""
+    for _ in check._steps:
+        pass
+    return check.look()
+
+
 @pytest.mark.parametrize(("xid", "says"), [(79, "XID 79, fallen off the bus"), (48, "XID 48, uncorrectable")])
-def test_an_xid_of_the_card_makes_the_node_sick(nvml: FakeNvml, health: Health, xid: int, says: str) -> None:
+def test_an_xid_of_the_card_makes_the_node_sick(nvml: FakeNvml, health: GpuCheck, xid: int, says: str) -> None:
     assert health.reason == ""
     nvml.happens(1, xid)
     assert eventually(lambda: health.reason, 5.0).startswith(f"GPU 1: {says}")
-    assert health.sick == health.reason
+    assert health.leave
 
 
-def test_a_programs_own_xid_does_not(nvml: FakeNvml, health: Health) -> None:
+def test_a_programs_own_xid_does_not(nvml: FakeNvml, health: GpuCheck) -> None:
     nvml.happens(0, 31)
     eventually(nvml.events.empty, 5.0)
     holds(lambda: not health.reason, 0.1)
 
 
-def test_uncorrectable_errors_make_the_node_sick(nvml: FakeNvml, health: Health) -> None:
+def test_uncorrectable_errors_make_the_node_sick(nvml: FakeNvml, health: GpuCheck) -> None:
     holds(lambda: not health.reason, 0.1)
     nvml.uncorrectable = 2
     assert eventually(lambda: health.reason, 5.0).startswith("GPU 0: 2 uncorrectable memory errors")
 
 
-def test_a_row_that_waits_to_be_remapped_makes_the_node_sick(nvml: FakeNvml, health: Health) -> None:
+def test_a_row_that_waits_to_be_remapped_makes_the_node_sick(nvml: FakeNvml, health: GpuCheck) -> None:
     nvml.remapped = (0, 1, 1, 0)
     assert eventually(lambda: health.reason, 5.0) == "GPU 0: a bad row of memory waits to be remapped: reset it"
 
 
-def test_a_card_off_the_bus_makes_the_node_sick(nvml: FakeNvml, health: Health) -> None:
+def test_a_card_off_the_bus_makes_the_node_sick(nvml: FakeNvml, health: GpuCheck) -> None:
     nvml.uncorrectable = NVMLError_GpuIsLost
     assert eventually(lambda: health.reason, 5.0) == "GPU 0: fallen off the bus"
 
 
-def test_gpu_health_reports_a_gpu_that_requires_reset(nvml: FakeNvml, health: Health) -> None:
+def test_gpu_health_reports_a_gpu_that_requires_reset(nvml: FakeNvml, health: GpuCheck) -> None:
     """As after an uncontained memory error: whatever is asked, that is the answer."""
     nvml.throttle = NVMLError_ResetRequired
     assert eventually(lambda: health.reason, 5.0) == "GPU 0: NVML: GPU requires restart"
@@ -304,17 +329,13 @@ def test_a_card_without_counters_or_events_is_well(
     nvml.uncorrectable = nvml.remapped = nvml.throttle = no
     nvml.hears = no
     monkeypatch.setattr("elasticd.machine.gpus.LOOK_EVERY_S", 0.01)
-    health = Health((0,), structlog.get_logger(), self_test=False)
-    thread = threading.Thread(target=health.run, daemon=True)
-    thread.start()
-    holds(lambda: not health.reason and thread.is_alive(), 0.1)
-    health.stop()
-    thread.join(60.0)
-    assert not thread.is_alive()
+    health = GpuCheck((0,), structlog.get_logger(), self_test=False)
+    with looked_at(health):
+        holds(lambda: not health.reason, 0.1)
 
 
 def test_gpu_health_logs_begin_and_end_of_throttling(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
-    health = Health((0,), structlog.get_logger(), self_test=False)
+    health = GpuCheck((0,), structlog.get_logger(), self_test=False)
     with capture_logs() as logs:
         for reasons in (0, 0x40, 0x40, 0x4, 0x80):
             nvml.throttle = reasons
@@ -323,12 +344,12 @@ def test_gpu_health_logs_begin_and_end_of_throttling(nvml: FakeNvml, monkeypatch
 
 
 def test_a_node_takes_no_work_before_its_self_test_is_passed(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
-    health = Health((0,), structlog.get_logger(), self_test=True)
-    assert health.reason == reason(Code.SELF_TEST)
-    assert health.sick == ""  # what runs here stays
+    health = GpuCheck((0,), structlog.get_logger(), self_test=True)
+    assert health.look() == reason(Code.SELF_TEST)
+    assert not health.leave  # what runs here stays
     monkeypatch.setattr("elasticd.machine.gpus.self_test", lambda: "cuda:0: 3 of 8 words came back changed from a copy")
-    health.run()
-    assert health.sick == health.reason == "cuda:0: 3 of 8 words came back changed from a copy"
+    assert all_looks(health) == "cuda:0: 3 of 8 words came back changed from a copy"
+    assert health.leave
     assert nvml.open == 0
 
 
@@ -337,38 +358,31 @@ def test_a_self_test_that_passes_does_not_clear_another_problem_of_the_node(
 ) -> None:
     problem = "interface eth9 does not exist"
     monkeypatch.setattr("elasticd.machine.gpus.self_test", lambda: "")
-    health = Health((0,), structlog.get_logger(), self_test=True, problem=problem)
-    assert health.sick == health.reason == problem
-    thread = threading.Thread(target=health.run, daemon=True)
-    thread.start()
-    eventually(lambda: not thread.is_alive() or nvml.open, 60.0)
-    health.stop()
-    thread.join(60.0)
-    assert health.sick == health.reason == problem
+    health = GpuCheck((0,), structlog.get_logger(), self_test=True, problem=problem)
+    assert all_looks(health) == problem
+    assert health.leave
 
 
 def test_a_self_test_that_cannot_be_started_is_tried_again(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
     """For want of memory or processes: it ended the daemon, and is no reason for what runs here to leave."""
-    health, seen = Health((0,), structlog.get_logger(), self_test=True), []
+    health, seen = GpuCheck((0,), structlog.get_logger(), self_test=True), []
 
     def short() -> str:
-        seen.append((health.reason, health.sick))
+        seen.append((health.reason, health.leave))
         if len(seen) < 3:
             raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
         return "cuda:0: a bad copy"
 
     monkeypatch.setattr("elasticd.machine.gpus.self_test", short)
-    monkeypatch.setattr("elasticd.machine.gpus.TEST_AGAIN_S", 0.0)
-    health.run()
-    assert [sick for _, sick in seen] == ["", "", ""]
+    assert all_looks(health) == "cuda:0: a bad copy"
+    assert [leave for _, leave in seen] == [False, False, False]
     assert codes(seen[2][0]) == {Code.NOT_TESTED}
-    assert health.sick == health.reason == "cuda:0: a bad copy"
+    assert health.leave
 
 
 def test_a_node_without_gpus_is_well_at_once() -> None:
-    health = Health((), structlog.get_logger(), self_test=True)
-    health.run()
-    assert health.reason == ""
+    health = GpuCheck((), structlog.get_logger(), self_test=True)
+    assert all_looks(health) == ""
 
 
 def test_gpus_that_cannot_be_seen_keep_the_node_out_of_work(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -378,10 +392,11 @@ def test_gpus_that_cannot_be_seen_keep_the_node_out_of_work(nvml: FakeNvml, monk
     assert found.indices == ()
     assert "nvidia-ml-py is missing: pip install nvidia-ml-py" in found.problem
     with capture_logs() as logs:
-        health = Health(found.indices, structlog.get_logger(), self_test=True, problem=found.problem)
-    health.run()
-    assert health.reason == health.sick == found.problem
-    assert [(entry["event"], entry["log_level"]) for entry in logs] == [("gpu.sick", "error")]
+        health = GpuCheck(found.indices, structlog.get_logger(), self_test=True, problem=found.problem)
+        assert Health({"gpus": health}, structlog.get_logger()).reason == found.problem
+    assert all_looks(health) == found.problem
+    assert health.leave
+    assert [(entry["event"], entry["why"]) for entry in logs] == [("node.health", found.problem)]
     assert host.gpus("none") == host.Gpus()
 
 

@@ -25,7 +25,7 @@ from elasticd.base.settings import Settings
 from elasticd.base.threads import Threads
 from elasticd.cluster.published_state import PublishedState
 from elasticd.machine import host
-from elasticd.machine.gpus import Health
+from elasticd.machine.health import Health
 from elasticd.node.chores import ALARMS_S
 from elasticd.node.event_queue import EventQueue
 from elasticd.node.loop import RETRY_S, DaemonLoop
@@ -44,6 +44,7 @@ class Daemon:
         monkeypatch.setattr(host, "sickness", lambda _: self.sick)
         log = structlog.get_logger()
         settings = host.complete(Settings(node="a", state_dir=str(folder), slots=2), ())
+        self.health = Health({"state_dir": host.StateFolder(str(folder))}, log)
         self.server = FakeServer()
         self.client = FakeClient(self.server)
         self.event_queue = EventQueue()
@@ -51,7 +52,7 @@ class Daemon:
         agents = Agents(folder, Detached(), Threads(log), self.event_queue.post, log)
         self.loop = DaemonLoop(
             settings, EtcdAccess(endpoints=("127.0.0.1:1",)), (), self.event_queue, self.writer, agents,
-            PublishedState(), Notify(""), log, Health((), log, self_test=False), own_user(),
+            PublishedState(), Notify(""), log, self.health, own_user(),
         )  # fmt: skip
         self.client.watch("/elastic/main/", self.event_queue.show)
         self.now_s = time.monotonic()
@@ -59,6 +60,7 @@ class Daemon:
     def turn(self) -> None:
         """One of the loop's, some time after the one before."""
         self.now_s += max(RETRY_S, ALARMS_S) + 1.0
+        self.health.watches[0].turn()
         self.client.pump()
         events, view = self.event_queue.take(0)
         for event in events:

@@ -9,10 +9,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import structlog
 from support.daemons import Nodes
 from support.wait import eventually
 
-from elasticd.machine.preemption import RELUCTANT, Aws, Azure, Gcp, MetadataError, Notice, PreemptionWatch, source
+from elasticd.base import entry_points
+from elasticd.machine.preemption import RELUCTANT, Aws, Azure, Gcp, PreemptionWatch
+from elasticd.plugins import Notice, NoticeUnknown
 
 NOW_S = 1_800_000_000.0  # 2027-01-15T08:00:00Z
 
@@ -119,15 +122,15 @@ def test_azure_announces_scheduled_events(metadata: Metadata, events: str, wante
 )
 def test_answers_that_are_not_as_documented_are_errors(metadata: Metadata, body: str) -> None:
     aws_answers(metadata, (200, body))
-    with pytest.raises(MetadataError):
+    with pytest.raises(NoticeUnknown):
         Aws(metadata.url).look(NOW_S)
 
 
 def test_a_service_that_is_not_there_is_an_error(metadata: Metadata) -> None:
     metadata.answers["GET", "/computeMetadata/v1/instance/preempted"] = (500, "")
-    with pytest.raises(MetadataError, match="500"):
+    with pytest.raises(NoticeUnknown, match="500"):
         Gcp(metadata.url).look(NOW_S)
-    with pytest.raises(MetadataError, match="refused"):
+    with pytest.raises(NoticeUnknown, match="refused"):
         Gcp("http://127.0.0.1:1").look(NOW_S)
 
 
@@ -146,28 +149,31 @@ def test_what_is_no_http_or_is_cut_off_is_an_error(said: bytes) -> None:
         thread = threading.Thread(target=answer)
         thread.start()
         try:
-            with pytest.raises(MetadataError):
+            with pytest.raises(NoticeUnknown):
                 Gcp(f"http://127.0.0.1:{server.getsockname()[1]}").look(NOW_S)
         finally:
             thread.join()
 
 
-def test_the_source_is_the_providers() -> None:
-    assert isinstance(source("aws", ""), Aws)
-    assert isinstance(source("gcp", ""), Gcp)
+@pytest.mark.parametrize(("name", "kind"), [("aws", Aws), ("azure", Azure), ("gcp", Gcp)])
+def test_each_provider_is_an_entry_point(name: str, kind: type) -> None:
+    found = entry_points.made("preemption", name, structlog.get_logger(), "")
+    assert type(found) is kind
+    assert found.url.startswith("http://")
+    assert entry_points.made("preemption", name, structlog.get_logger(), "http://x").url == "http://x"
 
 
 class Said:
     """A source that answers by list, and a drain that notes."""
 
-    def __init__(self, *answers: Notice | MetadataError | None) -> None:
+    def __init__(self, *answers: Notice | NoticeUnknown | None) -> None:
         self.answers = list(answers)
         self.drained: list[Notice] = []
         self.accepts = True
 
     def look(self, now_wall_s: float) -> Notice | None:
         answer = self.answers.pop(0)
-        if isinstance(answer, MetadataError):
+        if isinstance(answer, NoticeUnknown):
             raise answer
         return answer
 
@@ -214,7 +220,7 @@ def test_a_second_notice_after_a_withdrawn_one_drains_again() -> None:
 
 
 def test_failures_of_the_service_neither_drain_nor_fill_the_log() -> None:
-    failures = [MetadataError("refused")] * (RELUCTANT * 3)
+    failures = [NoticeUnknown("refused")] * (RELUCTANT * 3)
     drained, said = watched(Said(*failures, NOTICE), len(failures) + 1)
     assert drained == [NOTICE]
     assert said == ["preemption.unknown", "preemption.notice"]

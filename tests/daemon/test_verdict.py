@@ -55,6 +55,7 @@ def leaves(why: Reason | str) -> IncidentRecord:
 ETCD = "etcdserver: mvcc: database space exceeded"
 SHM = "RuntimeError: DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that dataloader's workers"
 CASES: dict[str, list[IncidentRecord]] = {
+    "unhealthy": [leaves(reason(Code.HEALTH_CHECK, "no mount", check="data"))],
     "gpu_drained": [leaves(reason(Code.GPU_FAULTY, "GPU 3: XID 79, fallen off the bus"))],
     "excluded": [leaves(reason(Code.EXCLUDED, reason(Code.FAILS_MORE), node="n1"))],
     "preempted": [

@@ -20,6 +20,7 @@ MAX_BROAD = 4
 
 PASSED_ON = {
     "elasticd.base.errors:our_faults": "a request's error that is a bug of the daemon's: logged, and answered as one",
+    "elasticd.base.entry_points:Guard.call": "what a plug-in raises, logged with its traceback",
     "elastic.checkpoint.stored.remote:_as_remote_error": "each file system of fsspec raises its own exceptions",
     "elastic.worker.comm.group:Group.form": "torch reports a group that was cut while forming as errors of many kinds",
 }

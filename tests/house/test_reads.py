@@ -24,6 +24,7 @@ WITHOUT_A_LIMIT = {
     "elastic.util.kept_code:_read": "a script, read by its own agent and workers only",
     "elastic.util.processes:kernel_file": _KERNEL,
     "elasticd.base.config:_read": "the daemon's settings",
+    "elasticd.base.entry_points:find": "the pyproject.toml of the source that it runs from",
     "elasticd.machine.doctor:versions": _KERNEL,
     "elasticd.etcd.certificates:_make": _OWN,
     "elasticd.etcd.certificates:_names_in": _OWN,

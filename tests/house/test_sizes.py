@@ -9,7 +9,7 @@ from support.source import modules, tree, where
 
 MAX_LINES = 600
 MAX_FUNCTION = 60
-MAX_ENTRIES = 16
+MAX_ENTRIES = 17
 
 
 def long_functions(module: ast.Module) -> list[tuple[str, int]]:

@@ -132,6 +132,7 @@ class Code(enum.StrEnum):
     NO_DESCRIPTORS = "no_descriptors", "{who} has no file descriptors left: no agent can be started here"
     STATE_DIR = "state_dir", "state_dir {folder}"
     DISK_FULL = "disk_full", "state_dir {folder} has {free_mb} MB left, {least_mb} MB are needed for logs and state"
+    HEALTH_CHECK = "health_check", "health check {check}: {because}"
     SELF_TEST = "self_test", "self-test of its GPUs is under way"
     NOT_TESTED = "not_tested", "the self-test of its GPUs cannot be started: {because}; tried again"
     OTHER_ACCOUNT = (
