@@ -61,14 +61,15 @@ test-of: venv
 
 # Everything in the repository that is generated, anew: look at `git diff` then. Golden histories, the example settings,
 # the page of all reasons, the pictures of the documentation, the tables and diagrams of states, the
-# fields of the API, the pages of commands, of a job's fields and of settings.
+# fields of the API, the pages of commands, of a job's fields and of settings; etcd's messages.
 golden: venv
+	@PYTHONPATH=tests $(BIN)/python -m support.etcd_descriptors
 	@PYTHONPATH=tests $(BIN)/python -m simulation.diagram > $(VENV)/states.md && mv $(VENV)/states.md docs/states.md
 	@PYTHONPATH=tests $(BIN)/python -m support.api_doc
 	@PYTHONPATH=tests $(BIN)/python -m support.reference_doc
 	@ELASTIC_REWRITE=1 $(BIN)/pytest -q tests/unit/test_scenarios.py tests/unit/test_reasons.py tests/systemd/test_files.py
 	@$(BIN)/python docs/pictures/make.py
-	@git status --short tests/scenarios tests/unit/reasons.txt systemd docs
+	@git status --short tests/scenarios tests/unit/reasons.txt systemd docs elastic/etcd
 
 # What `make test` leaves out: more faults, more histories, the planted mistakes. About 20 minutes on two cores.
 test-long: venv

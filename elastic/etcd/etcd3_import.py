@@ -1,43 +1,67 @@
-"""Import etcd3 0.12.0's messages and stubs on today's protobuf.
+"""etcd's messages, and etcd3 0.12.0's gRPC stubs on top of them, on today's protobuf.
 
-The package's generated modules build descriptors in a way that protobuf 4 removed, so a plain ``import etcd3`` fails.
-The serialized descriptors in them are still valid: they are read from the installed files and added to a private pool
-(the default one belongs to the process), and modules of the same names are built from them before anything imports the
-originals. ``rpc_pb2_grpc``, the stubs, then loads unchanged.
+etcd3's own modules of messages build descriptors in a way that protobuf 4 removed, so a plain ``import etcd3`` fails.
+The messages come from `descriptors` instead, in a pool of their own (the default one belongs to the process), and
+etcd3's stubs are given them in place of those that they import.
 """
 
 from __future__ import annotations
 
-import ast
-import importlib
+import binascii
+import functools
+import importlib.machinery
 import importlib.util
-import re
 import sys
 import threading
 import types
+import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from .descriptors import SERIALIZED
+
 _PACKAGE = "etcd3.etcdrpc"
-_LITERAL = re.compile(r"""serialized_pb=_b\(('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")\)""")
 _lock = threading.Lock()
 
 
 class Rpc(NamedTuple):
-    """`messages`: etcd3's message classes (and enum values); `stubs`: its gRPC stubs."""
+    """`messages`: the message classes of etcd's rpc.proto; `stubs`: etcd3's gRPC stubs."""
 
     messages: Any
     stubs: Any
 
 
 def load() -> Rpc:
-    """Return etcd3's messages and stubs, importing them (and grpc) on the first call. Raises ImportError."""
+    """Return etcd's messages and stubs, importing protobuf and grpc on the first call. Raises ImportError."""
     with _lock:
-        if f"{_PACKAGE}.rpc_pb2_grpc" not in sys.modules:
-            _build(_folder())
-        # Not an import statement: that would run etcd3/__init__ and its whole client, which is unused here.
-        stubs = importlib.import_module(f"{_PACKAGE}.rpc_pb2_grpc")
-        return Rpc(sys.modules[f"{_PACKAGE}.rpc_pb2"], stubs)
+        return _load()
+
+
+@functools.cache
+def _load() -> Rpc:
+    messages, stubs = _messages(), types.ModuleType(f"{__package__}.etcd3_stubs")
+    loader = importlib.machinery.SourceFileLoader(stubs.__name__, str(_folder() / "rpc_pb2_grpc.py"))
+    package: Any = types.ModuleType(_PACKAGE)
+    package.rpc_pb2 = messages
+    theirs = sys.modules.get(_PACKAGE)  # of other code in this process, with a protobuf that can import it
+    sys.modules[_PACKAGE] = package
+    try:
+        loader.exec_module(stubs)
+    finally:
+        del sys.modules[_PACKAGE]
+        if theirs is not None:
+            sys.modules[_PACKAGE] = theirs
+    return Rpc(messages, stubs)
+
+
+def _messages() -> Any:
+    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+    pool = descriptor_pool.DescriptorPool()
+    for file in descriptor_pb2.FileDescriptorSet.FromString(zlib.decompress(binascii.a2b_base64(SERIALIZED))).file:
+        pool.Add(file)
+    messages = pool.FindFileByName("rpc.proto").message_types_by_name
+    return types.SimpleNamespace(**{name: message_factory.GetMessageClass(each) for name, each in messages.items()})
 
 
 def _folder() -> Path:
@@ -45,44 +69,9 @@ def _folder() -> Path:
     if spec is None:
         raise ImportError("etcd3 is not installed: pip install etcd3==0.12.0")
     for place in spec.submodule_search_locations or ():
-        if (Path(place) / "etcdrpc" / "kv_pb2.py").is_file():
+        if (Path(place) / "etcdrpc" / "rpc_pb2_grpc.py").is_file():
             return Path(place) / "etcdrpc"
     raise ImportError(
         f"the module etcd3 at {spec.origin} is not the package etcd3 (python-etcd3) 0.12.0; "
         "etcd3-py has the same import name: pip uninstall etcd3-py && pip install --force-reinstall etcd3==0.12.0"
     )
-
-
-def _build(folder: Path) -> None:
-    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
-
-    pool = descriptor_pool.DescriptorPool()
-    built = {}
-    for name in ("kv", "auth", "rpc"):  # rpc needs the other two
-        raw = _serialized(folder / f"{name}_pb2.py")
-        pool.Add(descriptor_pb2.FileDescriptorProto.FromString(raw))
-        descriptor = pool.FindFileByName(f"{name}.proto")
-        module = types.ModuleType(f"{_PACKAGE}.{name}_pb2")
-        vars(module)["DESCRIPTOR"] = descriptor
-        for message in descriptor.message_types_by_name.values():
-            setattr(module, message.name, message_factory.GetMessageClass(message))
-        for enum in descriptor.enum_types_by_name.values():
-            vars(module).update({value.name: value.number for value in enum.values})
-        built[name] = module
-    package = types.ModuleType(_PACKAGE)
-    package.__path__ = [str(folder)]
-    for name, module in built.items():
-        setattr(package, f"{name}_pb2", module)
-        sys.modules[f"{_PACKAGE}.{name}_pb2"] = module
-    # The names that etcd3.etcdrpc/__init__ would export, for other code in this process that imports all of etcd3.
-    vars(package).update({name: value for name, value in vars(built["rpc"]).items() if name[0].isupper()})
-    sys.modules[_PACKAGE] = package
-    stubs = importlib.import_module(f"{_PACKAGE}.rpc_pb2_grpc")
-    vars(package).update({name: value for name, value in vars(stubs).items() if name.endswith("Stub")})
-
-
-def _serialized(path: Path) -> bytes:
-    found = _LITERAL.search(path.read_text())
-    if found is None:
-        raise ImportError(f"{path}: no serialized descriptor in it; elasticd needs etcd3==0.12.0")
-    return str(ast.literal_eval(found[1])).encode("latin1")

@@ -44,8 +44,6 @@ OPEN_S = 10.0
 on a busy node or member, so both continue after the call that started them has timed out."""
 DENIED_S = 5.0
 """How long a refused login is reported without asking again: each attempt costs etcd a password hash."""
-_STATUS_ERRORS = 8
-"""Number of the field `errors` in etcd's StatusResponse."""
 _LOGIN_AGAIN = ("invalid auth token", "revision of auth store is old", "user name is empty")
 _NOT_DONE = (
     "no leader",
@@ -258,16 +256,8 @@ def why_no_quorum(connection: Connection, within_s: float) -> str:
 
 
 def alarms_of(status: Any) -> tuple[str, ...]:
-    """The alarms raised by a member ('NOSPACE', 'CORRUPT'), from the list of errors in its status.
-
-    etcd sends that list since 3.4; etcd3's definitions are older, so it may be an unknown field.
-    """
-    from google.protobuf.unknown_fields import UnknownFieldSet
-
-    unknown: Any = UnknownFieldSet(status)
-    errors = list(getattr(status, "errors", ()))
-    errors += [str(f.data, "utf-8", "replace") for f in unknown if f.field_number == _STATUS_ERRORS]
-    return tuple(sorted({found[1] for error in errors if (found := re.search(r"alarm:(\w+)", error))}))
+    """The alarms raised by a member ('NOSPACE', 'CORRUPT'), from the errors in its status."""
+    return tuple(sorted({found[1] for error in status.errors if (found := re.search(r"alarm:(\w+)", error))}))
 
 
 def _files(access: EtcdAccess) -> tuple[tuple[int, int, int] | None, ...]:

@@ -16,7 +16,6 @@ WITHOUT_A_LIMIT = {
     "elastic.checkpoint.saving.client:WriterProcess.activity": _KERNEL,
     "elastic.checkpoint.saving.client:WriterProcess.results": "a pipe of one's own: 64 bytes",
     "elastic.checkpoint.stored.remote:fetch": "nothing is read: the file is synced",
-    "elastic.etcd.etcd3_import:_serialized": "a file of an installed package",
     "elastic.etcd.expiry:expires_wall_s": _SETTING,
     "elastic.etcd.wire:_channel": _SETTING,
     "elastic.util.files:read_descriptor": "the limit itself",
