@@ -155,9 +155,7 @@ docs: .venv-docs/.ready
 	@echo "site/index.html"
 
 dist: .venv-docs/.ready
-	@rm -rf dist build
-	@.venv-docs/bin/python -m build . > .venv-docs/build.log 2>&1 || { cat .venv-docs/build.log >&2; exit 1; }
-	@rm -rf build *.egg-info
+	@.venv-docs/bin/python .ci/dist.py dist
 	@.venv-docs/bin/twine check --strict dist/*
 
 clean:
