@@ -26,6 +26,8 @@ parser.add_argument("--layers", type=int, default=2)
 parser.add_argument("--heads", type=int, default=4)
 parser.add_argument("--lr", type=float, default=2e-3)
 parser.add_argument("--seed", type=int, default=1)
+parser.add_argument("--micro-batch", type=int, help="sequences of one backward: gradients of a step accumulate")
+parser.add_argument("--compile", nargs="?", const="inductor", metavar="BACKEND", help="torch.compile the model")
 ARGS = parser.parse_args()
 
 
@@ -85,14 +87,18 @@ class GPT(nn.Module):
 def setup(job: elastic.Job) -> elastic.State:
     torch.manual_seed(ARGS.seed)
     model = GPT().to(job.device)
+    if ARGS.compile:
+        model.compile(backend=ARGS.compile)  # in place: parameters and checkpoints keep their names
     return elastic.State(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=ARGS.lr))
 
 
 def train(job: elastic.Job, state: elastic.State) -> None:
     model = job.ddp(state.model)
-    for batch in job.batches(SOURCE, state, batch_size=ARGS.batch, steps=ARGS.steps, seed=ARGS.seed):
-        loss = F.cross_entropy(model(batch.x).flatten(0, 1), batch.y.flatten())
-        loss.backward()
+    sizes = {"batch_size": ARGS.batch, "micro_batch": ARGS.micro_batch}
+    for batch in job.batches(SOURCE, state, **sizes, steps=ARGS.steps, seed=ARGS.seed):
+        for part in batch.parts():  # one, without --micro-batch; the gradients are exchanged in the last one's backward
+            loss = F.cross_entropy(model(part.x).flatten(0, 1), part.y.flatten())  # not divided by their number
+            loss.backward()
         state.optimizer.step()
         state.optimizer.zero_grad(set_to_none=True)
         job.commit(state, loss=loss)

@@ -21,6 +21,7 @@ from support.source import ROOT
 from support.wait import eventually
 
 FOLDER = ROOT / "deploy" / "kubernetes"
+EXAMPLE = ROOT / "examples" / "kubernetes"
 POD = FOLDER / "job" / "pod.sh"
 
 TRAIN = f"""{TINY}
@@ -113,12 +114,13 @@ def test_job_runs_on_its_pods_outlives_head_and_eviction_and_ends_them_all(pods:
 
 
 def documents() -> list[dict[str, Any]]:
-    """All objects of the manifests, those of the job as kustomize makes them where kubectl is installed."""
+    """All objects of the manifests; the job's and the example's also as kustomize makes them, if kubectl is there."""
     yaml = pytest.importorskip("yaml", reason="PyYAML is not installed: make test-compat")
     files = [path.read_text() for path in sorted(FOLDER.rglob("*.yaml")) if path.name != "kustomization.yaml"]
     if shutil.which("kubectl"):
-        run = subprocess.run(["kubectl", "kustomize", FOLDER / "job"], capture_output=True, text=True, check=True)
-        files.append(run.stdout)
+        for folder in (FOLDER / "job", EXAMPLE):
+            run = subprocess.run(["kubectl", "kustomize", folder], capture_output=True, text=True, check=True)
+            files.append(run.stdout)
     return [document for text in files for document in yaml.safe_load_all(text)]
 
 
@@ -138,3 +140,11 @@ def test_pods_run_the_script_that_the_kustomization_ships() -> None:
     used = set(re.findall(r"\$\{?(ARGS|NODES|MIN_NODES)\b", POD.read_text()))
     assert used == set(literals)
     assert re.findall(r"(?:completions|parallelism): (\d+)", text) == [literals["NODES"].strip()] * 2
+
+
+def test_the_example_has_as_many_pods_as_its_job_has_nodes() -> None:
+    text = (EXAMPLE / "kustomization.yaml").read_text()
+    nodes = re.findall(r"[ \[]NODES=(\d+)", text)
+    assert re.findall(r"/spec/(?:completions|parallelism), value: (\d+)", text) == nodes * 2
+    literals = set(re.findall(r"\b([A-Z_]+)=", text))
+    assert literals == set(re.findall(r"- ([A-Z_]+)=", (FOLDER / "job" / "kustomization.yaml").read_text()))

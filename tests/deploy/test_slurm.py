@@ -38,6 +38,14 @@ else:
     open(os.environ["SCONTROL_LOG"], "a").write(" ".join(sys.argv[1:]) + "\\n")
 """
 
+SBATCH = """
+import os, sys
+args = sys.argv[1:]
+while args[0].startswith("--"):
+    args = args[2:]
+os.execvp("bash", ["bash", *args])
+"""
+
 TRAIN = f"""{TINY}
     print("entered at", state.step, "of", job.world_size, flush=True)
     while state.step < int(sys.argv[1]):
@@ -50,7 +58,7 @@ class Allocation:
         self._procs = procs
         tools = folder / "bin"
         tools.mkdir()
-        for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+        for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("sbatch", SBATCH)):
             (tools / name).write_text(f"#!{sys.executable}\n{text}")
             (tools / name).chmod(0o755)
         (folder / "train.py").write_text(textwrap.dedent(TRAIN))
@@ -66,12 +74,14 @@ class Allocation:
 
     def sbatch(self, *args: str) -> tuple[subprocess.Popen[bytes], Path]:
         """The script as Slurm runs it on the first node, and its output."""
+        return self.run(SCRIPT, "--workers", "1", str(self.folder / "train.py"), *args)
+
+    def run(self, script: Path, *args: str) -> tuple[subprocess.Popen[bytes], Path]:
         out = self.folder / "slurm.out"
         with out.open("wb") as file:
             run = self._procs.popen(
-                ["bash", str(SCRIPT), "--workers", "1", str(self.folder / "train.py"), *args],
-                stdout=file, stderr=file, env=self.env, cwd=self.folder,
-            )  # fmt: skip
+                ["bash", str(script), *args], stdout=file, stderr=file, env=self.env, cwd=self.folder
+            )
         return run, out
 
 
@@ -98,6 +108,15 @@ def test_job_runs_on_all_nodes_is_requeued_at_its_time_limit_and_goes_on(allocat
     assert left == {"checkpoints"}  # no key stays behind
     assert "could not be ended" not in out.read_text()
     assert not list(allocation.folder.glob("elasticd-4711-*"))
+
+
+@pytest.mark.long
+@pytest.mark.etcd
+def test_example_trains_on_all_nodes(allocation: Allocation) -> None:
+    small = "--steps 50 --batch 8 --context 16 --width 16 --layers 1"
+    run, out = allocation.run(ROOT / "examples" / "slurm.sh", *small.split())
+    assert run.wait(90) == 0, out.read_text()
+    assert "has succeeded at step 50" in out.read_text(), out.read_text()
 
 
 @pytest.mark.parametrize(
