@@ -403,7 +403,7 @@ def test_a_loader_of_another_length_is_refused_and_of_another_world_is_said(capf
     state = setup(None)  # type: ignore[arg-type]
     take(new_job(state, world_size=2), state, part(2), 3)
     job, other = goes_on(state, world_size=2)
-    with pytest.raises(MisuseError, match="DataLoader has 5 batches, 6 than before"):
+    with pytest.raises(MisuseError, match="DataLoader has 5 batches, and had 6 before"):
         take(job, other, part(2, 50))
     assert capfd.readouterr().err == ""
     job, other = goes_on(state)

@@ -272,6 +272,18 @@ def free_name(wanted: str, taken: Iterable[str]) -> str:
     return next(name for n in range(2, len(taken_names) + 3) if (name := f"{wanted}-{n}") not in taken_names)
 
 
+def other_job(folder: Path, job: str) -> str:
+    """The job of the newest checkpoint in `folder`, where there are some and none of `job`'s; empty: there are not."""
+    found: dict[int, str] = {}
+    for path in folder.glob("step-*/manifest.json"):
+        try:
+            body = json.loads(path.read_bytes())["body"]
+            found[int(body["step"])] = str(body["job"])
+        except (OSError, ValueError, KeyError, TypeError):  # of another program, or damaged: the job will say so
+            continue
+    return found[max(found)] if found and job not in found.values() else ""
+
+
 def _absolute(field: str, text: str, here: Path, follow: bool = True) -> Path:
     try:
         path = here / Path(text).expanduser()

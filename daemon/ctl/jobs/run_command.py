@@ -95,10 +95,10 @@ def run(
     raw["name"] = job_name or job_file.free_name(by_id or raw["name"], [] if replace else names)
     began_s: float | None = time.monotonic()
     try:
-        asked = {"spec": raw, "replace": replace, "as": user}
-        data = client.post("/v1/jobs", asked)
+        data = client.post("/v1/jobs", {"spec": raw, "replace": replace, "as": user})
         note = f"; it {data['note']}" if data.get("note") else ""
         say(data, as_json, f"{raw['name']} is submitted{note}", err=True)
+        _mention_others(checkpoints or "", raw["name"])
     except Failed as error:
         if not by_id or error.status != 409:
             raise
@@ -147,3 +147,10 @@ def ready_cluster(client: Client, wait_s: float = STARTING_S) -> Json:
         announced = True
         client.find_again()
         time.sleep(0.2)
+
+
+def _mention_others(checkpoints: str, job: str) -> None:
+    """Whose command was to go on with the checkpoints there has given another name."""
+    if checkpoints and (other := job_file.other_job(Path(checkpoints), job)):
+        what = f"{checkpoints} has checkpoints of {other}, and {job} begins at step 0"
+        click.echo(safe_text.line(f"{what}: --name {other} --replace goes on with them"), err=True)

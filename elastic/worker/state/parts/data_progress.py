@@ -266,7 +266,11 @@ def _but_order(kept: LoopPlan, numbers: Mapping[str, Any]) -> bool:
 def _another_order(kept: LoopPlan, now: LoopPlan) -> str:
     what = f"{now.numbers.get('sampler') or now.numbers.get('loader')} gives another order for epoch {now.epoch}"
     if "length" in now.numbers:
-        what = f"{now.numbers.get('loader')} has {now.numbers['length']} batches, {kept.numbers.get('length')}"
+        was = f"{now.numbers.get('loader')} has {now.numbers['length']} batches, and had {kept.numbers.get('length')}"
+        return (
+            f"{was} before the job went on: to train longer, give job.steps more epochs= or steps= and a loader of the "
+            "length before, or one without an end (itertools.count()). allow_changed=True goes on with another length"
+        )
     return (
         f"{what} than before the job went on: it may depend on set_epoch(epoch), on the random generators of Python, "
         "numpy and torch, which are seeded for it, and on what the State keeps unchanged during an epoch, and on "
