@@ -12,7 +12,7 @@ import signal
 import socket
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,8 @@ from chaos.harness import Cluster, Job, Node
 from chaos.harness import now_s as now_s
 from support.history import Commit, History
 from support.procs import alive, state
+
+from elastic.testing import Fail, Kill
 
 TEN_MB = {"WIDTH": "262144"}
 """Environment of train_chaos.py for a model of that size."""
@@ -106,14 +108,12 @@ class Run:
             raise NotStruck(f"rank {rank} is gone before the fault")
         return pid
 
-    def order(self, rank: int, **how: object) -> tuple[float, int]:
+    def order(self, how: Callable[..., Kill | Fail], rank: int, place: str) -> tuple[float, int]:
         """Have the worker with `rank` strike itself a few steps ahead; when it did, and its process id."""
         name = f"fault{next(self._orders)}"
-        self.job.order(name, rank=rank, step=self.tail.read().step() + 10, **how)  # type: ignore[arg-type]
-        note = self.job.folder / f"struck.fault.{name}.json"
-        wait_for(note.exists, 30.0, f"{how} strikes rank {rank}", every_s=0.01)
-        struck = self.job.history.struck(name)
-        return float(str(struck["at_s"])), int(str(struck["pid"]))
+        self.job.order(name, how(rank=rank, step=self.tail.read().step() + 10, place=place))
+        struck = self.job.wait_struck(name, 30.0)
+        return struck.at_s, struck.pid
 
     def stepping(self, after: int, world_size: int, limit_s: float) -> float:
         """Wait for a generation newer than `after` with `world` ranks, all of which have committed a step in it.

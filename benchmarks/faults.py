@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import random
 import signal
@@ -43,6 +44,7 @@ from support.api import ApiError
 from support.procs import alive, kill
 
 from elastic.contract.timeouts import Timeouts
+from elastic.testing import Fail, Kill
 
 FULL = Plan(
     exits=4, times=5, setup_s=20.0, lease_ttl_s=Timeouts().lease_ttl_s, baseline_s=30.0, etcd_away_s=60.0,
@@ -54,14 +56,14 @@ QUICK = Plan(
 SMALLEST = Plan(
     exits=1, times=1, setup_s=1.0, lease_ttl_s=3.0, baseline_s=1.0, etcd_away_s=2.0, chaos_s=0.0, torchrun_kills=0
 )
-PLACES = ("forward", "backward", "apply", "commit", "committed")
-ENDS: dict[str, dict[str, object]] = {
-    "SIGKILL": {"do": "SIGKILL"},
-    "SIGSEGV": {"do": "SIGSEGV"},
-    "SIGABRT": {"do": "SIGABRT"},
-    "exception": {"do": "exception", "message": "ordered"},
-    "exit 3": {"do": "exit", "code": 3},
-    "exit 0": {"do": "exit", "code": 0},
+PLACES = ("data", "forward", "backward", "optimizer", "commit")
+ENDS: dict[str, Callable[..., Kill | Fail]] = {
+    "SIGKILL": Kill,
+    "SIGSEGV": functools.partial(Kill, signal="SIGSEGV"),
+    "SIGABRT": functools.partial(Kill, signal="SIGABRT"),
+    "exception": functools.partial(Fail, error="ValueError", message="ordered"),
+    "exit 3": functools.partial(Fail, error="SystemExit", message="3"),
+    "exit 0": functools.partial(Fail, error="SystemExit", message="0"),
 }
 ERRORS = (TooLate, NotStruck, AssertionError, RuntimeError, OSError, ApiError)
 
@@ -82,15 +84,15 @@ def worker_exit(run: Run, plan: Plan) -> Result:
     for number in range(plan.exits):
         for name, how in ENDS.items():
             place = run.dice.choice(PLACES[:1] if name.startswith("ex") else PLACES)
-            found.append(seconds := end_one(run, place=place, **how))
+            found.append(seconds := end_one(run, how, place))
             say(f"  {name} {number + 1} in {place}: {seconds:.3f} s")
     print(f"worker exit: {spread(found)} s")
     return {"exit_median_s": statistics.median(found)}
 
 
-def end_one(run: Run, **how: object) -> float:
+def end_one(run: Run, how: Callable[..., Kill | Fail], place: str) -> float:
     generation = run.steady(run.dice.randint(5, 20))
-    struck_s, pid = run.order(run.dice.randrange(run.world_size), **how)
+    struck_s, pid = run.order(how, run.dice.randrange(run.world_size), place)
     seconds = run.stepping(generation, run.world_size, 60.0) - struck_s
     if alive(pid):
         raise NotStruck(f"process {pid} lives on after {how}")
@@ -133,7 +135,7 @@ def standby_exit(run: Run, plan: Plan) -> Result:
         run.steady(5, 90.0 + plan.setup_s)
         ready = lambda: all(run.standbys(node) for node in run.cluster.nodes)  # noqa: E731
         wait_for(ready, 60.0 + 2 * plan.setup_s, "a standby on each node", every_s=0.1)
-        found.append(end_one(run, do="SIGKILL", place=run.dice.choice(PLACES)))
+        found.append(end_one(run, Kill, run.dice.choice(PLACES)))
         say(f"  SIGKILL {number + 1}: {found[-1]:.3f} s")
     print(f"worker exit, setup takes {plan.setup_s:g} s, one standby: {spread(found)} s")
     return {"standby_exit_median_s": statistics.median(found)}

@@ -2,7 +2,7 @@
 
     with Cluster(nodes=2, slots=2) as cluster:
         job = cluster.submit(nodes="2:2")
-        job.order("kill", rank=1, step=20, do="SIGKILL")      # struck by the rank itself, at that step
+        job.order("kill", Kill(rank=1, step=20))              # struck by the rank itself, at that step
         job.wait_over()
         job.check()                                           # the recorded history, not the impression
 
@@ -31,18 +31,19 @@ import psutil
 from support import api, scratch
 from support.etcd_server import etcd_binary, free_ports
 from support.history import History, check
-from support.incidents import Injection, check_injections, check_written
+from support.incidents import check_injections, check_written
 from support.lab import Host, Hosts
 from support.procs import Procs, Started, alive, describe, end_all, kill, tagged
 from support.wait import eventually
 from support.warm import SOCKET_ENV, ready
 
 from elastic.contract.records.incident_account import weight
+from elastic.testing import AnyFault, Injection, Plan, Record, Struck
+from elastic.testing.ground_truth import NODE_ENV, PLAN_ENV
 
 SCRIPT = pathlib.Path(__file__).parents[1] / "support" / "train_chaos.py"
 WARM_DAEMON = SCRIPT.with_name("warm_daemon.py")
 BIN = pathlib.Path(sys.executable).parent
-NODE = "ELASTIC_TEST_NODE"
 USER = "root"
 """User and password of an etcd that requires a login."""
 
@@ -199,7 +200,7 @@ class Node:
         (self.folder / "elasticd.toml").write_text("\n".join(lines))
         popen = self.host.popen if self.host else cluster.procs.popen
         options = ["--config", str(self.folder / "elasticd.toml")]
-        env = {NODE: self.name, "ELASTIC_TEST_NODE_TAG": self._tag, **self.env}
+        env = {NODE_ENV: self.name, "ELASTIC_TEST_NODE_TAG": self._tag, **self.env}
         with (self.folder / "daemon.log").open("ab") as log:
             if code is not None:
                 command = [sys.executable, "-P", "-m", "elasticd.main", *options]
@@ -286,6 +287,8 @@ class Job:
         self.cluster, self.name, self.spec, self.steps, self.batch = cluster, name, spec, steps, batch
         self.folder = cluster.folder / f"record-{name}"
         self._history = History(self.folder)
+        self._record = Record(self.folder / "plan.record")
+        self._ordered: dict[str, AnyFault] = {}
         self._stopped = False
 
     @property
@@ -337,19 +340,27 @@ class Job:
         eventually(lambda: self.phase() == "stopped", 30.0, f"{self.name} stops")
         self._stopped = True
 
-    def order(self, fault: str, *, rank: int, step: int, do: str, place: str = "forward", **more: object) -> None:
-        """Have the worker that has `rank` strike itself at `place` of `step`; see train_chaos.py."""
-        content = {"rank": rank, "step": step, "place": place, "do": do, **more}
-        half = self.folder / f"{fault}.half"
-        half.write_text(json.dumps(content))
-        half.rename(self.folder / f"fault.{fault}.json")
+    def order(self, name: str, fault: AnyFault) -> None:
+        """Have the worker with the fault's rank strike itself, at its place."""
+        self._ordered[name] = fault
+        self.plan()
+
+    def plan(self) -> None:
+        Plan(faults=tuple(self._ordered.values())).write(self.folder / "plan.json")
+
+    def struck(self, name: str) -> Struck:
+        """What was noted when fault `name` struck. Raises AssertionError: it did not strike."""
+        found = [struck for struck in self._record.struck() if struck.fault == self._ordered[name]]
+        assert found, f"fault {name} did not strike"
+        return found[0]
 
     def hurry(self) -> None:
         """From now on a step takes as long as it must: all that the test does to the job is done."""
         (self.folder / "hurry").touch()
 
-    def wait_struck(self, fault: str, deadline_s: float = 60.0) -> dict[str, Any]:
-        return eventually(lambda: self._alive() and self.history.struck(fault), deadline_s, f"{fault} strikes")
+    def wait_struck(self, name: str, deadline_s: float = 60.0) -> Struck:
+        eventually(lambda: self._alive() and self.struck(name), deadline_s, f"{name} strikes")
+        return self.struck(name)
 
     def worker(self, rank: int) -> int:
         """Process id of the worker that committed as `rank` last."""
@@ -369,8 +380,8 @@ class Job:
 
     def injection(self, fault: str, kind: str | tuple[str, ...] = "exit", **more: Any) -> Injection:
         """What a fault that was ordered has done."""
-        struck = self.history.struck(fault)
-        return Injection(kind, pids=(int(str(struck["pid"])),), struck_s=float(str(struck["at_s"])), **more)
+        struck = self.struck(fault)
+        return Injection(kind, pids=(struck.pid,), struck_s=struck.at_s, **more)
 
     def check(
         self,
@@ -536,13 +547,15 @@ class Cluster:
             "workdir": str(self.folder),
             "join_wait_s": 20.0,  # form with everybody: tests name ranks
             "stop_grace_s": 1.0,
+            "preload": ["elastic.testing.preload"],
             **spec,
         }
         job = Job(self, name, full, steps, batch)
         job.folder.mkdir()
+        job.plan()
         full["env"] = {
             "RECORD_DIR": str(job.folder), "STEPS": str(steps), "BATCH": str(batch), "PACE_S": str(pace_s),
-            "SETUP_S": str(setup_s), **(env or {}),
+            "SETUP_S": str(setup_s), PLAN_ENV: str(job.folder / "plan.json"), **(env or {}),
         }  # fmt: skip
         self.api("POST", "/v1/jobs", {"spec": full})
         self.jobs.append(job)

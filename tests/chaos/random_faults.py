@@ -26,13 +26,14 @@ from typing import Any
 from chaos.harness import Cluster, Job, Node, now_s
 from support import machine
 from support.history import History
-from support.incidents import Injection, check_injection
+from support.incidents import check_injection
 from support.procs import kill
 from support.wait import eventually
 
 from elastic.contract.records.incident_account import weight
 from elastic.contract.records.reasons import Code
 from elastic.recovery.facts.restart_budget import BAD_NODE_FAILURES
+from elastic.testing import Injection
 
 NODES = 4
 

@@ -6,9 +6,10 @@ import pytest
 from chaos.harness import Cluster, Job, Node, now_s
 from chaos.reference import undisturbed
 from support.history import final_sha256
-from support.incidents import Injection
 from support.procs import kill
 from support.wait import eventually
+
+from elastic.testing import Call, Injection, Kill
 
 pytestmark = [pytest.mark.chaos, pytest.mark.etcd]
 
@@ -18,7 +19,7 @@ def test_more_failures_than_the_budget_allows_stop_the_job() -> None:
     with Cluster(nodes=2, slots=1) as cluster:
         job = cluster.submit(steps=5000, restarts={"budget": 2, "window_s": 600.0, "backoff_s": 0.1})
         for count, step in enumerate((15, 60, 100), start=1):
-            job.order(f"kill{count}", rank=count % 2, step=step, do="SIGKILL")
+            job.order(f"kill{count}", Kill(rank=count % 2, step=step))
         job.wait_over("failed")
         job.told(job.injection("kill1"), job.injection("kill2"), job.injection("kill3", recovered=False))
         row = job.row()
@@ -79,14 +80,14 @@ def setup(job):
     state = made(job)
     return state
 
-def strike(self, fault):
+def drift():
     end_s = time.monotonic() + 60.0
     while not any(step == 30 for step, _, _ in peek("CHECKPOINTS")) and time.monotonic() < end_s:
         time.sleep(0.01)  # it is written beside the training
     with torch.no_grad():  # as a flipped bit in the memory of one machine
         state.model[0].weight[3, 5] += 0.5
 
-t.setup, t.Faults.strike = setup, strike
+t.setup = setup
 """
 
 
@@ -98,7 +99,7 @@ def test_a_replica_that_drifted_apart_is_named(policy: str) -> None:
         job = cluster.submit(
             steps=100, script=script, fingerprint_every_steps=5, on_bad_numbers=policy, checkpoint=checkpoint,
         )  # fmt: skip
-        job.order("drift", rank=1, step=32, do="drift", place="commit")
+        job.order("drift", Call(rank=1, step=32, place="commit", function="__main__:drift"))
         if policy == "stop":
             job.wait_over("failed")
             said = job.row()["reason"]

@@ -8,9 +8,10 @@ import pytest
 from chaos.harness import Cluster, Job, now_s
 from chaos.reference import undisturbed
 from support.history import final_sha256
-from support.incidents import Injection
 from support.procs import kill
 from support.wait import eventually, holds
+
+from elastic.testing import Injection
 
 pytestmark = [pytest.mark.chaos, pytest.mark.etcd]
 

@@ -15,10 +15,11 @@ from collections.abc import Iterator
 import pytest
 from chaos.harness import Cluster, Job, Node, now_s
 from support.api import ApiError
-from support.incidents import Injection
 from support.procs import kill
 from support.source import ROOT
 from support.wait import eventually
+
+from elastic.testing import Injection
 
 pytestmark = [pytest.mark.chaos, pytest.mark.etcd]
 

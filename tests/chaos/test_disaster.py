@@ -6,9 +6,10 @@ import pytest
 from chaos.harness import Cluster
 from chaos.reference import undisturbed
 from support.history import final_sha256
-from support.incidents import Injection
 from support.procs import end_all
 from support.wait import eventually
+
+from elastic.testing import Injection
 
 pytestmark = [pytest.mark.chaos, pytest.mark.etcd]
 

@@ -9,9 +9,10 @@ import pytest
 from chaos.harness import Cluster, Job, Node, now_s
 from chaos.reference import undisturbed
 from support.history import final_sha256
-from support.incidents import Injection
 from support.procs import alive, kill
 from support.wait import eventually, holds
+
+from elastic.testing import Injection
 
 pytestmark = [pytest.mark.chaos, pytest.mark.etcd]
 

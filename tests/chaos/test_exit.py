@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import pytest
 from chaos.harness import Cluster, now_s
 from chaos.reference import undisturbed
 from support.history import final_sha256
-from support.incidents import Injection
 from support.memory import limited
 from support.procs import alive, describe, kill
 from support.wait import eventually
+
+from elastic.testing import Call, Fail, Hang, Injection, Kill
 
 pytestmark = [pytest.mark.chaos, pytest.mark.etcd]
 
@@ -34,25 +38,25 @@ def test_killed_at_every_place_of_a_step() -> None:
 
     The fingerprint has BatchNorm's statistics in it, as they were on rank 0, which is killed first.
     """
-    steps, places = 100, ["forward", "backward", "apply", "commit", "committed"]
+    steps, places = 100, ["forward", "backward", "optimizer", "commit", "data"]
     with Cluster(nodes=2, slots=2) as cluster:
         job = cluster.submit(steps=steps, env=NORM)
         for index, place in enumerate(places):
-            job.order(place, rank=index % 4, step=15 * (index + 1), place=place, do="SIGKILL")
+            job.order(place, Kill(rank=index % 4, step=15 * (index + 1), place=place))
         before = job.wait_step(5) and job.workers()
         for index, place in enumerate(places):
             struck = job.wait_struck(place)
             generation = index + 2
             eventually(lambda g=generation: set(job.workers_of(g)) == {0, 1, 2, 3}, 10.0, f"generation {generation}")  # type: ignore[misc]
             now = job.workers_of(generation)
-            assert struck["pid"] in before.values()
-            assert set(before.values()) - {struck["pid"]} == set(now.values()) & set(before.values())
+            assert struck.pid in before.values()
+            assert set(before.values()) - {struck.pid} == set(now.values()) & set(before.values())
             before = now
         job.wait_over()
         history = job.check(*(job.injection(place) for place in places))
         assert history.generations() == [1, 2, 3, 4, 5, 6]
         assert final_sha256(history) == undisturbed(4, steps, **NORM)
-        back_s = [history.back_s(float(str(history.struck(p)["at_s"])), i + 1) for i, p in enumerate(places)]
+        back_s = [history.back_s(job.struck(p).at_s, i + 1) for i, p in enumerate(places)]
         assert max(back_s) < 3.0, back_s  # on a busy machine; benchmarks/recovery.py has the real number
         incidents = job.incidents()
         assert [i["steps_lost"] for i in incidents] == [0] * len(places)
@@ -63,12 +67,12 @@ def test_killed_at_every_place_of_a_step() -> None:
 SAID = dict(zip(("segv", "abort", "exit3", "exit0", "exception"),
                 ("SIGSEGV", "SIGABRT", "3", "0", "a fault of the script"), strict=True))  # fmt: skip
 """The evidence of each."""
-ENDS: dict[str, dict[str, object]] = {
-    "segv": {"do": "SIGSEGV"},
-    "abort": {"do": "SIGABRT"},
-    "exit3": {"do": "exit", "code": 3},
-    "exit0": {"do": "exit", "code": 0},
-    "exception": {"do": "exception", "message": "a fault of the script"},
+ENDS: dict[str, Callable[..., Kill | Fail]] = {
+    "segv": functools.partial(Kill, signal="SIGSEGV"),
+    "abort": functools.partial(Kill, signal="SIGABRT"),
+    "exit3": functools.partial(Fail, error="SystemExit", message="3"),
+    "exit0": functools.partial(Fail, error="SystemExit", message="0"),
+    "exception": functools.partial(Fail, error="ValueError", message="a fault of the script"),
 }
 
 
@@ -78,7 +82,7 @@ def test_every_other_end() -> None:
     with Cluster(nodes=2, slots=1) as cluster:
         job = cluster.submit(steps=steps)
         for index, (name, how) in enumerate(ENDS.items()):
-            job.order(name, rank=index % 2, step=15 * (index + 1), **how)  # type: ignore[arg-type]
+            job.order(name, how(rank=index % 2, step=15 * (index + 1)))
         job.wait_over()
         history = job.check(*(job.injection(name, words=(SAID[name],)) for name in ENDS))
         assert final_sha256(history) == undisturbed(2, steps)
@@ -88,9 +92,9 @@ def test_every_other_end() -> None:
 def test_again_while_a_recovery_is_under_way() -> None:
     with Cluster(nodes=2, slots=2) as cluster:
         job = cluster.submit(steps=STEPS)
-        job.order("first", rank=1, step=12, do="SIGKILL")
-        job.order("second", rank=2, step=12, do="SIGKILL", place="apply")
-        job.order("third", rank=3, step=13, do="SIGKILL")
+        job.order("first", Kill(rank=1, step=12))
+        job.order("second", Kill(rank=2, step=12, place="optimizer"))
+        job.order("third", Kill(rank=3, step=13))
         job.wait_over()
         # Rank 3 may be the only one that got through step 12 when rank 2 died, and dies with it: then nobody has
         # that step, and it is done again, to the last bit.
@@ -99,7 +103,7 @@ def test_again_while_a_recovery_is_under_way() -> None:
         told = job.incidents()
         named = [(c["node"], c["detail"]) for incident in told for c in incident["causes"] if c["kind"] == "exit"]
         assert sorted(node for node, _ in named) == sorted(
-            str(history.struck(name)["node"]) for name in ("first", "second", "third")
+            job.struck(name).node for name in ("first", "second", "third")
         )
         assert len(injections) >= len(told) >= 1
         assert final_sha256(history) == undisturbed(4, STEPS)
@@ -110,9 +114,9 @@ def test_the_first_to_commit_dies_while_the_others_still_apply() -> None:
     """They have seen the same all-reduce complete: they finish the step, so that it is not lost with the dead."""
     with Cluster(nodes=2, slots=2) as cluster:
         job = cluster.submit(steps=STEPS)
-        job.order("kill", rank=3, step=20, do="SIGKILL", place="committed")
+        job.order("kill", Kill(rank=3, step=21, place="data"))
         for rank in range(3):
-            job.order(f"late{rank}", rank=rank, step=20, do="sleep", seconds=0.7, place="apply")
+            job.order(f"late{rank}", Hang(rank=rank, step=20, place="optimizer", for_s=0.7))
         job.wait_over()
         history = job.check(job.injection("kill"), lost=0)
         assert {c.rank for c in history.of(1) if c.step == 20} == {0, 1, 2, 3}
@@ -148,12 +152,10 @@ def test_the_agent_dies_and_the_daemon_starts_another() -> None:
 
 
 HOARDER = """
-def strike(self, fault):
+def hoard():
     held = []
     while True:
         held.append(b"x" * (1 << 20))
-
-t.Faults.strike = strike
 """
 
 
@@ -163,7 +165,7 @@ def test_killed_by_the_kernel_for_want_of_memory() -> None:
     with limited(64) as group, Cluster(nodes=2, slots=1) as cluster:
         job = cluster.submit(steps=120, script=cluster.script("hoarder", HOARDER))
         job.wait_step(10)
-        job.order("hoard", rank=1, step=job.history.step() + 20, do="hoard")
+        job.order("hoard", Call(rank=1, step=job.history.step() + 20, function="__main__:hoard"))
         group.take(job.worker(1))
         job.wait_over()
         history = job.check(job.injection("hoard", words=("SIGKILL", "out of memory"), within_s=60.0))

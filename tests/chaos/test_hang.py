@@ -8,11 +8,11 @@ import pytest
 from chaos.harness import Cluster, now_s
 from chaos.reference import undisturbed
 from support.history import final_sha256
-from support.incidents import Injection
 from support.procs import alive, kill
 from support.wait import eventually
 
 from elastic.contract.records.reasons import Code, reason
+from elastic.testing import Call, Hang, Injection
 
 pytestmark = [pytest.mark.chaos, pytest.mark.etcd]
 
@@ -24,8 +24,8 @@ def test_stopped_spinning_and_asleep() -> None:
     """SIGSTOP from outside, an endless loop and a call that does not come back, each in another rank."""
     with Cluster(nodes=2, slots=2) as cluster:
         job = cluster.submit(steps=STEPS, hang={"floor_s": 1.0, "ceiling_s": 20.0})
-        job.order("spin", rank=1, step=25, do="spin")
-        job.order("asleep", rank=3, step=50, do="sleep", seconds=600)
+        job.order("spin", Hang(rank=1, step=25))
+        job.order("asleep", Call(rank=3, step=50, function="signal:pause"))
         job.wait_step(8)
         stopped = job.worker(2)
         struck_s = now_s()
@@ -39,8 +39,7 @@ def test_stopped_spinning_and_asleep() -> None:
         assert history.generations() == [1, 2, 3, 4]
         assert history.back_s(struck_s, 1) < 8.0
         for name in ("spin", "asleep"):
-            struck = history.struck(name)
-            assert not alive(int(str(struck["pid"])))
+            assert not alive(job.struck(name).pid)
         assert final_sha256(history) == undisturbed(4, STEPS)
         incidents = job.incidents()
         assert "strike" in str(incidents[1]["stacks"])  # the function it spins in
@@ -53,11 +52,11 @@ def test_rank_waiting_before_the_forward_is_not_called_hung() -> None:
     with Cluster(nodes=2, slots=2) as cluster:
         rules = {"floor_s": 1.0, "ceiling_s": 20.0}
         job = cluster.submit(steps=STEPS, hang=rules, env={"NORM": "1", "ASK": "1"})
-        job.order("asking", rank=0, step=20, place="ask", do="spin")
-        job.order("norm", rank=0, step=50, do="spin")
+        job.order("asking", Hang(rank=0, step=20, place="collective"))
+        job.order("norm", Hang(rank=0, step=50))
         job.wait_over(deadline_s=90.0)
         history = job.check(*(job.injection(name, "hang", within_s=20.0) for name in ("asking", "norm")))
-        culprits = {int(str(history.struck(name)["pid"])) for name in ("asking", "norm")}
+        culprits = {job.struck(name).pid for name in ("asking", "norm")}
         first, *_, last = history.generations()
         before, after = set(job.workers_of(first).values()), set(job.workers_of(last).values())
         assert len(before & after) >= 2  # both innocents of the first loop are the same processes to the end
@@ -72,18 +71,18 @@ def test_a_rank_that_is_stuck_after_its_gradients_are_handed_over() -> None:
     """
     with Cluster(nodes=2, slots=1) as cluster:
         job = cluster.submit(steps=STEPS, hang={"floor_s": 3.0, "ceiling_s": 30.0})
-        job.order("late", rank=0, step=20, do="sleep", seconds=1.5)
-        job.order("gil", rank=1, step=20, place="backward", do="gil", seconds=300)
-        job.order("stuck", rank=0, step=50, place="summing", do="spin")
+        job.order("late", Hang(rank=0, step=20, for_s=1.5))
+        job.order("gil", Call(rank=1, step=20, place="backward", function="__main__:keep_the_lock"))
+        job.order("stuck", Call(rank=0, step=50, place="backward", function="__main__:spin_when_all_is_handed_over"))
         struck = job.wait_struck("gil")
         job.wait_over(deadline_s=90.0)
         history = job.check(
             job.injection("gil", "hang", within_s=15.0, words=(str(Code.DEAF.sentence),)),
             job.injection("stuck", "hang", within_s=30.0, words=("while exchanging at step 50",)),
         )
-        assert not alive(int(str(struck["pid"])))
-        assert history.back_s(float(str(struck["at_s"])), 1) < 15.0
-        assert not alive(int(str(history.struck("stuck")["pid"])))
+        assert not alive(struck.pid)
+        assert history.back_s(struck.at_s, 1) < 15.0
+        assert not alive(job.struck("stuck").pid)
         assert final_sha256(history) == undisturbed(2, STEPS)
         cluster.workers_gone()
 
@@ -117,7 +116,7 @@ def test_job_with_a_rank_that_returned_from_train_is_not_healthy() -> None:
     with Cluster(nodes=2, slots=1) as cluster:
         limits, folder = {"floor_s": 1.0, "ceiling_s": 2.0}, cluster.folder / "checkpoints"
         job = cluster.submit(steps=STEPS, hang=limits, checkpoint={"dir": str(folder)})
-        job.order("leave", rank=1, step=20, do="leave")
+        job.order("leave", Call(rank=1, step=20, function="__main__:leave"))
         job.wait_struck("leave")
         row = eventually(lambda: seen if (seen := job.row())["health"] != "healthy" else None, 20.0, "it is said")
         named = eventually(

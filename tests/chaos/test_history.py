@@ -11,9 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support.history import SAMPLES, Commit, History, check
-from support.incidents import Injection, check_injections
+from support.history import SAMPLES, History, check
+from support.incidents import check_injections
 
+from elastic.testing import Commit, Injection
 from elastic.worker.data.sharding import BatchPlan, SampleOrder, rank_range
 
 STEPS, BATCH, WORLD = 12, 8, 3
@@ -22,7 +23,7 @@ STEPS, BATCH, WORLD = 12, 8, 3
 def commit(step: int, generation: int, rank: int, world_size: int, process: str, at_s: float) -> Commit:
     whole = BatchPlan(SAMPLES, BATCH).at(step)
     ids = tuple(SampleOrder(SAMPLES, 0, whole.epoch).take(*rank_range(whole.start, whole.stop, rank, world_size)))
-    return Commit(step, generation, rank, world_size, ids, at_s, 0.0, process)
+    return Commit(step, generation, rank, world_size, at_s, process, ids)
 
 
 def good() -> list[Commit]:
@@ -94,11 +95,6 @@ def test_replicas_that_differ_are_refused(tmp_path: pathlib.Path) -> None:
         check(seen, steps=STEPS, batch=BATCH)
 
 
-def test_a_fault_that_did_not_strike_is_seen(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(AssertionError, match="did not strike"):
-        history(tmp_path, good()).struck("kill")
-
-
 def test_a_torn_last_line_is_left_out(tmp_path: pathlib.Path) -> None:
     seen = history(tmp_path, good())
     with (tmp_path / "commits.n0.0.jsonl").open("a") as out:
@@ -130,14 +126,14 @@ def test_an_incident_that_is_true_passes(tmp_path: pathlib.Path) -> None:
 LIES: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "another kind": (lambda: {"kind": "comm"}, "not exit"),
     "another node": (lambda: {"node": "n1"}, "n1, not"),
-    "another rank": (lambda: {"ranks": [1]}, r"ranks \(1,\), not \[2\]"),
+    "another rank": (lambda: {"ranks": [1]}, r"ranks \[1\], not \[2\]"),
     "one rank too many": (lambda: {"ranks": [1, 2]}, "ranks"),
     "no evidence": (lambda: {"detail": "a collective failed"}, "is not the evidence"),
     "begun before the strike": (lambda: {"wall_s": wall_s(5.0)}, "after the strike"),
     "begun long after the strike": (lambda: {"wall_s": wall_s(12.0)}, "after the strike"),
     "ended before a step": (lambda: {"ended_wall_s": wall_s(15.0), "timeline_s": {}}, "it stepped again at"),
     "ended long after a step": (lambda: {"ended_wall_s": wall_s(25.0)}, "it stepped again at"),
-    "not over": (lambda: {"open": True}, "open=True"),
+    "not over": (lambda: {"open": True}, "is not over"),
     "no end": (lambda: {"ended_wall_s": None}, "when it ended"),
     "a step lost": (lambda: {"steps_lost": 1, "steps_lost_at_most": 1}, "1 steps lost it says, 0"),
     "nothing known": (lambda: {"steps_lost": None}, "it is known how far"),

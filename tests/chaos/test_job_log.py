@@ -8,22 +8,24 @@ import pytest
 from chaos.harness import Cluster
 from support.wait import eventually
 
+from elastic.testing import Kill
+
 pytestmark = [pytest.mark.chaos, pytest.mark.etcd]
 
 STEPS = 60
 
 
 @pytest.mark.parametrize(
-    ("place", "then"), [("commit", "committed"), pytest.param("forward", "forward", marks=pytest.mark.long)]
+    ("place", "then"), [("commit", "data"), pytest.param("forward", "forward", marks=pytest.mark.long)]
 )
 def test_a_killed_rank_0_leaves_no_gap_and_no_double(place: str, then: str) -> None:
     with Cluster(nodes=2, slots=1) as cluster:
         folder = cluster.folder / "tensorboard"
         job = cluster.submit(steps=STEPS, env={"LOG": "1"}, tensorboard=str(folder))
-        job.order("kill", rank=0, step=20, do="SIGKILL", place=place)
+        job.order("kill", Kill(rank=0, step=20, place=place))
         job.wait_struck("kill")
         job.wait_step(30)
-        job.order("again", rank=0, step=40, do="SIGKILL", place=then)
+        job.order("again", Kill(rank=0, step=40, place=then))
         job.wait_over()
         job.check(job.injection("kill"), job.injection("again"), lost=2)
         found = [json.loads(line) for line in (folder / "job" / "metrics.jsonl").read_text().splitlines()]

@@ -7,9 +7,10 @@ import signal
 import pytest
 from chaos.harness import Cluster
 from chaos.test_people import until
-from support.incidents import Injection
 from support.procs import kill
 from support.wait import eventually
+
+from elastic.testing import Injection
 
 pytestmark = [pytest.mark.chaos, pytest.mark.etcd]
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 from chaos.harness import Cluster, Job, now_s
-from support.incidents import Injection
 from support.wait import eventually, holds
+
+from elastic.testing import Injection
 
 pytestmark = [pytest.mark.chaos, pytest.mark.etcd, pytest.mark.netns]
 

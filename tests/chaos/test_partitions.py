@@ -10,13 +10,13 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 from chaos.harness import Cluster, Job, Node, now_s
-from support.incidents import Injection
 from support.procs import alive
 from support.wait import eventually
 
 from elastic.agent.peers.peers import DIALS_S, OUT_KEEPALIVE
 from elastic.contract.agent_files import AgentStatus
 from elastic.recovery.leading import DISPUTE_S
+from elastic.testing import Injection, Kill
 
 netns = pytest.mark.netns
 pytestmark = [pytest.mark.chaos, pytest.mark.etcd]
@@ -204,8 +204,8 @@ def test_job_recovers_with_a_wrong_clock_on_one_node() -> None:
         wrong_clock(node, "-400s")
         node.start()
         job = cluster.submit(steps=120)
-        job.order("there", rank=1, step=30, do="SIGKILL")
-        job.order("here", rank=0, step=70, do="SIGKILL")
+        job.order("there", Kill(rank=1, step=30))
+        job.order("here", Kill(rank=0, step=70))
         job.wait_over()
         history = job.check(job.injection("there"), job.injection("here"), clock=False)
         assert history.generations() == [1, 2, 3]

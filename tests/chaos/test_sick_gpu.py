@@ -7,9 +7,10 @@ import pathlib
 import pytest
 from chaos.harness import Cluster
 from support.forge import LATE
-from support.incidents import Injection
 from support.procs import alive, kill
 from support.wait import eventually, holds
+
+from elastic.testing import Injection
 
 pytestmark = [pytest.mark.chaos, pytest.mark.etcd]
 

@@ -21,7 +21,7 @@ import time
 plain = t.F.mse_loss
 
 def loss(*given):
-    slowed = t.faults.rank == {SLOW} and not (t.FOLDER / "even").exists()
+    slowed = t.rank == {SLOW} and not (t.FOLDER / "even").exists()
     time.sleep(0.06 if slowed else 0.02)
     return plain(*given)
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 from chaos.harness import Cluster, Node, now_s
-from support.incidents import Injection
 from support.procs import alive, kill
 from support.wait import eventually, stretched
+
+from elastic.testing import Injection, Kill
 
 pytestmark = [pytest.mark.chaos, pytest.mark.etcd]
 
@@ -17,10 +18,10 @@ def test_slow_setup_with_a_standby_recovers_as_fast_as_a_quick_one() -> None:
         job = cluster.submit(steps=520, setup_s=8.0, standby=1, pace_s=0.03)
         job.wait_step(5, 90.0)
         # the standby needs its eight seconds as well before it is of use
-        job.order("kill", rank=1, step=450, do="SIGKILL")
+        job.order("kill", Kill(rank=1, step=450))
         job.wait_over(deadline_s=120.0)
         history = job.check(job.injection("kill"))
-        struck_s = float(str(history.struck("kill")["at_s"]))
+        struck_s = job.struck("kill").at_s
         back_s = history.back_s(struck_s, history.generations()[0])
         assert back_s < stretched(4.0), f"{back_s:.1f} s: as long as setup"
 
@@ -30,7 +31,7 @@ def test_without_a_standby_the_survivors_go_on_alone_if_the_job_says_so() -> Non
     with Cluster(nodes=2, slots=1) as cluster:
         job = cluster.submit(nodes="1:2", steps=500, setup_s=6.0, on_loss="shrink", pace_s=0.03)
         job.wait_step(5, 90.0)
-        job.order("kill", rank=1, step=30, do="SIGKILL")
+        job.order("kill", Kill(rank=1, step=30))
         job.wait_over(deadline_s=120.0)
         history = job.check(job.injection("kill"), Injection("planned"))
         generations = [history.of(g)[0].world_size for g in history.generations()]

@@ -4,68 +4,22 @@ from __future__ import annotations
 
 import itertools
 import json
-import pathlib
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from typing import Self
 
+from elastic import testing
+from elastic.testing import Commit
 from elastic.worker.data.sharding import BatchPlan, SampleOrder, rank_range
 
 SAMPLES = 1000
 
 
-@dataclass(frozen=True)
-class Commit:
-    """One step committed on one rank. Instants are CLOCK_MONOTONIC: comparable, as all ran on one machine."""
+class History(testing.History):
+    """That of a run of `train_chaos.py`."""
 
-    step: int
-    """Counted from 0."""
-    generation: int
-    rank: int
-    world_size: int
-    ids: tuple[int, ...]
-    at_s: float
-    loss: float
-    process: str
-    """'<node>.<pid>'."""
-
-    @property
-    def node(self) -> str:
-        return self.process.partition(".")[0]
-
-
-class History:
-    """What the folder holds as of the last call of `read`, which adds what is new."""
-
-    def __init__(self, folder: pathlib.Path) -> None:
-        self.folder = folder
-        self.commits: list[Commit] = []
-        self._read: dict[str, int] = {}
-        """Bytes of each file that have been read."""
-
-    def read(self) -> History:
-        new: list[Commit] = []
-        for path in sorted(self.folder.glob("commits.*.jsonl")):
-            process = path.name.removeprefix("commits.").removesuffix(".jsonl")
-            with path.open("rb") as file:
-                file.seek(self._read.get(path.name, 0))
-                whole, end, _ = file.read().rpartition(b"\n")  # the writer may just have been killed
-            self._read[path.name] = self._read.get(path.name, 0) + len(whole) + len(end)
-            for line in whole.splitlines():
-                raw = json.loads(line)
-                new.append(Commit(**{**raw, "ids": tuple(raw["ids"])}, process=process))
-        if new:
-            self.commits = sorted([*self.commits, *new], key=lambda c: c.at_s)
+    def read(self) -> Self:
+        super().read()
         return self
-
-    def step(self) -> int:
-        """Steps committed so far on some rank."""
-        return max((c.step + 1 for c in self.commits), default=0)
-
-    def generations(self) -> list[int]:
-        return sorted({c.generation for c in self.commits})
-
-    def of(self, generation: int) -> list[Commit]:
-        return [c for c in self.commits if c.generation == generation]
 
     def gaps_s(self) -> list[float]:
         """Time between consecutive steps, each at its first commit anywhere."""
@@ -86,13 +40,6 @@ class History:
         world_size = self.of(generation)[0].world_size
         assert len(firsts) == world_size, f"generation {generation}: {sorted(firsts)} of {world_size} ranks stepped"
         return max(firsts.values()) - struck_s
-
-    def struck(self, name: str) -> dict[str, object]:
-        """What the script noted when fault `name` struck. Raises AssertionError: it did not strike."""
-        path = self.folder / f"struck.fault.{name}.json"
-        assert path.exists(), f"fault {name} did not strike"
-        noted: dict[str, object] = json.loads(path.read_text())
-        return noted
 
     def finals(self) -> dict[int, dict[str, object]]:
         """rank -> {"step", "world", "sha256"}, of those ranks that got to the end."""

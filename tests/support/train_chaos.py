@@ -13,13 +13,8 @@ Everything is told by the environment:
     ASK             set: the script has an all_reduce of its own before each forward
 
 Each process appends to RECORD_DIR/commits.<node>.<pid>.jsonl one line per committed step (see `history.Commit`), and
-writes final.<rank>.json at the end. A file RECORD_DIR/fault.<name>.json {"rank", "step", "place", "do", …} strikes
-once, in whichever process has that rank when it gets to that place of that step; struck.fault.<name>.json says so.
-Places, in their order within a step: `ask` (before the script's own all_reduce), `forward`, `backward` (while
-gradients are exchanged), `summing` (all gradients are handed over, the sums are waited for), `apply` (inside the
-optimizer), `commit` (just before), `committed`. `do`: a signal's name, `exception`, `exit` (`code`), `spin`, `sleep`,
-`gil` (0.5 s later a thread calls a C function that keeps the interpreter's lock for `seconds`), `leave` (`train`
-returns before the next step).
+writes final.<rank>.json at the end. Faults come from `elastic.testing`; some of them call a
+function of this script.
 """
 
 from __future__ import annotations
@@ -29,8 +24,6 @@ import hashlib
 import json
 import os
 import pathlib
-import signal
-import sys
 import threading
 import time
 
@@ -45,7 +38,7 @@ STEPS = int(os.environ.get("STEPS", "60"))
 BATCH = int(os.environ.get("BATCH", "8"))
 PACE_S = float(os.environ.get("PACE_S", "0.02"))
 WIDTH = int(os.environ.get("WIDTH", "32"))
-NODE = os.environ.get("ELASTIC_TEST_NODE") or os.uname().nodename
+NODE = os.environ.get("ELASTIC_TESTING_NODE") or os.uname().nodename
 SAMPLES = 1000
 
 
@@ -60,51 +53,30 @@ class Squares(torch.utils.data.Dataset):
         return x, (x * x).sum().reshape(1)
 
 
-class Faults:
-    """Strikes what the files order, each once."""
-
-    def __init__(self):
-        self.rank = self.step = -1
-        self.leaves = False
-
-    def at(self, place):
-        for path in FOLDER.glob("fault.*.json"):
-            try:
-                fault = json.loads(path.read_text())
-            except (FileNotFoundError, json.JSONDecodeError):  # struck by another, or still being written
-                continue
-            if (fault["rank"], fault["step"], fault.get("place", "forward")) != (self.rank, self.step, place):
-                continue
-            try:
-                path.rename(path.with_suffix(".struck"))
-            except FileNotFoundError:
-                continue
-            note(f"struck.{path.name}", {"pid": os.getpid(), "node": NODE, "at_s": time.monotonic(), **fault})
-            self.strike(fault)
-
-    def strike(self, fault):
-        do = fault["do"]
-        if do == "exception":
-            raise ValueError(fault.get("message", "the fault that was ordered"))
-        if do == "exit":
-            sys.exit(fault.get("code", 3))
-        if do == "spin":
-            while True:
-                pass
-        if do == "sleep":
-            time.sleep(fault["seconds"])
-        elif do == "gil":
-            threading.Thread(target=keep_the_lock, args=[fault["seconds"]], daemon=True).start()
-        elif do == "leave":
-            self.leaves = True
-        else:
-            os.kill(os.getpid(), getattr(signal, do))
-            time.sleep(0.2)  # a signal to oneself may take a moment; SIGSTOP returns when continued
+def leave():
+    """`train` returns before the next step."""
+    global leaves
+    leaves = True
 
 
-def keep_the_lock(seconds):
-    time.sleep(0.5)
-    ctypes.PyDLL(None).sleep(int(seconds))  # unlike CDLL it does not release the lock
+def spin():
+    while True:
+        pass
+
+
+def spin_when_all_is_handed_over():
+    """Called in a backward: once all gradients are on their way to the others."""
+    torch.autograd.Variable._execution_engine.queue_callback(spin)
+
+
+def keep_the_lock():
+    """Half a second from now a thread calls a C function that keeps the interpreter's lock."""
+
+    def call():
+        time.sleep(0.5)
+        ctypes.PyDLL(None).sleep(300)  # unlike CDLL it does not release the lock
+
+    threading.Thread(target=call, daemon=True).start()
 
 
 def note(name, content):
@@ -114,13 +86,9 @@ def note(name, content):
     half.rename(FOLDER / name)
 
 
-faults = Faults()
+leaves = False
+rank = -1
 log = os.open(FOLDER / f"commits.{NODE}.{os.getpid()}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-
-
-def in_backward():
-    faults.at("backward")
-    torch.autograd.Variable._execution_engine.queue_callback(lambda: faults.at("summing"))
 
 
 def setup(job):
@@ -131,26 +99,21 @@ def setup(job):
         torch.nn.Linear(8, WIDTH), *norm, torch.nn.ReLU(), torch.nn.Dropout(0.1), torch.nn.Linear(WIDTH, 1)
     ).to(job.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    optimizer.register_step_pre_hook(lambda *_: faults.at("apply"))
-    model[0].weight.register_hook(lambda gradient: in_backward())
     return elastic.State(model=model, optimizer=optimizer)
 
 
 def train(job, state):
-    model = job.ddp(state.model)
-    faults.rank = job.rank
+    global rank
+    model, rank = job.ddp(state.model), job.rank
     if float(os.environ.get("PRELUDE_S", "0")):
         note(f"entered.{job.generation}.{os.getpid()}.json", {})
         time.sleep(float(os.environ["PRELUDE_S"]))
     for batch in job.batches(Squares(), state, batch_size=BATCH, steps=STEPS, epochs=1000):
-        if faults.leaves:
+        if leaves:
             return
         began_s = time.monotonic()
-        faults.step = state.step
         if os.environ.get("ASK"):
-            faults.at("ask")
             dist.all_reduce(torch.ones(1))
-        faults.at("forward")
         loss = F.mse_loss(model(batch.x), batch.y)
         loss.backward()
         state.optimizer.step()
@@ -159,7 +122,6 @@ def train(job, state):
             time.sleep(max(0.0, PACE_S - (time.monotonic() - began_s)))
         if os.environ.get("LOG"):
             job.log(number=state.step + 1, rank=job.rank)
-        faults.at("commit")
         before = state.step
         try:
             job.commit(state, loss=loss)
@@ -170,7 +132,6 @@ def train(job, state):
                     "ids": batch.indices, "at_s": time.monotonic(), "loss": float(loss),
                 }  # fmt: skip
                 os.write(log, (json.dumps(line) + "\n").encode())
-        faults.at("committed")
     note(f"final.{job.rank}.json", {"step": state.step, "world_size": job.world_size, "sha256": fingerprint(state)})
 
 

@@ -1,6 +1,6 @@
 """A machine with one GPU, for every Python process that has this folder in PYTHONPATH: NVML is a stand-in.
 
-What the card does is told by files in $ONE_GPU, for the node that $ELASTIC_TEST_NODE names:
+What the card does is told by files in $ONE_GPU, for the node that $ELASTIC_TESTING_NODE names:
 
     xid.NODE        a number: the driver reports this XID, once
     held.NODE       process ids that have memory on the card, as long as it is there
@@ -17,7 +17,7 @@ import time
 import types
 from typing import Any
 
-FOLDER, NODE = pathlib.Path(os.environ["ONE_GPU"]), os.environ.get("ELASTIC_TEST_NODE", "")
+FOLDER, NODE = pathlib.Path(os.environ["ONE_GPU"]), os.environ.get("ELASTIC_TESTING_NODE", "")
 sys.path.append(str(pathlib.Path(__file__).parents[2]))
 
 from support.fake_nvml import FakeNvml, NVMLError_Timeout  # noqa: E402 - the path is set up above
