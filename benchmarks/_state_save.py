@@ -148,7 +148,7 @@ class Ours:
         def done() -> bool:
             for result in self.writer.results():
                 assert result.ok, result.error
-            return self.writer.waiting == 0
+            return len(self.writer.under_way()) == 0
 
         return Save(guard, done)
 

@@ -274,7 +274,7 @@ def _resumed(progress: ProgressRecord | None) -> answers.Resumed | None:
 
 def _checkpoint(job: Job, progress: ProgressRecord | None, now: Now) -> answers.Checkpoint | None:
     """What fails, the leader's agent knows; that of this node, whose progress may be newer, does not."""
-    error = next((p.checkpoint_error for p in (progress, job.progress) if p and p.checkpoint_error), None)
+    error = next((str(p.checkpoint_error) for p in (progress, job.progress) if p and p.checkpoint_error), None)
     if progress is None or not (progress.checkpoint_step or error or progress.checkpoint_interval):
         return None
     at_s = progress.checkpoint_wall_s
@@ -292,7 +292,7 @@ def _snapshot(progress: ProgressRecord | None) -> answers.InMemorySnapshot | Non
     if progress is None or not (progress.snapshot_mb or progress.snapshot_interval):
         return None
     return answers.InMemorySnapshot(
-        step=progress.snapshot_step, memory_mb=progress.snapshot_mb, interval=progress.snapshot_interval
+        step=progress.snapshot_step, memory_mb=progress.snapshot_mb, interval=str(progress.snapshot_interval)
     )
 
 

@@ -22,10 +22,10 @@ from elastic.agent.reports.incidents import apart, cut_short, late_exit, save_fa
 from elastic.agent.reports.logs import Trimmer
 from elastic.agent.reports.reports import Reports, untested
 from elastic.agent.snapshots.saved_generations import NewestSavedFinder
-from elastic.agent.snapshots.saver import Saver
 from elastic.agent.workers.pool import Exited, Pool, PoolEvent, ProcessStarted, WorkerMessage
 from elastic.agent.workers.worker_error import last_lines, read_error
 from elastic.agent.workers.zygote import ZygoteUnfit
+from elastic.checkpoint.saving.saver import Cut, Failed, NotKept, Outcome, Saved, Saver
 from elastic.checkpoint.saving.versions import versions
 from elastic.contract.agent_files import AgentConfig, AgentOrders
 from elastic.contract.keys import JobKeys
@@ -98,9 +98,8 @@ class AgentLoop:
         self._ended: Leave | None = None
         self._end_by_s = float("inf")  # set by SIGTERM: the monotonic instant until which this agent may drain
         self.saver = Saver(
-            self._spec.checkpoint, config.job, self.pool.tell,
-            on_saved=lambda generation, step: inbox.post(events.CheckpointSaved(generation, step)),
-            on_failed=self._save_failed, cut=lambda generation: cut_short(self.agent, generation),
+            self._spec.checkpoint, config.job, self.pool.tell, self._save_ended,
+            cut=lambda generation: cut_short(self.agent, generation),
             apart=lambda: apart(self.agent, etcd_writer.folder) or "", versions=versions(), slots=config.slots,
             patience_s=max(FINISH_SAVING_S, self._spec.exit_timeout_s),
         )  # fmt: skip
@@ -145,9 +144,24 @@ class AgentLoop:
         for key, _ in self._selector.select(max(0.0, until_s - time.monotonic())):
             self._readable(key.data)
 
-    def _save_failed(self, step: int, error: Text, wall_s: float) -> None:
+    def _save_ended(self, outcome: Outcome) -> None:
         """A failed checkpoint is recorded as an incident too, though it loses no step."""
-        self._etcd_writer.put_beside("save", save_failed(self.agent, step, error, wall_s), step)
+        match outcome:
+            case Saved(generation=generation, step=step):
+                log.info("checkpoint.saved", step=step, path=outcome.path, seconds=round(outcome.seconds, 3))
+                for note in outcome.notes:
+                    log.warning("checkpoint.not_removed", why=note)
+                self._inbox.post(events.CheckpointSaved(generation, step))
+            case Failed(step=step, error=error, row=row):
+                say = log.error if row.escalate else log.warning
+                say("checkpoint.failed", step=step, what=outcome.what, error=str(error), in_a_row=row.count)
+                began_step, began_wall_s = row.began
+                incident = save_failed(self.agent, began_step, error, began_wall_s)
+                self._etcd_writer.put_beside("save", incident, began_step)
+            case Cut(step=step, why=why):
+                log.warning("checkpoint.cut", step=step, why=why)  # the incident is that of the failure
+            case NotKept(why=why):
+                log.warning("snapshot.not_kept", why=str(why))
 
     def _look_at_saver(self) -> None:
         if (saving := self.saver.gets_on(time.monotonic())) != self.agent.local.saving:

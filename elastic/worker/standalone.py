@@ -83,8 +83,6 @@ def _train(job: Job, state: State, train: Train, disk: Disk | None, rule: Interv
         job.left(state)
         scheduler.finish(state)
         backend.wait()
-        if backend.busy:
-            print("elastic: the last checkpoint could not be written in time", file=sys.stderr, flush=True)
     finally:
         backend.close()
 

@@ -17,8 +17,8 @@ from support.jobs import changed, policy
 
 from elastic.agent.inbox import Inbox
 from elastic.agent.loop import AgentLoop
-from elastic.agent.snapshots.saver import Saver
 from elastic.agent.workers.pool import Pool
+from elastic.checkpoint.saving.saver import Saver
 from elastic.contract.agent_files import AgentConfig, EtcdAccess
 from elastic.contract.job.spec import JobSpec
 from elastic.contract.keys import ClusterKeys
@@ -217,7 +217,7 @@ def test_the_last_state_of_a_job_that_has_succeeded_gets_the_time_to_be_saved(
     saver = _Writing(20)
     monkeypatch.setattr(loop, "saver", saver)
     monkeypatch.setattr(loop._reports, "write", lambda *_: None)
-    monkeypatch.setattr("elastic.agent.snapshots.saver.LOOK_S", 0.0)
+    monkeypatch.setattr("elastic.checkpoint.saving.saver.LOOK_S", 0.0)
     monkeypatch.setattr(time, "monotonic", lambda: 10.0 * (20 - saver.left))
     if told:
         loop._on_signal()

@@ -9,7 +9,7 @@ import pytest
 from support.jobs import changed, generation, member, place, policy, view
 
 from elastic.agent.reports.status import StepRate, progress, rank_rows
-from elastic.agent.snapshots.saver import SaveStatus
+from elastic.checkpoint.saving.saver import SaveStatus
 from elastic.contract.keys import ClusterKeys
 from elastic.contract.records.job_records import ProgressRecord, encode
 from elastic.contract.worker.beat import PAGE_BYTES, BeatPage

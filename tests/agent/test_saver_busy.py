@@ -6,10 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from elastic.agent.snapshots.saver import MAX_KEPT, Saver
 from elastic.checkpoint.saving import orders
 from elastic.checkpoint.saving.client import Busy
+from elastic.checkpoint.saving.saver import MAX_KEPT, Failed, Outcome, Saver
 from elastic.contract.job.spec import Checkpoint
+from elastic.contract.records.reasons import Code, codes
 from elastic.contract.worker import messages
 
 
@@ -47,8 +48,7 @@ class Bench:
             Checkpoint(dir="/nowhere"),
             "job",
             lambda worker_id, message, fds: self.told.append((message, len(fds))),
-            on_saved=lambda generation, step: None,
-            on_failed=lambda step, error, wall_s: self.failed.append(step),
+            self._report,
         )
         self.saver.writer.close()
         self.writer = Writer()
@@ -56,8 +56,12 @@ class Bench:
         self.saver.need_arena(0, 1, 4096)
         self.told.clear()
 
-    def filled(self, *, lead: bool = True) -> None:
-        message = messages.Filled(step=7, generation=2, buffer=1, nbytes=9, shard=0, shards=1, stall_s=0.0)
+    def _report(self, outcome: Outcome) -> None:
+        if isinstance(outcome, Failed):
+            self.failed.append(outcome.row.began[0])
+
+    def filled(self, step: int = 7, *, lead: bool = True) -> None:
+        message = messages.Filled(step=step, generation=2, buffer=1, nbytes=9, shard=0, shards=1, stall_s=0.0)
         self.saver.filled(0, message, lead=lead, world_size=1)
 
 
@@ -138,7 +142,15 @@ def test_a_checkpoint_that_is_not_durable_when_the_agent_leaves_has_failed(
     bench.filled(lead=lead)
     bench.saver.close()
     assert bench.failed == failed
-    assert bench.saver.last.error == ("step 7: the agent has left before it was durable" if failed else None)
+    assert codes(bench.saver.last.error or "") == ({Code.AT_STEP, Code.NOT_DURABLE} if failed else set())
+
+
+def test_checkpoints_that_are_not_durable_when_the_agent_leaves_have_failed_once(bench: Bench) -> None:
+    bench.filled(7)
+    bench.filled(8)
+    for _ in range(2):
+        bench.saver.close()
+        assert bench.saver.last.failing.count == 2
 
 
 def test_a_checkpoint_that_is_durable_has_not_failed_when_the_agent_leaves(bench: Bench) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator
 
 import msgspec
@@ -12,11 +13,11 @@ from support.ckpt import table_of
 from support.jobs import changed, generation, member, place, policy, view
 
 from elastic.agent.reports.incidents import apart, has_failed
-from elastic.agent.snapshots.saver import Saver
 from elastic.checkpoint.format.errors import ArenaError
 from elastic.checkpoint.memory.arena import Arena
 from elastic.checkpoint.saving import orders
 from elastic.checkpoint.saving.failures import ESCALATE_AFTER
+from elastic.checkpoint.saving.saver import Failed, Outcome, Saver
 from elastic.contract.job.spec import Checkpoint
 from elastic.contract.worker import messages
 from elastic.recovery.machine.model import Agent, FormedState
@@ -47,8 +48,7 @@ class Bench:
             Checkpoint(dir="/nowhere", remote="memory://there"),
             "job",
             lambda worker_id, message, fds: None,
-            on_saved=lambda generation, step: None,
-            on_failed=lambda step, error, wall_s: self.failed.append(f"{step}: {error}"),
+            self._report,
             cut=lambda generation: generation <= self.broken,
             apart=lambda: self.apart,
         )
@@ -56,6 +56,10 @@ class Bench:
         self.writer = Writer()
         self.saver.writer = self.writer  # type: ignore[assignment]
         self.saver.need_arena(0, 1, 4096)
+
+    def _report(self, outcome: Outcome) -> None:
+        if isinstance(outcome, Failed):
+            self.failed.append(f"{outcome.row.began[0]}: {outcome.error}")
 
     def save(self, step: int, error: str = "", *, lead: bool = True, copies: bool = True) -> None:
         """One shard, and its commit if this node leads: both answered alike."""
@@ -112,15 +116,26 @@ def test_a_save_that_fails_on_the_node_that_copies_tells_that_no_other_node_does
         "its own"
     )
     assert bench.failed == [f"7: no space{says if alone else ''}"]
-    assert bench.saver.last.error == f"step 7: no space{says if alone else ''}"
+    assert str(bench.saver.last.error) == f"step 7: no space{says if alone else ''}"
 
 
 def test_checkpoint_with_failed_shard_and_failed_commit_counts_as_one_failure(bench: Bench) -> None:
     bench.save(7, "no space")
     assert bench.failed == ["7: no space"]
-    assert bench.saver.last.error == "step 7: no space"
+    assert str(bench.saver.last.error) == "step 7: no space"
     bench.save(8)
     assert bench.saver.last.error is None
+
+
+def test_first_step_is_a_particular_checkpoint_and_lack_of_memory_is_of_none(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.save(0, "no space")
+    assert bench.saver.last.failing.count == 1
+    monkeypatch.setattr(os, "memfd_create", lambda *_: os.open("/nowhere", os.O_RDONLY))
+    for _ in range(2):
+        bench.saver.need_arena(0, 1, 1 << 20)
+    assert bench.saver.last.failing.count == 3
 
 
 def test_checkpoint_failures_in_a_row_are_escalated_until_one_succeeds(bench: Bench) -> None:
@@ -129,7 +144,7 @@ def test_checkpoint_failures_in_a_row_are_escalated_until_one_succeeds(bench: Be
     assert not any("in a row" in said for said in bench.failed)
     bench.save(9, "no space")
     assert bench.failed[-1] == f"1: no space ({ESCALATE_AFTER} in a row)", "one incident, that of the first"
-    assert bench.saver.last.error == f"step 9: no space ({ESCALATE_AFTER} in a row)"
+    assert str(bench.saver.last.error) == f"step 9: no space ({ESCALATE_AFTER} in a row)"
     bench.save(10)
     bench.save(11, "no space")
     assert bench.failed[-1] == "11: no space"
@@ -152,7 +167,7 @@ def test_copies_that_fail_again_and_again_are_escalated_though_the_checkpoints_a
 
 def test_where_another_node_commits_a_shard_that_was_written_ends_the_row(bench: Bench) -> None:
     bench.save(7, "no space", lead=False)
-    assert bench.saver.last.error == "step 7: no space"
+    assert str(bench.saver.last.error) == "step 7: no space"
     bench.save(8, lead=False)
     assert bench.saver.last.error is None
 

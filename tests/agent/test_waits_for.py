@@ -8,8 +8,8 @@ import pytest
 from support.jobs import changed, generation, place, policy
 
 from elastic.agent.reports.status import SLOW_S, StepRate, progress
-from elastic.agent.snapshots.saver import SaveStatus
 from elastic.agent.workers.pool import Pool
+from elastic.checkpoint.saving.saver import SaveStatus
 from elastic.contract.records.job_records import ProgressRecord
 from elastic.contract.records.reasons import Code, Text, reason
 from elastic.recovery.facts.transitions import Stage

@@ -31,12 +31,19 @@ def save(saver: LocalSnapshots, step: int) -> bool:
     return put(saver, step, state_at(step), {"lr": 0.1})
 
 
-def put(saver: LocalSnapshots, step: int, state: dict[str, torch.Tensor], extra: dict[str, Any]) -> bool:
+def put(
+    saver: LocalSnapshots,
+    step: int,
+    state: dict[str, torch.Tensor],
+    extra: dict[str, Any],
+    shard: int = 0,
+    shards: int = 1,
+) -> bool:
     part = SnapshotPart(
         step=step,
         commit_generation=1,
-        shard=0,
-        shards=1,
+        shard=shard,
+        shards=shards,
         table=table_of(state),
         tensors=list(state.values()),
         extra=extra,
@@ -51,7 +58,7 @@ def test_saver_saves_in_background_keeps_two_checkpoints_and_resumes(saver: Loca
     for step in (10, 20, 30, 40):
         assert save(saver, step)
         saver.wait(20)
-    assert saver.failing.error is None
+    assert saver.saver.last.failing.error is None
     saver.close()
     tensors = blank()
     found = resume(str(tmp_path), "job", lambda info: tensors[info.name])
@@ -66,14 +73,14 @@ def test_saver_saves_in_background_keeps_two_checkpoints_and_resumes(saver: Loca
 
 def test_saver_skips_and_counts_a_save_while_one_is_in_flight(saver: LocalSnapshots, tmp_path: Path) -> None:
     assert save(saver, 10)
-    pid = saver._writer.pid
+    pid = saver.saver.writer.pid
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
     skipped = sum(not save(saver, step) for step in (11, 12, 13))
     os.kill(pid, signal.SIGCONT)
     assert skipped >= 2  # the first one may have been done before it was stopped
     saver.wait(20)
-    assert saver.failing.error is None
+    assert saver.saver.last.failing.error is None
     assert newest_good(str(tmp_path), "job") is not None
 
 
@@ -83,16 +90,16 @@ def test_failures_are_counted_and_said_and_a_success_ends_the_row(tmp_path: Path
     saver = LocalSnapshots(str(blocked), "job", generation=1)
     try:
         for step in range(ESCALATE_AFTER):
-            assert not saver.failing.escalate
+            assert not saver.saver.last.failing.escalate
             save(saver, step)
             saver.wait(20)
-        assert saver.failing.count == ESCALATE_AFTER
-        assert saver.failing.escalate
-        assert str(blocked) in (saver.failing.error or "")
+        assert saver.saver.last.failing.count == ESCALATE_AFTER
+        assert saver.saver.last.failing.escalate
+        assert str(blocked) in str(saver.saver.last.failing.error)
         blocked.unlink()
         save(saver, 9)
         saver.wait(20)
-        assert (saver.failing.count, saver.failing.escalate) == (0, False)
+        assert (saver.saver.last.failing.count, saver.saver.last.failing.escalate) == (0, False)
         assert newest_good(str(blocked), "job") is not None
     finally:
         saver.close()
@@ -116,7 +123,7 @@ def test_two_ranks_without_a_collective(tmp_path: Path) -> None:
     savers = [LocalSnapshots(str(tmp_path), "job", generation=1, rank=rank, world_size=2) for rank in range(2)]
     try:
         for rank, (saver, shard) in enumerate(zip(savers, assign_shards(table, 2), strict=True)):
-            assert put(saver, 10, {table[i].name: state[table[i].name] for i in shard}, {"rank": rank})
+            assert put(saver, 10, {table[i].name: state[table[i].name] for i in shard}, {"rank": rank}, rank, 2)
         for saver in savers:
             saver.wait(20)
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import selectors
 import signal
 import socket
 import subprocess
@@ -46,6 +47,16 @@ def commit(directory: Path, step: int = 20, shards: int = 1, wait_s: float = 0.0
     )
 
 
+def results_of(writer: WriterProcess) -> list[orders.Result]:
+    """Of every order under way."""
+    results = writer.results()
+    with selectors.DefaultSelector() as selector:
+        selector.register(writer, selectors.EVENT_READ)
+        while writer.under_way() and selector.select(20):
+            results += writer.results()
+    return results
+
+
 def submit_many(writer: WriterProcess, many: list[orders.Commit]) -> None:
     for order in many:
         writer.submit(order)
@@ -58,7 +69,7 @@ def test_a_shard_is_written_and_committed(writer: WriterProcess, tmp_path: Path)
         poller = select.poll()
         poller.register(writer, select.POLLIN)
         assert poller.poll(20_000)
-        results = writer.wait(20)
+        results = results_of(writer)
     assert [(r.id, r.kind, r.step, r.error) for r in results] == [(1, "Write", 20, ""), (2, "Commit", 20, "")]
     assert results[1].path == str(tmp_path / "step-20")
     found = newest_good(str(tmp_path), "job")
@@ -69,7 +80,7 @@ def test_a_shard_is_written_and_committed(writer: WriterProcess, tmp_path: Path)
 def test_writer_process_imports_no_torch_and_lowers_its_priority(writer: WriterProcess, tmp_path: Path) -> None:
     with filled(state_at(20), 20) as arena:
         writer.submit(write(tmp_path), arena)
-        assert writer.wait(20)[0].ok
+        assert results_of(writer)[0].ok
         process = psutil.Process(writer.pid)
         assert not any("torch" in entry.path for entry in process.memory_maps())
         assert process.nice() == 5
@@ -80,7 +91,7 @@ def test_errors_come_back_in_words(writer: WriterProcess, tmp_path: Path) -> Non
     with filled(state_at(20), 20) as arena:
         writer.submit(write(tmp_path / "file" / "below"), arena)
         writer.submit(write(tmp_path, step=21), arena)
-        first, second = writer.wait(20)
+        first, second = results_of(writer)
     assert first.error.startswith("Not a directory: ")
     assert second.error == "the arena is complete with step 20 of generation 1"
 
@@ -117,7 +128,7 @@ def test_a_failed_shard_fails_its_commit_at_once(writer: WriterProcess, tmp_path
     with filled(state_at(20), 20) as arena:
         writer.submit(write(tmp_path / "file"), arena)
         writer.submit(commit(tmp_path, shards=2, wait_s=600))
-        first, second = writer.wait(20)
+        first, second = results_of(writer)
     assert second.kind == "Commit"
     assert second.error == first.error != ""
 
@@ -136,7 +147,7 @@ def test_shards_of_an_earlier_run_on_a_disk_of_this_node_alone_complete_no_check
             directory=str(tmp_path), job="job", step=40, generation=6, shards=2, world_size=2, wait_s=0.0
         )
         writer.submit(commit)
-        *written, committed = writer.wait(20)
+        *written, committed = results_of(writer)
     assert [result.error for result in written] == ["", ""], "what this run has written stays"
     assert committed.missing == (1,)
 
@@ -169,9 +180,9 @@ def test_a_commit_that_waits_for_others_holds_nothing_up(writer: WriterProcess, 
         eventually(lambda: len(writer.results()) > 0, deadline_s=20)
         lonely = WriterProcess()  # another node's
         lonely.submit(write(tmp_path), others)
-        assert lonely.wait(20)[0].ok
+        assert results_of(lonely)[0].ok
         lonely.close()
-        results = {result.step: result for result in writer.wait(20)}
+        results = {result.step: result for result in results_of(writer)}
     assert results[20].ok
     assert results[30].error == "step 30: 2 of 2 shards were not written: 0, 1"
 
@@ -183,7 +194,7 @@ def test_old_ones_that_cannot_be_removed_are_said_with_the_next_commit(writer: W
             arena.seal(step, 1)
             writer.submit(write(tmp_path, step), arena)
             writer.submit(msgspec.structs.replace(commit(tmp_path, step), keep=1))
-            result = writer.wait(20)[-1]
+            result = results_of(writer)[-1]
             assert result.ok
             if step == 10:
                 (tmp_path / "step-10" / "a folder").mkdir()  # not a file of ours: it is not removed
@@ -202,12 +213,12 @@ def test_writer_process_death_fails_pending_orders_and_the_next_order_restarts_i
         writer.submit(write(tmp_path), arena)
         writer.submit(commit(tmp_path))
         os.kill(pid, signal.SIGKILL)
-        results = writer.wait(20)
+        results = results_of(writer)
         assert [r.error for r in results] == ["the writer process died (exit code -9)"] * 2
         assert newest_good(str(tmp_path), "job") is None
         writer.submit(write(tmp_path), arena)
         writer.submit(commit(tmp_path))
-        assert all(result.ok for result in writer.wait(20))
+        assert all(result.ok for result in results_of(writer))
     assert (writer.fileno(), writer.starts) == (fileno, 2)
 
 
@@ -220,7 +231,7 @@ def test_a_death_while_idle_costs_nothing(writer: WriterProcess, tmp_path: Path)
         os.kill(pid, signal.SIGKILL)
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
         writer.submit(write(tmp_path), arena)
-        assert [result.error for result in writer.wait(20)] == [""]
+        assert [result.error for result in results_of(writer)] == [""]
     assert writer.starts == 2
 
 
@@ -232,7 +243,7 @@ def test_orders_are_bounded(writer: WriterProcess, tmp_path: Path) -> None:
     with pytest.raises(Busy):
         submit_many(writer, [commit(tmp_path, wait_s=60)] * (MAX_WAITING + 1))
     assert time.monotonic() - started_s < stretched(5.0)
-    assert writer.waiting <= MAX_WAITING
+    assert len(writer.under_way()) <= MAX_WAITING
     writer.close(timeout_s=0.1)
 
 
@@ -258,12 +269,12 @@ def test_writer_process_forget_unmaps_the_arena(writer: WriterProcess, tmp_path:
     assert writer.submit(orders.Forget()) == 0  # with no process there is nothing to forget
     with filled(state_at(20), 20) as arena:
         writer.submit(write(tmp_path), arena)
-        assert writer.wait(20)[0].ok
+        assert results_of(writer)[0].ok
         assert mapped()
         writer.submit(orders.Forget())
         eventually(lambda: not mapped(), deadline_s=20)
         writer.submit(write(tmp_path), arena)
-        assert writer.wait(20)[0].ok
+        assert results_of(writer)[0].ok
 
 
 @pytest.mark.parametrize("how", ["signal", "return"])
@@ -307,7 +318,7 @@ def test_writer_process_killed_at_any_moment_leaves_the_newest_checkpoint_whole(
                 select.select([], [], [], step * 0.0004)
                 os.kill(pid, signal.SIGKILL)
                 os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # dead, and left for the client to find
-            results = writer.wait(20)
+            results = results_of(writer)
             committed = max([committed, *(r.step for r in results if r.ok and r.kind == "Commit")])
             found = newest_good(str(tmp_path), "job")
             assert (found.step if found else 0) in (committed, step)

@@ -11,8 +11,10 @@ from .test_excepts import _called, _functions
 READERS = ("elasticd", "elastic.contract", "elastic.util", "elastic.etcd", "elastic.checkpoint")
 """Packages that run in the daemon, or for an operator on a user's folder; elasticctl itself reads its caller's."""
 
-_SETTING, _OWN, _KERNEL = "a file that a setting names", "this user's own file", "/proc: the kernel limits it"
+_SETTING, _OWN, _KERNEL = "a file that a setting names", "this user's own file", "of the kernel, which limits it"
 WITHOUT_A_LIMIT = {
+    "elastic.checkpoint.memory.free_memory:_left_in_groups": _KERNEL,
+    "elastic.checkpoint.memory.free_memory:available_nbytes": _KERNEL,
     "elastic.checkpoint.saving.client:WriterProcess.activity": _KERNEL,
     "elastic.checkpoint.saving.client:WriterProcess.results": "a pipe of one's own: 64 bytes",
     "elastic.checkpoint.stored.remote:fetch": "nothing is read: the file is synced",

@@ -20,6 +20,7 @@ EXAMPLES: dict[str, str | int | float] = {
     "doing": "computing", "place": "step 41", "furthest": "step 42", "where": "at step 40", "kind": "hang",
     "why": "cordoned: a new disk", "fix": "wait", "backend": "nccl", "needs": 2, "capacity": "3 slots on 3 nodes",
     "endpoint": "n1:7", "owner": "ada", "user": "bob", "phase": "stopped", "state": "T", "key": "g2/0", "ranks": "0, 1",
+    "remote": "s3://ck",
 }  # fmt: skip
 """Of values that are words; all others are numbers."""
 

@@ -10,11 +10,13 @@ import pytest
 import torch
 from support.arenas import Agent
 
-from elastic.agent.snapshots.saver import Saver, available_nbytes, plenty
 from elastic.checkpoint import interval as checkpoint_interval
 from elastic.checkpoint.format.shard_plan import beside_shards
 from elastic.checkpoint.interval import IntervalPlan, IntervalRule
+from elastic.checkpoint.memory.free_memory import available_nbytes, plenty
+from elastic.checkpoint.saving.saver import Saver
 from elastic.contract.job.spec import Checkpoint
+from elastic.contract.records.reasons import Code, codes
 from elastic.contract.worker import messages
 from elastic.worker.snapshots.agent_snapshots import AgentSnapshots
 from elastic.worker.snapshots.checkpoint_scheduler import CheckpointScheduler, RankPosition
@@ -177,8 +179,7 @@ class Told:
             Checkpoint(),
             "job",
             lambda worker_id, message, fds: self.told.append((message, fds)),
-            on_saved=lambda generation, step: None,
-            on_failed=lambda step, error: None,
+            lambda outcome: None,
         )
 
 
@@ -214,10 +215,10 @@ def test_memory_that_the_training_may_need_is_not_taken(monkeypatch: pytest.Monk
     found = available_nbytes()
     assert found is None or found > 0
     told = Told()
-    monkeypatch.setattr("elastic.agent.snapshots.saver.available_nbytes", lambda: 10_000)
+    monkeypatch.setattr("elastic.checkpoint.saving.saver.available_nbytes", lambda: 10_000)
     told.saver.need_arena(0, 1, 4096, optional=True)
     assert told.told == [(messages.Arena(nbytes=0), ())]
-    assert "no memory" in told.saver.last.kept_interval
+    assert Code.LEAVES_TOO_LITTLE in codes(told.saver.last.kept_interval)
     told.saver.need_arena(0, 1, 4096)
     assert len(told.told) == 3
     told.saver.close()

@@ -16,8 +16,8 @@ from elastic.agent.etcd.view_reader import ViewReader
 from elastic.agent.etcd.writer import EtcdWriter
 from elastic.agent.hangs.hang_detector import HangDetector
 from elastic.agent.hangs.standstill import with_stillness
-from elastic.agent.snapshots.saver import Saver
 from elastic.agent.workers.pool import Pool
+from elastic.checkpoint.saving.saver import Saver
 from elastic.contract.agent_files import AgentConfig, AgentStatus
 from elastic.contract.records.job_records import ProgressRecord, SpecRecord
 from elastic.contract.records.reasons import Text

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import msgspec
 
-from elastic.agent.snapshots.saver import SaveStatus
 from elastic.agent.workers.pool import Pool
+from elastic.checkpoint.saving.saver import SaveStatus
 from elastic.contract.agent_files import LEFT, AgentStatus
 from elastic.contract.records.job_records import ProgressRecord, RankRow
 from elastic.contract.records.reasons import Code, Text, codes, reason

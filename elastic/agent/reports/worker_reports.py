@@ -9,7 +9,7 @@ from typing import Any
 
 import structlog
 
-from elastic.agent.snapshots.saver import Saver
+from elastic.checkpoint.saving.saver import Saver
 from elastic.contract.agent_files import AgentConfig
 from elastic.contract.origin import Origin
 from elastic.contract.records.job_records import SpecRecord

@@ -1,1 +1,1 @@
-"""Snapshots in this node's memory, and checkpoints from them."""
+"""Which generations the job has checkpoints of."""

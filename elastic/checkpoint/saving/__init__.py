@@ -1,1 +1,1 @@
-"""From memory to a checkpoint on disk: the writer process, and how it commits."""
+"""From memory to a checkpoint on disk: the saver, its writer process, and how it commits."""

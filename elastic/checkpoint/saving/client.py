@@ -8,7 +8,6 @@ import select
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Collection
 
 import msgspec
@@ -57,11 +56,6 @@ class WriterProcess:
     @property
     def pid(self) -> int | None:
         return self._process.pid if self._process is not None else None
-
-    @property
-    def waiting(self) -> int:
-        """Number of orders without a result yet."""
-        return len(self._waiting)
 
     def under_way(self) -> Collection[orders.Write | orders.Commit | orders.CopyUp]:
         """The orders without a result yet."""
@@ -153,15 +147,6 @@ class WriterProcess:
             result = orders.decode_result(raw)
             if self._waiting.pop(result.id, None) is not None:
                 results.append(result)
-        return results
-
-    def wait(self, timeout_s: float) -> list[orders.Result]:
-        """Block until every order has its result or the time is up; returns the results received."""
-        deadline_s = time.monotonic() + timeout_s
-        results = self.results()
-        while self._waiting and (left_s := deadline_s - time.monotonic()) > 0:
-            self._poller.poll(left_s)
-            results += self.results()
         return results
 
     def close(self, timeout_s: float = 5.0) -> None:

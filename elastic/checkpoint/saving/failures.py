@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from elastic.contract.records.reasons import Text
+
 ESCALATE_AFTER = 3
 """From this many in a row they are reported as errors."""
 
@@ -13,8 +15,8 @@ ESCALATE_AFTER = 3
 class FailuresInRow:
     """Replaced by a new one after a success."""
 
-    error: str | None = None
-    """Text of the latest failure."""
+    error: Text | None = None
+    """The latest failure."""
     count: int = 0
     last: tuple[int, int] | None = None
     """(generation, step) of the last one: its shard and its commit may both report the failure."""
@@ -22,12 +24,12 @@ class FailuresInRow:
     """Step and time of day of the first one of the present kind: all of a kind are one incident."""
     _kind: str = ""
 
-    def add(self, error: str, generation: int = 0, step: int = 0, wall_s: float = 0.0) -> bool:
-        """Returns False if this one is counted already. Step 0 or less: no particular checkpoint."""
-        if step > 0 and self.last == (generation, step):
+    def add(self, error: Text, generation: int = 0, step: int = 0, wall_s: float = 0.0) -> bool:
+        """Returns False if this one is counted already. Generation 0 or less: no particular checkpoint."""
+        if generation > 0 and self.last == (generation, step):
             return False
         self.error, self.count, self.last = error, self.count + 1, (generation, step)
-        if (kind := re.sub(r"[0-9]+", "", error)) != self._kind:
+        if (kind := re.sub(r"[0-9]+", "", str(error))) != self._kind:
             self._kind, self.began = kind, (step, wall_s)
         return True
 

@@ -10,10 +10,6 @@ ERROR_CHARS = 2000
 """Of an error's text: a storage service may answer with a page, and a result must fit into one packet."""
 
 
-COMMIT_WAIT_S = 60.0
-"""How long a commit waits for the next shard of another node, see `Commit.wait_s`."""
-
-
 class Order(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=True):
     id: int = 0
     """Set by `WriterProcess.submit`; the result carries it."""
@@ -43,7 +39,7 @@ class Commit(Order, frozen=True, kw_only=True):
     shards: int
     world_size: int
     versions: dict[str, str] = {}
-    wait_s: float = COMMIT_WAIT_S
+    wait_s: float = 60.0
     """How long to wait for the next shard of another node: anew at each that arrives, without the time in which
     this node's own are written. Other orders are carried out meanwhile."""
     keep: int = 3

@@ -403,7 +403,7 @@ class ProgressRecord(Record, frozen=True, kw_only=True):
     checkpoint_generation: Int = 0  # in which that step was committed; 0: not known
     checkpoint_wall_s: WallS | None = None
     checkpoint_write_s: Real | None = None
-    checkpoint_error: str | None = None
+    checkpoint_error: Text | None = None
     resumed_step: Int | None = None  # at which the job has gone on from saved state, the last time it did; None: never
     resumed_from: str = ""  # that state in words, as `messages.Synced.source`
     checkpoint_interval: str = ""
@@ -412,7 +412,7 @@ class ProgressRecord(Record, frozen=True, kw_only=True):
     """Newest snapshot that the leader's node holds completely in memory."""
     snapshot_mb: Real = 0.0
     """Memory used by snapshots on the leader's node."""
-    snapshot_interval: str = ""
+    snapshot_interval: Text = ""
     waiting_for: Text = ""
     still: Stillness | None = None  # set while no step is made
     ranks: tuple[RankRow, ...] = ()

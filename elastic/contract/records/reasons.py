@@ -174,6 +174,18 @@ class Code(enum.StrEnum):
     NOT_FORMING = "not_forming", "generation {number}, rank {rank}"
     # ── beside the training ─────────────────────────────────────────────────────────────────────────────────
     CHECKPOINT_FAILED = "checkpoint_failed", "checkpoint of step {step} failed"
+    AT_STEP = "at_step", "step {step}"
+    NO_SHARED_MEMORY = "no_shared_memory", "no shared memory for snapshots"
+    LEAVES_TOO_LITTLE = "leaves_too_little", "no memory: {mb} MB on this node would leave too little"
+    TOO_MANY_PARTS = "too_many_parts", "a snapshot of {parts} parts; one of {most} at most can be handed over"
+    NOT_ORDERED = "not_ordered", "commit"
+    NOT_DURABLE = "not_durable", "the process that was to commit it has left before it was durable"
+    COPY_FAILED = "copy_failed", "copy to {remote}"
+    NOT_COPIED = (
+        "not_copied",
+        "{because}; no node copies this checkpoint to {remote}: with checkpoint.shared = false the leader's node "
+        "copies its own",
+    )
     FOLDER_APART = (
         "folder_apart",
         "{folder} is not one folder on {nodes}: what one writes the other does not see; mount the same folder on all "

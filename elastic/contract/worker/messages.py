@@ -91,13 +91,13 @@ class SaveSoon(ToWorker, frozen=True, kw_only=True):
 
 
 class Arena(ToWorker, frozen=True, kw_only=True):
-    """One of two shared-memory buffers (its descriptor is passed) in answer to NeedArena; 0 bytes: no memory."""
+    """One of the shared-memory buffers (its descriptor is passed) in answer to NeedArena; 0 bytes: no memory."""
 
     nbytes: int
     request: int = 0
     """As in the NeedArena that this answers."""
     buffer: int = 0
-    """Which of the two."""
+    """Which of them."""
     busy: bool = False
     """The previous worker filled it, and it is still being written to disk: a SaveResult will free it."""
 
@@ -146,7 +146,7 @@ class Ready(FromWorker, frozen=True, kw_only=True):
 
 
 class NeedArena(FromWorker, frozen=True, kw_only=True):
-    """This worker's part of a snapshot takes `nbytes`: create two buffers of that size."""
+    """This worker's part of a snapshot takes `nbytes`: create its buffers of that size."""
 
     nbytes: int
     request: int = 0

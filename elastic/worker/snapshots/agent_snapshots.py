@@ -13,6 +13,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
@@ -24,7 +25,6 @@ from elastic.checkpoint.memory.memcpy import WORTH_A_THREAD_BYTES
 from elastic.contract.worker import messages
 from elastic.contract.worker.beat import Doing
 from elastic.contract.worker.tensor_table import NO_REPLICAS, ReplicaTensors, Table
-from elastic.worker.link.session import Session
 
 from .checkpoint_scheduler import SnapshotPart
 
@@ -34,11 +34,25 @@ ASK_AGAIN_S = 60.0
 NO_MEMORY = -1
 
 
+class SaverLink(Protocol):
+    """The way to the saver, as `Session` is."""
+
+    save_wanted: bool
+    stop_wanted: bool
+
+    def on(self, kind: type[messages.Message], handler: Callable[[messages.Message, list[int]], None]) -> None: ...
+    def send(self, message: messages.Message) -> None: ...
+    def beat(self, doing: Doing) -> None: ...
+    def copied(self, nbytes: int) -> None: ...
+    def stood_still(self, seconds: float) -> None: ...
+
+
 class AgentSnapshots:
     """Main thread only, except that `prepare` leaves its work to a thread, which `put` joins."""
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(self, session: SaverLink, *, buffers: int = 2) -> None:
+        """`buffers`: how many the saver offers."""
+        self._session, self._count = session, buffers
         self._buffers = Buffers()
         self._copied: tuple[SnapshotPart, float] | None = None
         """The copy in progress, and the seconds that starting it took."""
@@ -105,10 +119,12 @@ class AgentSnapshots:
         self.settle()
         self._session.beat(Doing.SAVING)
         self._prepared()
-        if not self._has_room(part, optional=bool(part.beside.table) or not part.save):
+        room = self._has_room(part, optional=bool(part.beside.table) or not part.save)
+        if not room and part.save and part.beside.table:
             part = part.own()
-            if not part.save or not self._has_room(part, optional=False):
-                return False
+            room = self._has_room(part, optional=False)
+        if not room:
+            return False
         self._take_results()
         buffer = self._buffers.free()
         if buffer is None:
@@ -162,8 +178,8 @@ class AgentSnapshots:
         try:
             arena.seal(part.step, part.commit_generation, extra=part.extra)
         except ArenaError as error:
-            warnings.warn(f"no snapshot of step {part.step}: {error}", stacklevel=2)
             self._failed_step = part.step
+            self._unsealed(part, error)
             return
         if part.save:
             self._buffers.busy.add(buffer)
@@ -185,6 +201,9 @@ class AgentSnapshots:
         self._cold.discard(buffer)
         if self._cold:
             self._prepare_by_thread(self._warm, part.tensors)
+
+    def _unsealed(self, part: SnapshotPart, error: ArenaError) -> None:
+        warnings.warn(f"no snapshot of step {part.step}: {error}", stacklevel=3)
 
     # ── the buffers ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -243,7 +262,7 @@ class AgentSnapshots:
         return False
 
     def _make_room(self, nbytes: int, optional: bool) -> bool:
-        """Get two buffers of at least `nbytes` bytes from the agent. Returns False if it does not provide them."""
+        """Get buffers of at least `nbytes` bytes from the agent. Returns False if it does not provide them."""
         self._buffers.replace(())
         self._cold = set()
         self._request += 1
@@ -251,7 +270,7 @@ class AgentSnapshots:
         arenas: dict[int, Arena] = {}
         busy: set[int] = set()
         deadline_s = time.monotonic() + ARENA_WAIT_S
-        while len(arenas) < 2:
+        while len(arenas) < self._count:
             try:
                 offer, descriptor = self._offers.get(timeout=max(0.0, deadline_s - time.monotonic()))
                 if offer.request != self._request:
@@ -270,7 +289,7 @@ class AgentSnapshots:
                     arena.close()
                 return False
         self._cold = set() if nbytes < WORTH_A_THREAD_BYTES else set(range(len(arenas)))
-        self._buffers.replace([arenas[0], arenas[1]], busy)
+        self._buffers.replace([arenas[buffer] for buffer in sorted(arenas)], busy)
         return True
 
     # ── messages from the agent ─────────────────────────────────────────────────────────────────────────────

@@ -1,26 +1,63 @@
 """Snapshot backend of a worker without an agent: standalone, or under stock torchrun.
 
-The same arenas, writer process and format on disk as with an agent; the script's own process owns them.
+As with an agent, but the saver, its arenas and its writer process are the script's own.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import sys
+import time
+from collections.abc import Callable
 
-from elastic.checkpoint.format.errors import CheckpointError
-from elastic.checkpoint.format.layout import arena_nbytes
-from elastic.checkpoint.memory.arena import Arena
-from elastic.checkpoint.memory.buffers import Buffers
+from elastic.checkpoint.format.errors import ArenaError, CheckpointError
 from elastic.checkpoint.saving import orders
-from elastic.checkpoint.saving.client import WriterProcess
-from elastic.checkpoint.saving.failures import FailuresInRow
+from elastic.checkpoint.saving.saver import Failed, Outcome, Saver
 from elastic.checkpoint.saving.versions import versions
+from elastic.contract.job.spec import Checkpoint
+from elastic.contract.records.reasons import Code, Text, codes, reason
+from elastic.contract.structs import replace
+from elastic.contract.worker import messages
+from elastic.contract.worker.beat import Doing
 
+from .agent_snapshots import AgentSnapshots
 from .checkpoint_scheduler import SnapshotPart
 
 
-class LocalSnapshots:
+class OwnSaver:
+    """In place of a session with an agent: a saver in this process, for one rank."""
+
+    save_wanted = stop_wanted = False
+
+    def __init__(self, rules: Checkpoint, job: str, rank: int, world_size: int) -> None:
+        self._rank, self._world_size = rank, world_size
+        self._handlers: dict[type[messages.Message], Callable[[messages.Message, list[int]], None]] = {}
+        self.saver = Saver(rules, job, self._tell, _say, versions=versions(), buffers=1, patience_s=math.inf)
+
+    def on(self, kind: type[messages.Message], handler: Callable[[messages.Message, list[int]], None]) -> None:
+        self._handlers[kind] = handler
+
+    def _tell(self, _: int, message: messages.Message, descriptors: tuple[int, ...]) -> None:
+        copies: list[int] = []
+        with contextlib.suppress(OSError):  # without its descriptor, an offer of a buffer is none
+            copies += map(os.dup, descriptors)
+        self._handlers[type(message)](message, copies)
+
+    def send(self, message: messages.Message) -> None:
+        match message:
+            case messages.NeedArena(nbytes=nbytes, request=request):
+                self.saver.need_arena(0, 0, nbytes, request=request)
+            case messages.Filled():
+                self.saver.filled(0, message, lead=self._rank == 0, world_size=self._world_size)
+
+    def beat(self, doing: Doing) -> None: ...
+    def copied(self, nbytes: int) -> None: ...
+    def stood_still(self, seconds: float) -> None: ...
+
+
+class LocalSnapshots(AgentSnapshots):
     """One per rank; rank 0 commits. Failures are printed to stderr, as there is no status here, and not raised.
 
     Ranks need no collective, but all must put their parts of the same steps, with the same `generation`.
@@ -29,132 +66,48 @@ class LocalSnapshots:
     def __init__(
         self, directory: str, job: str, *, generation: int, rank: int = 0, world_size: int = 1, keep: int = 3
     ) -> None:
-        self._directory = os.path.abspath(directory)
-        self._job, self._generation, self._rank, self._world = job, generation, rank, world_size
-        self._keep = keep
-        self._writer = WriterProcess()
-        self._buffers = Buffers()
-        self._copied: SnapshotPart | None = None
-        """The part whose copy is in progress."""
-        self._in_flight: set[int] = set()
-        self._versions = versions()
-        self._failed_step = -1
-        """Step of the newest save that has failed."""
-        self.failing = FailuresInRow()
-        self.durable_s = 0.0
-
-    @property
-    def busy(self) -> bool:
-        """A save is in flight: another one would be skipped."""
-        return bool(self._in_flight)
-
-    def wanted(self) -> bool:
-        return False
-
-    def stops(self) -> bool:
-        return False
-
-    def free(self) -> bool:
-        self._take(self._writer.results())
-        return not self.busy
-
-    def wait(self, limit_s: float = 600.0) -> None:
-        self._take(self._writer.wait(limit_s))
-
-    def failed(self, step: int) -> bool:
-        self._take(self._writer.results())
-        return self._failed_step == step
+        own = OwnSaver(Checkpoint(dir=os.path.abspath(directory), keep=keep), job, rank, world_size)
+        super().__init__(own, buffers=1)
+        self._generation, self.saver = generation, own.saver
 
     def put(self, part: SnapshotPart) -> bool:
         self.settle()
-        if not self.free():
-            return False
+        failures = self.saver.last.failing.count
+        error: Text = ""
         try:
-            self._make_room(arena_nbytes(part.table))
-            self._buffers.arenas[0].layout(part.table, shard=self._rank, shards=self._world)
-            self._copied = part
-            done = self._buffers.begin(0, part.tensors, volatile=part.volatile)
-        except (OSError, CheckpointError) as error:
-            self._fail(part.step, orders.describe(error))
-            return False
-        return not done or self._settle()
+            if super().put(replace(part, commit_generation=self._generation)):
+                return True
+            if not self._buffers.arenas:
+                error = reason(Code.NO_SHARED_MEMORY)
+        except (OSError, CheckpointError) as raised:
+            error = orders.describe(raised)
+        if error and self.saver.last.failing.count == failures:  # the saver has not said it
+            self.saver.fail(self._generation, part.step, error)
+        return False
 
-    @property
-    def copying(self) -> bool:
-        return self._buffers.copying
+    def _unsealed(self, part: SnapshotPart, error: ArenaError) -> None:
+        self.saver.fail(part.commit_generation, part.step, str(error))
 
-    @property
-    def beside_s(self) -> float:
-        return self._buffers.beside_s
+    def wait(self, limit_s: float = 600.0) -> None:
+        """Return when all that was put is durable or has failed, or after `limit_s` seconds."""
+        until_s = time.monotonic() + limit_s
+        self.saver.finish(lambda: until_s, lambda: None)
 
-    def settle(self) -> None:
-        self._settle()
+    def failed(self, step: int) -> bool:
+        return super().failed(step) or self.saver.last.failing.last == (self._generation, step)
 
-    def leave(self) -> None:
-        self._settle()  # no other rank waits: there is one generation
-
-    def prepare(self, part: SnapshotPart) -> None: ...
+    def _take_results(self) -> None:
+        self.saver.readable()
+        super()._take_results()
 
     def close(self) -> None:
         """Safe to call twice. Saves that are not durable yet are lost; `wait` first."""
-        self._writer.close()
+        self._prepared()
+        self.saver.close()
         self._buffers.replace(())
 
-    def _settle(self) -> bool:
-        """Returns False if the copy in progress could not be handed to the writer."""
-        if (buffer := self._buffers.finish()) is None:
-            return True
-        assert self._copied is not None
-        arena, part = self._buffers.arenas[buffer], self._copied
-        try:
-            arena.seal(part.step, self._generation, part.extra)
-            self._order(arena, part.step)
-        except (OSError, CheckpointError) as error:
-            self._fail(part.step, orders.describe(error))
-            return False
-        return True
 
-    def _make_room(self, nbytes: int) -> None:
-        """One buffer: it is filled while no save is in flight."""
-        if not self._buffers.fits(nbytes):
-            self._writer.submit(orders.Forget())
-            self._buffers.replace(())
-            self._buffers.replace([Arena.create(nbytes)])
-
-    def _order(self, arena: Arena, step: int) -> None:
-        write = orders.Write(directory=self._directory, job=self._job, step=step, generation=self._generation)
-        self._in_flight.add(self._writer.submit(write, arena))
-        if self._rank == 0:
-            commit = orders.Commit(
-                directory=self._directory,
-                job=self._job,
-                step=step,
-                generation=self._generation,
-                shards=self._world,
-                world_size=self._world,
-                versions=self._versions,
-                wait_s=orders.COMMIT_WAIT_S if self._world > 1 else 0.0,
-                keep=self._keep,
-            )
-            self._in_flight.add(self._writer.submit(commit))
-
-    def _take(self, results: list[orders.Result]) -> None:
-        last = "Commit" if self._rank == 0 else "Write"
-        for result in results:
-            self._in_flight.discard(result.id)
-            if result.kind != last:  # rank 0's commit carries the error of its shard
-                continue
-            if result.error:
-                self._fail(result.step, result.error)
-            else:
-                self.failing, self.durable_s = FailuresInRow(), result.seconds
-
-    def _fail(self, step: int, error: str) -> None:
-        self._failed_step = step
-        self.failing.add(error)
-        row = f" ({self.failing.count} in a row)" if self.failing.count > 1 else ""
-        print(
-            f"elastic: a checkpoint failed{row}: {error}; the one before stays, training goes on",
-            file=sys.stderr,
-            flush=True,
-        )
+def _say(outcome: Outcome) -> None:
+    if isinstance(outcome, Failed):
+        then = "" if Code.NOT_DURABLE in codes(outcome.error) else ", training goes on"
+        print(f"elastic: a checkpoint failed: {outcome.error}; the one before stays{then}", file=sys.stderr, flush=True)

@@ -1,76 +1,31 @@
-"""Snapshots on the agent's side: owns the arenas that workers fill, has checkpoints written, has the leader commit.
+"""Owns the arenas that workers fill, has checkpoints written and committed, and reports what has become of each.
 
-Arenas outlive their worker, so a snapshot that it has completed is still written.
+It runs in the agent, whose arenas outlive their worker, so that a snapshot that it has completed is still written; in
+the worker's own process if that has no agent.
 """
 
 from __future__ import annotations
 
 import contextlib
-import re
 import selectors
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import Literal
 
-import structlog
+import msgspec
 
 from elastic.checkpoint.format.errors import ArenaError
 from elastic.checkpoint.format.shard_plan import newest_complete
 from elastic.checkpoint.memory.arena import Arena
-from elastic.checkpoint.saving import orders
-from elastic.checkpoint.saving.client import Busy, WriterProcess
-from elastic.checkpoint.saving.failures import FailuresInRow
+from elastic.checkpoint.memory.free_memory import available_nbytes, plenty
 from elastic.contract.job.spec import Checkpoint
-from elastic.contract.records.reasons import Code, Text, reason
+from elastic.contract.records.reasons import Code, Reason, Text, reason
 from elastic.contract.worker import messages
 
-MEMINFO = Path("/proc/meminfo")
-GROUPS = Path("/sys/fs/cgroup")
-SPARE_SHARE = 0.5
-"""Fraction of the free memory that snapshots beyond those needed for checkpoints may take."""
-
-
-def plenty(nbytes: int, *, available_nbytes: int | None) -> bool:
-    """Whether taking `nbytes` leaves at least as much free. True if the free memory is not known."""
-    return available_nbytes is None or nbytes <= SPARE_SHARE * available_nbytes
-
-
-def available_nbytes(
-    meminfo: Path = MEMINFO, groups: Path = GROUPS, own: Path = Path("/proc/self/cgroup")
-) -> int | None:
-    """Bytes still available on the machine, or in this process's cgroup (version 2) or one above it if that is less.
-
-    None: it cannot be read.
-    """
-    try:
-        found = re.search(r"^MemAvailable:\s+(\d+) kB$", meminfo.read_text(), re.MULTILINE)
-    except OSError:
-        found = None
-    amounts = [int(found[1]) * 1024] if found else []
-    amounts += _left_in_groups(groups, own)
-    return min(amounts, default=None)
-
-
-def _left_in_groups(groups: Path, own: Path) -> list[int]:
-    try:
-        named = re.search(r"^0::/(.*)$", own.read_text(), re.MULTILINE)
-    except OSError:
-        return []
-    left: list[int] = []
-    folder = groups / named[1] if named else groups
-    while folder != groups and groups in folder.parents:
-        try:
-            limit = (folder / "memory.max").read_text().strip()
-            used = int((folder / "memory.current").read_text())
-            cached = re.search(r"^inactive_file (\d+)$", (folder / "memory.stat").read_text(), re.MULTILINE)
-            if limit.isdecimal():
-                left.append(max(0, int(limit) - used + (int(cached[1]) if cached else 0)))
-        except (OSError, ValueError):
-            pass  # this cgroup has no limit
-        folder = folder.parent
-    return left
-
+from . import orders
+from .client import Busy, WriterProcess
+from .failures import FailuresInRow
 
 KEPT_WRITE_S, KEPT_COMMIT_S = 60.0, 3.0
 """How long a recovery without live state waits for the checkpoint under way: for this node's writes, and for other
@@ -79,9 +34,42 @@ LOOK_S = 0.5
 MAX_KEPT = 250
 """Descriptors in one message; the kernel takes 253. Part of a snapshot is useless: if more are needed none is sent."""
 
-log = structlog.get_logger()
-
 Tell = Callable[[int, messages.Message, tuple[int, ...]], None]
+
+
+class Saved(msgspec.Struct, frozen=True):
+    """A checkpoint has become durable."""
+
+    generation: int
+    step: int
+    path: str
+    seconds: float
+    notes: tuple[str, ...]
+    """Old checkpoints that could not be removed, and why."""
+
+
+class Failed(msgspec.Struct, frozen=True):
+    what: Literal["checkpoint", "copy"]
+    step: int
+    error: Text
+    row: FailuresInRow
+    """With this one."""
+
+
+class Cut(msgspec.Struct, frozen=True):
+    """The job has left the generation of a checkpoint for a failure, or ends: its missing shards are no failure."""
+
+    step: int
+    why: str
+
+
+class NotKept(msgspec.Struct, frozen=True):
+    """Snapshots are not kept in memory, or not given to a worker that asked for them."""
+
+    why: Reason
+
+
+Outcome = Saved | Failed | Cut | NotKept
 
 
 @dataclass(slots=True)
@@ -106,10 +94,10 @@ class SaveStatus:
     """Newest snapshot of which this node has every part."""
     kept_mb: float = 0.0
     """Memory that this agent has allocated for snapshots, whether or not it has been touched yet."""
-    kept_interval: str = ""
+    kept_interval: Text = ""
 
     @property
-    def error(self) -> str | None:
+    def error(self) -> Text | None:
         """What is wrong at present; None: the newest checkpoint is safe, and so is its copy."""
         return self.failing.error or self.copying.error
 
@@ -124,19 +112,18 @@ class _Slot:
 
 @dataclass
 class Saver:
-    """`on_saved(generation, step)` is called when a checkpoint has become durable; `on_failed(step, error, wall_s)`
-    when one failed, with step and time of the first in a row that failed alike: not if shards of it are missing and
-    `cut(generation)` says that the job has left that generation for a failure, or ends."""
-
     rules: Checkpoint
     job: str
     tell: Tell
-    on_saved: Callable[[int, int], None]
-    on_failed: Callable[[int, Text, float], None]
+    """Sends a message to a worker, with copies of the descriptors."""
+    report: Callable[[Outcome], None]
     cut: Callable[[int], bool] = lambda generation: False
+    """Whether the job has left this generation for a failure, or ends."""
     apart: Callable[[], Text] = lambda: ""
     """Why the folder is not one for all nodes, although it is to be shared; empty: it is, as far as is known."""
     versions: dict[str, str] = field(default_factory=dict)
+    buffers: int = 2
+    """Of each worker. With one, no snapshot is taken while it is being written."""
     slots: int = 1
     """Workers of this node; each of them requests the same memory."""
     patience_s: float = 300.0
@@ -164,26 +151,26 @@ class Saver:
     # ── messages from workers ───────────────────────────────────────────────────────────────────────────────
 
     def need_arena(self, slot: int, worker_id: int, nbytes: int, *, request: int = 0, optional: bool = False) -> None:
-        """Send this worker two buffers; those of the slot's previous worker are reused if they are large enough.
+        """Send this worker its buffers; those of the slot's previous worker are reused if they are large enough.
 
         `optional`: none are sent if they would take memory that the training may need.
         """
         buffers = self._slots.get(slot)
         if buffers is None or not buffers.arenas or buffers.arenas[0].capacity < nbytes:
-            wanted = 2 * nbytes * self.slots
+            wanted = self.buffers * nbytes * self.slots
             if optional and not plenty(wanted, available_nbytes=available_nbytes()):
-                log.warning("snapshot.no_memory", wanted_mb=round(wanted / 1e6))
-                self.last.kept_interval = f"no memory: {wanted / 1e6:.0f} MB on this node would leave too little"
+                self.last.kept_interval = why = reason(Code.LEAVES_TOO_LITTLE, mb=round(wanted / 1e6))
+                self.report(NotKept(why))
                 self.tell(worker_id, messages.Arena(nbytes=0, request=request), ())
                 return
             fresh: tuple[Arena, ...] = ()
             try:
-                while len(fresh) < 2:
+                while len(fresh) < self.buffers:
                     fresh += (Arena.create(nbytes, warm=False),)  # the worker warms them
-            except ArenaError as error:
+            except (OSError, ArenaError) as error:
                 for arena in fresh:
                     arena.close()
-                self._fail(0, 0, f"no shared memory for snapshots: {error}")
+                self.fail(0, 0, reason(Code.NO_SHARED_MEMORY, str(error)))
                 self.tell(worker_id, messages.Arena(nbytes=0, request=request), ())
                 return
             if buffers is not None:
@@ -225,7 +212,7 @@ class Saver:
         if self.rules.shared and (why := self.apart()):  # nothing is written that no node could commit
             self._free(slot, message.step, message.buffer, str(why))
             if lead:
-                self._fail(message.generation, message.step, why)
+                self.fail(message.generation, message.step, why)
             return
         buffers.to_disk[message.buffer] = (message.generation, message.step)
         if copies:
@@ -240,7 +227,7 @@ class Saver:
             )
             ticket = self.writer.submit(order, buffers.arenas[message.buffer])
         except (Busy, OSError) as error:
-            self._fail(message.generation, message.step, str(error))
+            self.fail(message.generation, message.step, str(error))
             self._free(slot, message.step, message.buffer, str(error))
             return
         self._writes[ticket] = (slot, message.step, message.buffer)
@@ -249,7 +236,7 @@ class Saver:
                 self._commit(message, world_size, copies)
             except (Busy, OSError) as error:
                 # The buffer is freed when its write has ended.
-                self._fail(message.generation, message.step, f"commit: {error}")
+                self.fail(message.generation, message.step, reason(Code.NOT_ORDERED, str(error)))
 
     def _commit(self, message: messages.Filled, world_size: int, copies: bool) -> None:
         self.writer.submit(
@@ -284,7 +271,7 @@ class Saver:
     def _written(self, result: orders.Result) -> None:
         slot, step, buffer = self._writes.pop(result.id, (-1, result.step, 0))
         if result.error:
-            self._fail(result.generation, step, result.error)
+            self.fail(result.generation, step, result.error)
         elif (result.generation, step) not in {*self._committing, self.last.failing.last}:
             self.last.failing = FailuresInRow()  # another node commits; this node's part is done
         self._free(slot, step, buffer, result.error, result.seconds)
@@ -298,19 +285,16 @@ class Saver:
     def _committed(self, result: orders.Result) -> None:
         copies = self._committing.pop((result.generation, result.step), True)
         if result.missing and self.cut(result.generation):
-            log.warning("checkpoint.cut", step=result.step, why=result.error)  # the incident is that of the failure
+            self.report(Cut(result.step, result.error))
             return
         if result.error:
-            self._fail(result.generation, result.step, result.error)
+            self.fail(result.generation, result.step, result.error)
             return
         last = self.last
         last.generation, last.step = result.generation, result.step
         last.wall_s, last.seconds = time.time(), result.seconds
         last.failing = FailuresInRow()
-        log.info("checkpoint.saved", step=result.step, path=result.path, seconds=round(result.seconds, 3))
-        for note in result.notes:
-            log.warning("checkpoint.not_removed", why=note)
-        self.on_saved(result.generation, result.step)
+        self.report(Saved(result.generation, result.step, result.path, result.seconds, result.notes))
         if self.rules.remote and copies:
             order = orders.CopyUp(
                 path=result.path,
@@ -330,26 +314,24 @@ class Saver:
             self._copy_failed(result.generation, result.step, result.error)
 
     def _copy_failed(self, generation: int, step: int, error: str) -> None:
-        self._count(self.last.copying, "copy", generation, step, f"copy to {self.rules.remote}: {error}")
+        why = reason(Code.COPY_FAILED, error, remote=self.rules.remote)
+        self._count(self.last.copying, "copy", generation, step, why)
 
-    def _fail(self, generation: int, step: int, error: Text) -> None:
-        """Report a failed checkpoint, which costs the job nothing. Step 0 or less: no particular checkpoint."""
+    def fail(self, generation: int, step: int, error: Text) -> None:
+        """Report a failed checkpoint, which costs the job nothing. Generation 0: no particular checkpoint."""
         if self.rules.remote and not self.rules.shared and (generation, step) == self._to_copy:
-            error = (
-                f"{error}; no node copies this checkpoint to {self.rules.remote}: with checkpoint.shared = false the "
-                "leader's node copies its own"
-            )
+            error = reason(Code.NOT_COPIED, error, remote=self.rules.remote)
         self._count(self.last.failing, "checkpoint", generation, step, error)
 
-    def _count(self, row: FailuresInRow, what: str, generation: int, step: int, error: Text) -> None:
-        if not row.add(str(error), generation, step, time.time()):
+    def _count(
+        self, row: FailuresInRow, what: Literal["checkpoint", "copy"], generation: int, step: int, error: Text
+    ) -> None:
+        if not row.add(error, generation, step, time.time()):
             return
         if row.escalate:
             error = reason(Code.IN_A_ROW, error, count=row.count)
-        row.error = f"step {step}: {error}"
-        say = log.error if row.escalate else log.warning
-        say("checkpoint.failed", step=step, what=what, error=str(error), in_a_row=row.count)
-        self.on_failed(row.began[0], error, row.began[1])
+        row.error = reason(Code.AT_STEP, error, step=step)
+        self.report(Failed(what, step, error, row))
 
     # ── recovery without live state ─────────────────────────────────────────────────────────────────────────
 
@@ -380,7 +362,7 @@ class Saver:
             del self._asking[worker_id]
             arenas = self._complete_snapshot()
             if len(arenas) > MAX_KEPT:
-                log.warning("checkpoint.kept_too_many", arenas=len(arenas), limit=MAX_KEPT)
+                self.report(NotKept(reason(Code.TOO_MANY_PARTS, parts=len(arenas), most=MAX_KEPT)))
                 arenas = []
             answer = messages.InMemorySnapshot(generation=generation, arenas=len(arenas))
             self.tell(worker_id, answer, tuple(arena.fd for arena in arenas))
@@ -429,10 +411,12 @@ class Saver:
                 meanwhile()
 
     def close(self) -> None:
-        """A checkpoint that is not committed yet has failed: nothing is left to do that."""
+        """A checkpoint that is not committed yet has failed: nothing is left to do that. Safe to call twice."""
+        self.readable()  # one may have been committed since the last look
         for generation, step in sorted(self._committing):
             if not self.cut(generation):
-                self._fail(generation, step, "the agent has left before it was durable")
+                self.fail(generation, step, reason(Code.NOT_DURABLE))
+        self._committing.clear()
         self.writer.close()
         for buffers in self._slots.values():
             for arena in buffers.arenas:
