@@ -63,7 +63,13 @@ class Processes:
         self._folder = folder
         self._tag = f"{os.getpid()}-{time.monotonic_ns()}"
 
-    def start(self, name: str, argv: Sequence[str | os.PathLike[str]], env: Mapping[str, str] | None = None) -> str:
+    def start(
+        self,
+        name: str,
+        argv: Sequence[str | os.PathLike[str]],
+        env: Mapping[str, str] | None = None,
+        cwd: pathlib.Path | None = None,
+    ) -> str:
         """Start in the background; output goes to NAME.log in the folder, which is removed with all that torchrun and
         torch leave in TMPDIR. Returns the tag for `end`."""
         tag = f"{self._tag}.{name}"
@@ -81,6 +87,7 @@ class Processes:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
+                cwd=cwd,
             )
         return tag
 
@@ -259,7 +266,7 @@ class Recovery:
     seconds: float
     """From the kill until every rank of the full world has committed a step again."""
     first_s: float
-    """Until the first of them has."""
+    """Until any rank has, whatever the size of its world."""
     steps_lost: int
     rank: int
     step: int
@@ -280,6 +287,7 @@ def kill_and_measure(
     at_s, wall_s = time.monotonic(), time.time()
     kill(victim.pid, number)
     back: dict[int, Commit] = {}
+    new_at_s: list[float] = []
     mark = len(record.commits)
 
     def everyone() -> bool:
@@ -287,6 +295,8 @@ def kill_and_measure(
         record.update()
         for c in record.commits[mark:]:
             newer = c.generation > generation if generation else c.pid not in old_pids
+            if newer:
+                new_at_s.append(c.at_s)
             if newer and c.world_size == world_size:
                 back.setdefault(c.rank, c)
         mark = len(record.commits)
@@ -297,7 +307,7 @@ def kill_and_measure(
     first_new = min(c.step for c in back.values())
     return Recovery(
         seconds=max(c.at_s for c in back.values()) - at_s,
-        first_s=min(c.at_s for c in back.values()) - at_s,
+        first_s=min(new_at_s) - at_s,
         steps_lost=max(0, reached - (first_new - 1)),
         rank=victim.rank,
         step=victim.step,

@@ -9,10 +9,10 @@ import sys
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 sys.path.insert(0, os.fspath(pathlib.Path(__file__).resolve().parent))
 from _harness import Recorder
+from _model import EVERY, Points, network
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--record", required=True)
@@ -22,30 +22,6 @@ parser.add_argument("--stock", action="store_true", help="plain DDP and Distribu
 parser.add_argument("--bucket-cap-mb", type=int, help="stock only: DDP's option, as job.ddp sets it")
 parser.add_argument("--checkpoint", type=pathlib.Path, help="stock only: resume from here, save every 20 steps")
 ARGS = parser.parse_args()
-EVERY = 20
-WIDTH = 512
-
-
-class Points(torch.utils.data.Dataset):
-    """100,000 samples out of 1,000 points: made in no time, so that a start is a start and not the making of data."""
-
-    def __init__(self) -> None:
-        self.x = torch.randn(1000, 32, generator=torch.Generator().manual_seed(0))
-        self.y = (self.x[:, 0] * self.x[:, 1] > 0).long()
-
-    def __len__(self) -> int:
-        return 100_000
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.x[index % 1000], self.y[index % 1000]
-
-
-def network() -> nn.Module:
-    torch.manual_seed(0)
-    inner: list[nn.Module] = []
-    for _ in range(10):
-        inner += [nn.Linear(WIDTH, WIDTH), nn.GELU()]
-    return nn.Sequential(nn.Linear(32, WIDTH), *inner, nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2))
 
 
 def elastic_main() -> None:

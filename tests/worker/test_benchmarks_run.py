@@ -22,6 +22,10 @@ IN_MAKE_TEST = {
 }  # fmt: skip
 IDLE = {"idle_pss_mb", "idle_pss_daemon_mb", "idle_pss_agent_mb", "idle_pss_zygote_mb"}
 LONGER = {
+    "compared": {
+        "elasticd", "torchrun", "torchrun_defaults", "torchft", "torchft_tuned", "nvrx_launcher", "nvrx_inprocess",
+        "ray_train",
+    },
     "bounds": {"slow_connections", "large_jobs", "jobs_over", "quick", "figures"},
     "faults": {
         "exit_median_s", "standby_exit_median_s", "node_kill_median_s", "node_silent_over_ttl_s", "sigstop_median_s",
