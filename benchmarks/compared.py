@@ -345,7 +345,8 @@ def main() -> None:
         result: Result = ports(envs) if args.ports else {}
         for way in () if args.ports else args.only:
             say(f"{way}:")
-            result[way] = measure(way, envs, plan, args, random.Random(args.seed))
+            load = os.getloadavg()[0]  # by others: it differs from way to way on a machine that others use
+            result[way] = {**measure(way, envs, plan, args, random.Random(args.seed)), "load": round(load, 1)}
             print(f"{way}: {json.dumps(result[way])}", flush=True)
     print(json.dumps(result))
 

@@ -32,14 +32,18 @@ from _harness import HERE, SMOKE, machine
 ROOT = HERE.parent
 RECORDS = ROOT / "docs" / "evidence"
 LIMIT_S = 3600
-EVERYTHING = ("elastic/**/*.py", "daemon/**/*.py")
+RECOVERY = (
+    *(f"elastic/{part}/**/*.py" for part in ("agent", "checkpoint", "contract", "etcd", "recovery", "util", "worker")),
+    *(f"daemon/{part}/**/*.py" for part in ("agents", "cluster", "node", "processes")),
+)
+"""What takes part in the recovery of a job: not what shows it."""
 QUOTE = re.compile(r"([\d][\d.,]*)[^\d<]*<!-- ([a-z_]+)\.([\w./ ,'-]+?) -->")
 
 
 @dataclass(frozen=True)
 class Benchmark:
     arguments: tuple[str, ...] = ()
-    measures: tuple[str, ...] = EVERYTHING
+    measures: tuple[str, ...] = RECOVERY
     """Globs of the code whose change makes its figures stale, beside its own."""
     tolerance: float = 0.5
     """Relative difference of a quick run later that is no contradiction."""

@@ -78,7 +78,7 @@ def test_a_record_of_other_code_is_stale(tmp_path: Any, monkeypatch: pytest.Monk
     (tmp_path / "README.md").write_text("0.37 s<!-- recovery.kill_median_s -->")
     measured = evidence.digest("recovery")
     assert evidence.check(False) == 0
-    (tmp_path / "elastic").mkdir()
-    (tmp_path / "elastic" / "more.py").write_text("x = 1\n")
+    (tmp_path / "elastic" / "agent").mkdir(parents=True)
+    (tmp_path / "elastic" / "agent" / "more.py").write_text("x = 1\n")
     assert evidence.check(False) == 1
     assert "recovery is stale" in capsys.readouterr().out
