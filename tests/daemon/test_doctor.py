@@ -17,6 +17,7 @@ from elasticd.base.settings import Settings
 from elasticd.ctl.nodes.doctor import lines
 from elasticd.machine import doctor
 from elasticd.machine.doctor import ERROR, OK, WARNING, Finding
+from elasticd.machine.health import Health
 
 
 @pytest.mark.parametrize(
@@ -134,5 +135,5 @@ def test_a_machine_on_which_no_job_can_run_takes_no_work_and_says_the_cure(tmp_p
 def test_a_version_of_etcd_with_known_faults_is_named(version: str, named: bool) -> None:
     etcd: Any = SimpleNamespace(members=lambda within_s: [MemberHealth("a:2379", version, True, "")])
     nobody: Any = None
-    found = list(Doctor(Settings(), etcd, nobody, gpus=False)._members())
+    found = list(Doctor(Settings(), etcd, nobody, False, Health({}, nobody))._members())
     assert any(each.level == WARNING and version in each.text for each in found) is named

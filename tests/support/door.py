@@ -25,6 +25,7 @@ from elasticd.api.request import Service
 from elasticd.base.folders import Folder
 from elasticd.base.settings import PerUserSettings, Settings
 from elasticd.cluster.published_state import PublishedState
+from elasticd.machine.health import Health
 from elasticd.node.asks import Asker
 from elasticd.views.instant import Identity
 
@@ -56,7 +57,7 @@ class Door:
         identity = Identity("main", "a", "0.1", 7, 0.0, ("127.0.0.1:1",), False, "")
         logs = lambda name: Folder(folder, (name, "logs"))  # noqa: E731
         log, asker = cast(Any, self.log), Asker(etcd, "main", "a")
-        doctor = Doctor(Settings(state_dir=str(folder), address="127.0.0.1"), etcd, asker, gpus=False)
+        doctor = Doctor(Settings(state_dir=str(folder), address="127.0.0.1"), etcd, asker, False, Health({}, log))
         audit = Audit(etcd, keys, "a", log)
         cleaner = Cleaner(Settings(state_dir=str(folder), node="a"), keys, lambda job: None, lambda: published.now, log)
         self.service = Service(published, acts, identity, logs, dict, log, authority, audit, asker, doctor, cleaner)
