@@ -41,7 +41,10 @@ VARIABLE = "_ELASTICCTL_COMPLETE"
 @click.argument("shell", type=click.Choice(SHELLS))
 @click.pass_context
 def completion(ctx: click.Context, shell: str) -> None:
-    """Print the completion script for SHELL: eval "$(elasticctl completion bash)" in its start-up file."""
+    """Print the completion script for SHELL.
+
+    In its start-up file: eval "$(elasticctl completion bash)"
+    """
     kind = get_completion_class(shell)
     assert kind is not None
     click.echo(kind(ctx.find_root().command, {}, "elasticctl", VARIABLE).source())

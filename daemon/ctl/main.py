@@ -7,6 +7,7 @@ a command for admins.
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import io
 import os
@@ -22,37 +23,55 @@ from elasticd.base import safe_text
 from .client import Client, Failed, Unreachable
 from .output import DENIED, ERROR, INTERRUPTED, NO_DAEMON, NO_ETCD, OK, USAGE, print_json
 
-LATE = {
-    "bundle": ".nodes.bundle:bundle",
-    "checkpoint": ".jobs.checkpoint_commands:checkpoint",
-    "completion": ".completion:completion",
-    "config": ".nodes.node_commands:config",
-    "cordon": ".nodes.node_commands:cordon",
-    "debug": ".jobs.debug:debug",
-    "doctor": ".nodes.doctor:doctor",
-    "drain": ".nodes.node_commands:drain",
-    "events": ".show.course:events",
-    "forget": ".jobs.lifecycle:forget",
-    "gc": ".nodes.node_commands:gc",
-    "incidents": ".show.lists:incidents",
-    "install-service": ".nodes.install:install_service",
-    "jobs": ".show.lists:jobs",
-    "logs": ".jobs.follow:logs",
-    "loss": ".show.course:loss",
-    "nodes": ".show.lists:nodes",
-    "report": ".show.course:report",
-    "restart": ".jobs.lifecycle:restart",
-    "run": ".jobs.run_command:run",
-    "scale": ".jobs.lifecycle:scale",
-    "stacks": ".nodes.doctor:stacks",
-    "status": ".show.lists:status",
-    "stop": ".jobs.lifecycle:stop",
-    "submit": ".jobs.run_command:submit",
-    "top": ".jobs.top:top",
-    "uncordon": ".nodes.node_commands:uncordon",
-    "wait": ".jobs.lifecycle:wait",
+COMMANDS = {
+    "Jobs": {
+        "run": ".jobs.run_command:run",
+        "submit": ".jobs.run_command:submit",
+        "stop": ".jobs.lifecycle:stop",
+        "wait": ".jobs.lifecycle:wait",
+        "restart": ".jobs.lifecycle:restart",
+        "scale": ".jobs.lifecycle:scale",
+        "checkpoint": ".jobs.checkpoint_commands:checkpoint",
+        "forget": ".jobs.lifecycle:forget",
+    },
+    "Look": {
+        "status": ".show.lists:status",
+        "top": ".jobs.top:top",
+        "jobs": ".show.lists:jobs",
+        "logs": ".jobs.follow:logs",
+        "events": ".show.course:events",
+        "incidents": ".show.lists:incidents",
+        "loss": ".show.course:loss",
+        "report": ".show.course:report",
+        "stacks": ".nodes.doctor:stacks",
+        "debug": ".jobs.debug:debug",
+        "bundle": ".nodes.bundle:bundle",
+    },
+    "Nodes": {
+        "nodes": ".show.lists:nodes",
+        "doctor": ".nodes.doctor:doctor",
+        "cordon": ".nodes.node_commands:cordon",
+        "drain": ".nodes.node_commands:drain",
+        "uncordon": ".nodes.node_commands:uncordon",
+        "gc": ".nodes.node_commands:gc",
+    },
+    "Set up": {
+        "install-service": ".nodes.install:install_service",
+        "config": ".nodes.node_commands:config",
+        "completion": ".completion:completion",
+        "version": ".overview:version",
+        "help": ".overview:help_",
+    },
 }
-"""Command -> where it is. Its module is imported when it is called: `elasticctl status` must not pay for the others."""
+"""Group of the help -> command -> where it is. Its module is imported when it is called: `elasticctl status` must not
+pay for the others."""
+LATE = {name: place for group in COMMANDS.values() for name, place in group.items()}
+INSTEAD = {
+    "attach": "`logs -f JOB`", "cancel": "`stop JOB`", "delete": "`stop JOB`, `forget JOB`",
+    "describe": "`status JOB`, `nodes`", "kill": "`stop JOB`", "list": "`jobs`, `nodes`", "ls": "`jobs`, `nodes`",
+    "ps": "`jobs`, `top`",
+}  # fmt: skip
+"""What is typed after the habit of other programs -> what there is."""
 
 
 class Main(click.Group):
@@ -66,7 +85,23 @@ class Main(click.Group):
             return None
         module, _, function = place.partition(":")
         command: click.Command = getattr(importlib.import_module(module, __package__), function)
+        _take_socket(command)
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] not in LATE and not args[0].startswith("-"):
+            ctx.fail(no_command(args[0]))
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for group, names in COMMANDS.items():
+            rows = [
+                (name, command.get_short_help_str(1000)) for name in names if (command := self.get_command(ctx, name))
+            ]
+            with formatter.section(group):
+                formatter.write_dl(rows)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -99,7 +134,34 @@ class Main(click.Group):
         sys.exit(code if isinstance(code, int) else OK)
 
 
-@click.group(cls=Main, context_settings={"help_option_names": ["-h", "--help"]}, epilog=__doc__.partition("\n\n")[2])
+def no_command(name: str) -> str:
+    see = INSTEAD.get(name)
+    if see is None:
+        near = difflib.get_close_matches(name, LATE, 1)
+        see = f"`{near[0]}`" if near else "`elasticctl help`"
+    return f"there is no {name!r}: see {see}"
+
+
+def _take_socket(command: click.Command) -> None:
+    """--socket is understood after the command, too, and after one of a group."""
+    if not any(param.name == "socket" for param in command.params):
+        callback = _use_socket
+        command.params.append(click.Option(["--socket"], hidden=True, expose_value=False, callback=callback))
+    for inner in command.commands.values() if isinstance(command, click.Group) else ():
+        _take_socket(inner)
+
+
+def _use_socket(ctx: click.Context, param: click.Parameter, path: str | None) -> None:
+    if path:
+        ctx.obj = Client(path)
+        ctx.find_root().params["socket"] = path
+
+
+@click.group(
+    cls=Main,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog=__doc__.partition("\n\n")[2],
+)
 @click.option(
     "--socket",
     default=None,
@@ -109,7 +171,11 @@ class Main(click.Group):
 @click.version_option(elastic.__version__, prog_name="elasticctl")
 @click.pass_context
 def main(ctx: click.Context, socket: str | None) -> None:
-    """Inspect and control an elasticd cluster."""
+    """Run jobs on an elasticd cluster, inspect it and control it.
+
+    \b
+    elasticctl run --workers 2 --checkpoints ckpt -- train.py
+    """
     ctx.obj = Client(socket or "")
 
 

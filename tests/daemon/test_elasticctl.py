@@ -65,7 +65,7 @@ def test_submit_status_stop_forget(node: Node, script: pathlib.Path, tmp_path: p
     assert node.ctl("forget", "first").stderr == "elasticctl: job 'first' is not over: stop it first\n"
     assert node.ctl("stop", "first", "--reason", "seen enough").stdout == "first is stopping\n"
     procs.kill(node.agent_pid("first"), signal.SIGTERM)
-    assert node.ctl("stop", "first", "--wait", "5").stdout == "first is stopped\n"
+    assert node.ctl("stop", "first", "--wait", "--timeout", "5").stdout == "first is stopped\n"
     assert node.ctl("forget", "first").returncode == 0
     gone = node.ctl("status", "first")
     assert (gone.returncode, gone.stdout) == (1, "")

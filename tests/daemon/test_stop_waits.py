@@ -27,7 +27,7 @@ class Client:
 
 def test_stop_wait_polls_until_its_time_is_up() -> None:
     client = Client()
-    done = CliRunner().invoke(ctl.stop, ["j", "--wait", "150"], obj=client)
+    done = CliRunner().invoke(ctl.stop, ["j", "--wait", "--timeout", "150"], obj=client)
     assert done.output == "j is stopped\n"
     assert len(client.waited) == 3
     assert max(client.waited) <= 60.0
@@ -44,5 +44,5 @@ def test_stop_without_wait_returns_at_once() -> None:
 def test_a_stop_that_outlasts_its_wait_is_not_called_done(wait: str, said: str) -> None:
     client = Client()
     client.get = lambda path, query, timeout_s: {"job": "j", "phase": "stopping"}  # type: ignore[method-assign]
-    done = CliRunner().invoke(ctl.stop, ["j", "--wait", wait], obj=client)
+    done = CliRunner().invoke(ctl.stop, ["j", "--wait", "--timeout", wait], obj=client)
     assert (done.exit_code, done.output) == (1, f"j is still stopping after {said}; the stop goes on\n")

@@ -131,8 +131,8 @@ def _options(command: click.Command, context: click.Context) -> Iterator[str]:
 
 CTL = """# elasticctl: every command
 
-Global: `--socket PATH` before the command, or `$ELASTICCTL_SOCKET`, says which daemon to ask. `--json` prints what
-[api.md](api.md) describes. What to use when is in [operating.md](operating.md).
+Global: `--socket PATH`, before the command or after it, or `$ELASTICCTL_SOCKET` says which daemon to ask. `--json`
+prints what [api.md](api.md) describes. What to use when is in [operating.md](operating.md).
 
 | exit code | |
 |---|---|

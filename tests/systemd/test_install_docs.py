@@ -145,7 +145,7 @@ def test_three_nodes_by_the_documents_recover_from_a_death_and_from_a_lost_node(
     loss = next(row for row in found if row["generation"] != death["generation"])
     assert loss["kind"] in ("lost", "unreachable"), "whichever its peers see first"
     assert (loss["node"], loss["steps_lost"], loss["world_size_after"]) == (lost.name, 0, 2)
-    assert machines.by_alice("elasticctl", "stop", "train", "--wait", "30") == "train is stopped\n"
+    assert machines.by_alice("elasticctl", "stop", "train", "--wait", "--timeout", "30") == "train is stopped\n"
 
 
 def test_the_commands_are_where_this_file_looks_for_them() -> None:

@@ -127,7 +127,7 @@ def test_job_runs_as_its_submitter_and_out_of_reach_of_another_user(machine: Mac
     # its owner reads and stops it, and the journal has each request
     assert machine.by("alice", CTL, "logs", "hers", "-n", "1")[0] == 0
     assert machine.by("carol", CTL, "checkpoint", "now", "hers")[0] == 0
-    assert machine.by("alice", CTL, "stop", "hers", "--wait", "20") == (0, "hers is stopped\n")
+    assert machine.by("alice", CTL, "stop", "hers", "--wait", "--timeout", "20") == (0, "hers is stopped\n")
     lines = [json.loads(line) for line in host.journal("elasticd").splitlines() if '"event": "audit"' in line]
     trail = {(line["by"], line["kind"], line["result"]) for line in lines}
     assert {

@@ -22,7 +22,7 @@ from elasticd.ctl.show import render
 
 @click.group()
 def checkpoint() -> None:
-    """Checkpoints: take one now, list, verify, export."""
+    """Take a checkpoint now; list, verify and export those that there are."""
 
 
 @command("now", group=checkpoint)

@@ -28,7 +28,7 @@ failure is faster than it was."""
     "--ranks", "by_rank", is_flag=True, help="The norm of each rank, instead of the smallest and the largest."
 )
 def debug(client: Client, job: str, gradients: bool, by_rank: bool, as_json: bool) -> None:
-    """Show the norms of JOB's gradients and weights by layer and rank, and what is wrong with them.
+    """Show the norms of JOB's gradients and weights, and what is wrong with them.
 
     Without --gradients: the newest sample that there is, such as one that debug.gradients_every_steps has made.
     Training is not changed, and no rank waits for another one.

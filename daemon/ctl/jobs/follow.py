@@ -298,7 +298,7 @@ def logs(
     client: Client, job: str, follow: bool, rank: int | None, tail: int, since_s: float | None, previous: bool,
     earlier: bool, timestamps: bool, as_json: bool,
 ) -> None:  # fmt: skip
-    """The output of JOB's workers, each line with its rank.
+    """Show the output of JOB's workers, each line with its rank.
 
     Earlier lines come from all nodes. With -f the workers of this node are followed; with --rank one on any node.
     """

@@ -17,16 +17,17 @@ from . import follow
 @command()
 @JOB
 @click.option("--reason", default="", help="Why, for the record.")
-@click.option("--wait", "wait_s", type=length, default="0", metavar="TIME",
-              help="Wait until it has ended; exit code 1: it has not.")  # fmt: skip
-def stop(client: Client, job: str, reason: str, wait_s: float, as_json: bool) -> None:
+@click.option("--wait", "wait_", is_flag=True, help="Return when it has ended.")
+@click.option("--timeout", "timeout_s", type=length, default="10m", show_default=True, metavar="TIME",
+              help="With --wait: give up after this long, with exit code 1. The stop goes on.")  # fmt: skip
+def stop(client: Client, job: str, reason: str, wait_: bool, timeout_s: float, as_json: bool) -> None:
     """End JOB: its workers get SIGTERM, and SIGKILL after its stop_grace_s."""
     data = client.post(f"/v1/jobs/{name(job)}/stop", {"reason": reason} if reason else {})
-    if wait_s and data["phase"] not in OVER:
-        data = until_over(client, job, wait_s)
+    if wait_ and data["phase"] not in OVER:
+        data = until_over(client, job, timeout_s)
     phase = data["phase"]
-    if wait_s and phase not in OVER:
-        say(data, as_json, f"{job} is still {phase} after {wait_s:g} s; the stop goes on", err=True)
+    if wait_ and phase not in OVER:
+        say(data, as_json, f"{job} is still {phase} after {timeout_s:g} s; the stop goes on", err=True)
         sys.exit(ERROR)
     say(data, as_json, f"{job} {'has' if phase in ('succeeded', 'failed') else 'is'} {phase}")
 

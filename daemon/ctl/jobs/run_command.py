@@ -65,10 +65,10 @@ def run(
     command: tuple[str, ...],
     **options: str | bool | None,
 ) -> None:
-    """Submit a script, follow its log, and end with its result: elasticctl run --nodes 1:2 train.py --lr 0.1
+    """Submit a script, follow its log, and end with its result.
 
-    Options go before the script; what follows it are the script's own. torchrun's options are accepted, too: see
-    docs/torchrun.md. Ctrl-C asks whether to detach (the job continues) or to stop it.
+    elasticctl run --nodes 1:2 train.py --lr 0.1: options go before the script, what follows it are the script's own.
+    torchrun's options are accepted, too: see docs/torchrun.md. Ctrl-C asks whether to detach or to stop the job.
     """
     client: Client = ctx.obj
     try:

@@ -28,7 +28,10 @@ OTHER_SCREEN, FIRST_SCREEN = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 @click.option("--every", "every_s", default=1.0, show_default=True, metavar="SECONDS",
               type=click.FloatRange(0.2, 3600), help="Time between two looks.")  # fmt: skip
 def top(client: Client, job: str | None, once: bool, every_s: float, as_json: bool) -> None:
-    """Show the ranks of JOB, or of all running jobs, until Ctrl-C: phase, step, time of a step, memory."""
+    """Show the ranks of JOB, or of all running jobs, until Ctrl-C.
+
+    Phase, step, time of a step, memory.
+    """
     if as_json:
         return print_json(msgspec.to_builtins(look(client, job)))
     out = Console()

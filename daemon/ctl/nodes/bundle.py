@@ -50,10 +50,11 @@ def without_secrets(text: str) -> str:
 @click.option("--logs", "with_logs", is_flag=True, help="Also the last lines that the workers wrote.")
 @click.pass_obj
 def bundle(client: Client, job: str | None, output: Path | None, with_logs: bool) -> None:
-    """Write one archive for a bug report: status, settings, doctor, incidents, JOB or all jobs, stacks, journal.
+    """Write one archive for a bug report.
 
-    What looks like a secret is hidden; look through it before you send it. Exit code 5: no daemon answers, so that the
-    archive has nothing but facts of this machine.
+    Status, settings, doctor, incidents, JOB or all jobs, stacks, journal. What looks like a secret is hidden; look
+    through it before you send it. Exit code 5: no daemon answers, so that the archive has nothing but facts of this
+    machine.
     """
     _check(client, job)
     stamp = time.strftime("%Y%m%d-%H%M%S")

@@ -152,7 +152,7 @@ ANSWER_S = 30.0
 
 @click.group()
 def config() -> None:
-    """The daemon's settings."""
+    """Show, check and compare the settings of the daemons."""
 
 
 @command("show", group=config)

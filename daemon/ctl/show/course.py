@@ -29,7 +29,10 @@ NARROWEST, WIDEST = 20, 200
 @JOB
 @click.option("--csv", "as_csv", is_flag=True, help="Print the points as CSV, with a header.")
 def loss(client: Client, job: str, as_csv: bool, as_json: bool) -> None:
-    """Show the loss of JOB over its steps, in at most 1,000 points kept on each of its nodes."""
+    """Show the loss of JOB over its steps.
+
+    In at most 1,000 points, kept on each of its nodes.
+    """
     data = client.get(f"/v1/jobs/{name(job)}/history")
     if as_json:
         return print_json(data)
@@ -80,7 +83,10 @@ def sparkline(values: Sequence[float], width: int, levels: str = BLOCKS) -> str:
 @click.option("-o", "--output", "path", required=True, metavar="FILE", help="Where the page goes; - is stdout.")
 @click.pass_obj
 def report(client: Client, job: str, path: str) -> None:
-    """Write a report of JOB as one HTML page: time line, loss, rate, incidents, where the time went."""
+    """Write a report of JOB as one HTML page.
+
+    Time line, loss, rate, incidents, where the time went.
+    """
     from elasticd.page import report as report_page
 
     status = read(client.get("/v1/status"), answers.Status)
@@ -119,9 +125,9 @@ def _replace(path: Path, text: str) -> None:
 @click.option("--job", default="", shell_complete=job_names, help="Only those of this job.")
 @click.option("--node", default="", shell_complete=node_names, help="Only those of this node.")
 @click.option("--since", "since_s", type=length, metavar="TIME", help="Only those of the last TIME, e.g. 2h.")
-@click.option("--last", default=0, help="Only the newest N.")
+@click.option("-n", "--last", default=0, help="Only the newest N.")
 def events(client: Client, follow: bool, job: str, node: str, since_s: float | None, last: int, as_json: bool) -> None:
-    """One time line: requests and their users, nodes, etcd, generations, incidents. Oldest first."""
+    """Show what happened: requests, nodes, etcd, generations, incidents. Oldest first."""
     query: Json = {"job": job, "node": node, "last": last}
     if since_s is not None:
         query["since_wall_s"] = max(0.0, time.time() - since_s)

@@ -44,7 +44,7 @@ def status(client: Client, job: str | None, watch: bool, every: bool, as_json: b
 
 @command()
 def jobs(client: Client, as_json: bool) -> None:
-    """All jobs, running ones first."""
+    """List all jobs, running ones first."""
     data = client.get("/v1/jobs")
     if as_json:
         return print_json(data)
@@ -56,7 +56,7 @@ def jobs(client: Client, as_json: bool) -> None:
 @as_json
 @click.pass_context
 def nodes(ctx: click.Context, as_json: bool) -> None:
-    """The nodes of the cluster, also those that are lost; or forget one of them."""
+    """List the nodes, also those that are lost; or forget one of them."""
     if ctx.invoked_subcommand:
         return None
     client: Client = ctx.obj
@@ -76,10 +76,10 @@ def nodes_forget(client: Client, node: str, as_json: bool) -> None:
 
 @command()
 @click.argument("job", required=False, shell_complete=job_names)
-@click.option("--last", default=0, help="Only the newest N.")
+@click.option("-n", "--last", default=0, help="Only the newest N.")
 @click.option("--full", is_flag=True, help="With verdict, time line, stacks and traceback of each.")
 def incidents(client: Client, job: str | None, last: int, full: bool, as_json: bool) -> None:
-    """Failures and planned changes, with the cost of each."""
+    """List failures and planned changes, with the cost of each."""
     data = client.get("/v1/incidents", {"job": job or "", "last": last})
     if as_json:
         return print_json(data)
