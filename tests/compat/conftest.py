@@ -10,7 +10,6 @@ NEEDED = {
     "test_accelerate.py": ("accelerate",),
     "test_lightning.py": ("lightning",),
     "test_streams.py": ("datasets", "webdataset"),
-    "test_docs.py": ("transformers", "accelerate", "lightning"),
 }
 """File -> packages of which one at least is needed. A file that is not named needs none, or its tests say so."""
 
