@@ -7,6 +7,7 @@ import importlib.util
 import itertools
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import tempfile
@@ -130,6 +131,15 @@ def _another_run(run: str) -> bool:
     return False
 
 
+def _of_a_dead_loader(name: str) -> bool:
+    """torch ends a DataLoader's processes while their queues send: between a file's making and its unlinking, too. Of
+    one that is gone nobody can use the file; it is removed here."""
+    if (made := re.match(r"torch_(\d+)_", name)) and not procs.alive(int(made[1])):
+        pathlib.Path("/dev/shm", name).unlink(missing_ok=True)
+        return True
+    return False
+
+
 def _left_behind(run: str, shm_before: set[str]) -> str:
     """What this run of the tests has left, in words; '' when nothing."""
     left = []
@@ -138,6 +148,7 @@ def _left_behind(run: str, shm_before: set[str]) -> str:
     names = _shared_memory() - shm_before
     if names and not _another_run(run):
         held = _held()  # and a demo or a benchmark may be at work: what is in use is not left behind
+        names = {name for name in names if not _of_a_dead_loader(name)}
         if orphans := sorted(name for name in names if name not in held and not scratch.of_another(name)):
             left.append(f"in /dev/shm: {', '.join(orphans)}")
     if names := _namespaces():
