@@ -152,6 +152,8 @@ def test_elasticctl_ends_with_7_where_the_user_is_not_permitted(
         raise Failed(403, "it belongs to alice")
 
     monkeypatch.setattr(Client, "post", post)
+    job = {"job": "x", "phase": "running", "step": 3, "spec": {"checkpoint": {"dir": "/ckpt"}}}
+    monkeypatch.setattr(Client, "get", lambda self, path: job)
     with pytest.raises(SystemExit) as ended:
         ctl.main(["stop", "x"])
     assert ended.value.code == 7

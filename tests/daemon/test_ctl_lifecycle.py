@@ -11,6 +11,7 @@ from click.testing import CliRunner, Result
 
 from elasticd.ctl import main as ctl
 from elasticd.ctl.client import Client, Failed
+from elasticd.ctl.jobs import stopping
 from elasticd.ctl.output import length
 
 Json = dict[str, Any]
@@ -36,7 +37,7 @@ class Daemon:
         self.done.append(f"POST {path}")
         if path.endswith("/stop"):
             self.jobs[path.split("/")[3]]["phase"] = "stopped"
-        return {"job": path.split("/")[3]}
+        return {"job": path.split("/")[3], "phase": self.jobs[path.split("/")[3]]["phase"]}
 
     def delete(self, path: str) -> Json:
         if status := self.refuses.get(path.split("/")[3]):
@@ -86,6 +87,53 @@ def test_restart_stops_a_running_job_first(monkeypatch: pytest.MonkeyPatch) -> N
     daemon = Daemon(row("train", "failed"))
     call(daemon, "restart", "train", monkeypatch=monkeypatch)
     assert daemon.done == ["POST /v1/jobs/train/restart"]
+
+
+class Saving(Daemon):
+    """Its job is at step 7 with a checkpoint of step 4; one of step 8 is there at the second look after the order."""
+
+    def __init__(self, folder: str = "/ckpt", phase: str = "running", saves: bool = True) -> None:
+        job = row("train", phase) | {"spec": {"checkpoint": {"dir": folder}}, "checkpoint": {"step": 4}}
+        super().__init__(job)
+        self.saves, self.looks = saves, 0
+
+    def get(self, path: str, query: object = None, timeout_s: float | None = None) -> Json:
+        if "POST /v1/jobs/train/checkpoint" in self.done:
+            self.looks += 1
+            if self.saves and self.looks == 2:
+                self.jobs["train"]["checkpoint"] = {"step": 8}
+        return super().get(path, query, timeout_s)
+
+
+CHECKPOINT, STOP, RESTART = (f"POST /v1/jobs/train/{what}" for what in ("checkpoint", "stop", "restart"))
+
+
+@pytest.mark.parametrize(
+    ("daemon", "words", "done"),
+    [
+        (Saving(), ("stop", "train"), [CHECKPOINT, STOP]),
+        (Saving(), ("restart", "train"), [CHECKPOINT, STOP, RESTART]),
+        (Saving(), ("stop", "train", "--discard"), [STOP]),
+        (Saving(""), ("stop", "train"), [STOP]),
+        (Saving(phase="waiting"), ("stop", "train"), [STOP]),
+    ],
+)
+def test_a_job_with_a_folder_for_checkpoints_saves_its_steps_before_it_is_stopped(
+    monkeypatch: pytest.MonkeyPatch, daemon: Saving, words: tuple[str, ...], done: list[str]
+) -> None:
+    assert call(daemon, *words, monkeypatch=monkeypatch).exit_code == 0
+    assert daemon.done == done
+    assert daemon.looks == (2 if CHECKPOINT in done else 0) + (words[0] == "restart")
+
+
+def test_a_job_that_saves_nothing_is_stopped_all_the_same_and_what_is_lost_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stopping, "SAVE_S", 0.0)
+    daemon = Saving(saves=False)
+    done = call(daemon, "stop", "train", monkeypatch=monkeypatch)
+    assert daemon.done == [CHECKPOINT, STOP]
+    assert "the steps after 4 are lost" in done.output
 
 
 def test_forget_over_takes_finished_jobs_of_the_age_only(monkeypatch: pytest.MonkeyPatch) -> None:

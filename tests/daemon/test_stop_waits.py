@@ -19,7 +19,9 @@ class Client:
     def post(self, path: str, body: object) -> dict[str, Any]:
         return {"job": "j", "phase": "stopping"}
 
-    def get(self, path: str, query: dict[str, float], timeout_s: float) -> dict[str, Any]:
+    def get(self, path: str, query: dict[str, float] | None = None, timeout_s: float = 0.0) -> dict[str, Any]:
+        if query is None:
+            return {"job": "j", "phase": "running"}
         self.waited.append(query["wait_over_s"])
         assert timeout_s > query["wait_over_s"]
         return {"job": "j", "phase": "stopped" if len(self.waited) == 3 else "stopping"}
@@ -43,6 +45,6 @@ def test_stop_without_wait_returns_at_once() -> None:
 @pytest.mark.parametrize(("wait", "said"), [("0.001s", "0.001 s"), ("0.002", "0.002 s")])
 def test_a_stop_that_outlasts_its_wait_is_not_called_done(wait: str, said: str) -> None:
     client = Client()
-    client.get = lambda path, query, timeout_s: {"job": "j", "phase": "stopping"}  # type: ignore[method-assign]
+    client.get = lambda path, query=None, timeout_s=0.0: {"job": "j", "phase": "stopping"}  # type: ignore[method-assign]
     done = CliRunner().invoke(ctl.stop, ["j", "--wait", "--timeout", wait], obj=client)
     assert (done.exit_code, done.output) == (1, f"j is still stopping after {said}; the stop goes on\n")

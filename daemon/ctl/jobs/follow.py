@@ -21,6 +21,8 @@ from elasticd.ctl.completion import JOB
 from elasticd.ctl.output import INTERRUPTED, OF_PHASE, TERMINATED, command, length, read
 from elasticd.views.columns import failed_first
 
+from . import stopping
+
 RECONNECT_S = 30.0
 """How long the daemon may be unreachable (a restart, an upgrade) before following ends."""
 
@@ -243,7 +245,7 @@ def _ask(client: Client, job: str) -> int | None:
     if answer == "f":
         return None
     if answer == "s":
-        client.post(f"/v1/jobs/{name(job)}/stop", {"reason": "stopped by Ctrl-C in elasticctl run"})
+        stopping.stop(client, job, "stopped by Ctrl-C in elasticctl run")
         return None
     click.echo(f"detached: {job} goes on; follow it with: elasticctl logs -f {job}", err=True)
     return INTERRUPTED

@@ -11,18 +11,22 @@ from elasticd.ctl.client import Client, Failed, Json, name
 from elasticd.ctl.completion import JOB, job_names
 from elasticd.ctl.output import ERROR, OF_PHASE, OVER, awaited, command, length, read, say
 
-from . import follow
+from . import follow, stopping
 
 
 @command()
 @JOB
 @click.option("--reason", default="", help="Why, for the record.")
+@click.option("--discard", is_flag=True, help="At once, without a checkpoint of the newest steps.")
 @click.option("--wait", "wait_", is_flag=True, help="Return when it has ended.")
 @click.option("--timeout", "timeout_s", type=length, default="10m", show_default=True, metavar="TIME",
               help="With --wait: give up after this long, with exit code 1. The stop goes on.")  # fmt: skip
-def stop(client: Client, job: str, reason: str, wait_: bool, timeout_s: float, as_json: bool) -> None:
-    """End JOB: its workers get SIGTERM, and SIGKILL after its stop_grace_s."""
-    data = client.post(f"/v1/jobs/{name(job)}/stop", {"reason": reason} if reason else {})
+def stop(client: Client, job: str, reason: str, discard: bool, wait_: bool, timeout_s: float, as_json: bool) -> None:
+    """End JOB: its workers get SIGTERM, and SIGKILL after its stop_grace_s.
+
+    Where it has a folder for checkpoints it saves its newest steps first.
+    """
+    data = stopping.stop(client, job, reason, discard=discard)
     if wait_ and data["phase"] not in OVER:
         data = until_over(client, job, timeout_s)
     phase = data["phase"]
@@ -67,7 +71,7 @@ def restart(client: Client, job: str, timeout_s: float, as_json: bool) -> None:
     """
     data = client.get(f"/v1/jobs/{name(job)}")
     if data["phase"] not in OVER:
-        client.post(f"/v1/jobs/{name(job)}/stop", {"reason": "stopped to be restarted"})
+        stopping.stop(client, job, "stopped to be restarted")
         data = until_over(client, job, timeout_s)
         if data["phase"] not in OVER:
             raise Failed(409, f"{job} is still {data['phase']} after {timeout_s:g} s; restart it again when it is over")
