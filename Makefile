@@ -16,7 +16,7 @@ CASES ?= 300
 CASE ?=
 SHRINK ?=
 
-.PHONY: demo recording test test-fast test-of golden test-long bench-smoke evidence evidence-check style lint bench chaos faults soak simulate venv test-compat test-gpu test-cuda-fork gpu-bundle docs dist clean
+.PHONY: demo recording test test-fast test-of golden test-long examples bench-smoke evidence evidence-check style lint bench chaos faults soak simulate venv test-compat test-gpu test-cuda-fork gpu-bundle docs dist clean
 
 venv: $(VENV)/.ready
 
@@ -77,6 +77,11 @@ test-long: venv
 
 bench: venv
 	@for b in benchmarks/[a-z]*.py; do echo "== $$b"; $(BIN)/python $$b $(ARGS) || exit 1; done
+
+# What people copy or install: the examples, each killed once, the pages on faults, the packages.
+examples: venv
+	@$(BIN)/pytest -q -n 2 -m "long or not long" tests/chaos/test_examples.py tests/chaos/test_testing_cluster.py \
+		tests/chaos/test_testing_stranger.py tests/deploy/test_dist.py
 
 # Each benchmark in its smallest size: it runs to its end, and its last line is complete.
 bench-smoke: venv

@@ -14,9 +14,9 @@ from support.examples import check_survives, job_of
 
 from elastic.contract.records.job_records import Phase
 
-pytestmark = [pytest.mark.etcd, pytest.mark.chaos, pytest.mark.slow]
+pytestmark = [pytest.mark.etcd, pytest.mark.chaos, pytest.mark.slow, pytest.mark.long]
 
-LONG = [pytest.mark.long, pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")]
+COMPILES = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
 GPT = {"batch": 8, "context": 16, "width": 16, "layers": 1}
 
 
@@ -26,7 +26,7 @@ GPT = {"batch": 8, "context": 16, "width": 16, "layers": 1}
         ("images.py", {"epochs": 2, "images": 200, "batch": 20}, ("evaluate:1:10", "commit:0:14")),
         ("gan.py", {"epochs": 2, "points": 160, "batch": 16, "width": 16}, ("commit:1:21",)),
         ("train_gpt.py", {"steps": 20, "micro-batch": 3, **GPT}, ("commit:1:10",)),
-        pytest.param("train_gpt.py", {"steps": 20, "compile": "inductor", **GPT}, ("commit:0:10",), marks=LONG),
+        pytest.param("train_gpt.py", {"steps": 20, "compile": "inductor", **GPT}, ("commit:0:10",), marks=COMPILES),
         ("ddp.py", {}, ("commit:0:100",)),
     ],
 )

@@ -13,7 +13,7 @@ from support.wait import eventually
 
 from elastic import testing
 
-pytestmark = [pytest.mark.chaos, pytest.mark.etcd, pytest.mark.slow]
+pytestmark = [pytest.mark.chaos, pytest.mark.etcd, pytest.mark.slow, pytest.mark.long]
 
 SCRIPT = """
 import sys, time

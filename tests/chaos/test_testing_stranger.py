@@ -13,7 +13,7 @@ from support.wait import eventually
 
 from elastic import testing
 
-pytestmark = [pytest.mark.chaos, pytest.mark.slow]
+pytestmark = [pytest.mark.chaos, pytest.mark.slow, pytest.mark.long]
 
 SCRIPT = """
 import torch, torch.distributed as dist

@@ -33,7 +33,7 @@ def built(source: Path, umask: int, **env: str) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in (source / "dist").iterdir()}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_same_files_give_the_same_bytes(tmp_path: Path) -> None:
     first = built(copied(tmp_path / "a", 1.6e9), 0o022, TZ="UTC")
     second_source = copied(tmp_path / "other", 1.75e9)
