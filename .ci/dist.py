@@ -56,7 +56,7 @@ def build(what: str, source: Path, out: Path, epoch_s: str) -> str:
 
 
 def rewrite(sdist: Path, to: Path, epoch_s: int) -> None:
-    """The same files in the order of their names, with one time and nobody's rights: setuptools keeps the builder's."""
+    """Its files sorted by name, with one time, owner and mode: setuptools takes those of the build machine."""
     with (
         tarfile.open(sdist) as old,
         gzip.GzipFile(to, "wb", mtime=epoch_s) as packed,

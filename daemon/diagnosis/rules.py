@@ -72,7 +72,7 @@ RULES = (
          codes=(Code.GPU_FAULTY,),
          fix="reset or replace the GPU that is named; then restart elasticd on the node"),
     Rule("unhealthy", Class.NODE, "its node was drained by a health check", kinds=_PLANNED, codes=(Code.HEALTH_CHECK,),
-         fix="mend what the check names; the node takes work again once the check has nothing to say"),
+         fix="fix what the check names; the node takes work again once the check has nothing to say"),
     Rule("excluded", Class.NODE, "the job left a node on which its workers fail more often, or cannot be started",
          kinds=_PLANNED, codes=(Code.EXCLUDED,),
          fix="compare that node with the others: elasticctl incidents; elasticctl uncordon NODE uses it again"),

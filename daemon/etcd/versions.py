@@ -1,4 +1,4 @@
-"""What is known of etcd's versions: their faults that touch elasticd, and the version that mends them. Pure.
+"""What is known of etcd's versions: their faults that touch elasticd, and the first version without them. Pure.
 
 Source: etcd's own changelogs (CHANGELOG-3.4 to 3.7, https://github.com/etcd-io/etcd/tree/main/CHANGELOG) and security
 advisories, as of November 2026.
@@ -55,7 +55,7 @@ class Judgement(NamedTuple):
     support: VersionSupport
     text: str
     take: str = ""
-    """The version that mends all of it; empty: nothing is known to be wrong."""
+    """The first version without any of it; empty: nothing is known to be wrong."""
 
     def __str__(self) -> str:
         return f"{self.text}: take {self.take} or newer" if self.take else self.text

@@ -95,7 +95,7 @@ class Health:
     def findings(self) -> Iterator[Finding]:
         for watch in self.watches:
             if answer := watch.answer:
-                fix = "mend what it names; the node takes work again once the check has nothing to say"
+                fix = "fix what it names; the node takes work again once the check has nothing to say"
                 yield Finding(check="health", level=ERROR, text=str(answer), fix=fix)
             late_s = time.monotonic() - watch.due_s
             if watch.failed or late_s > LATE_S:

@@ -84,7 +84,7 @@ class Injection:
     the world was before and after, which steps were done again, and when, is read from the job's recorded history."""
 
     kind: str | tuple[str, ...]
-    """More than one: which of them, nobody can know."""
+    """More than one: any of them is right, as the order in which they are seen is chance."""
     pids: tuple[int, ...] = ()
     """Worker processes that were struck."""
     nodes: tuple[str, ...] = ()

@@ -36,11 +36,11 @@ class Record:
         return History(self.folder).read()
 
     def incidents(self) -> list[Incident] | None:
-        """Those that are told; None: nobody tells any."""
+        """The incidents that elasticd has recorded; None: the job ran without elasticd."""
         return None
 
     def phase(self) -> str:
-        """'' if nobody says."""
+        """The job's phase; empty: the job ran without elasticd."""
         return ""
 
 
@@ -123,7 +123,7 @@ def _of_incidents(run: Record) -> Iterator[Difference]:
         answered.update(mine)
         if not mine:
             yield Difference(What.UNCAUSED, str(incident))
-        elif len(mine) > 1:  # one outage: which of them its first generation shows, nobody can know
+        elif len(mine) > 1:  # one outage: the incident shows one of these faults, and not which
             yield from of_incident(incident, kind={k for i in mine for k in expected(faults[i]).kind})
         else:
             one = faults[mine[0]]

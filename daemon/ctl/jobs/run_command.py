@@ -150,7 +150,7 @@ def ready_cluster(client: Client, wait_s: float = STARTING_S) -> Json:
 
 
 def _mention_others(checkpoints: str, job: str) -> None:
-    """Whose command was to go on with the checkpoints there has given another name."""
+    """Say so where the folder has checkpoints of another job only: that job was to go on, most likely."""
     if checkpoints and (other := job_file.other_job(Path(checkpoints), job)):
         what = f"{checkpoints} has checkpoints of {other}, and {job} begins at step 0"
         click.echo(safe_text.line(f"{what}: --name {other} --replace goes on with them"), err=True)
