@@ -157,7 +157,9 @@ def test_elasticctl_ends_with_7_where_the_user_is_not_permitted(
     with pytest.raises(SystemExit) as ended:
         ctl.main(["stop", "x"])
     assert ended.value.code == 7
-    assert "it belongs to alice" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "it belongs to alice" in told
+    assert "saves its steps" not in told, "it does not"
 
 
 def test_submit_passes_the_user_that_root_names(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:

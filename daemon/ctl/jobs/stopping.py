@@ -30,8 +30,8 @@ def _save(client: Client, job: str) -> None:
     wanted, saves = now.step, bool((now.spec or {}).get("checkpoint", {}).get("dir"))
     if now.phase != "running" or wanted is None or not saves or _saved(now) >= wanted:
         return
-    click.echo(safe_text.line(f"{job} saves its steps first, which may take {SAVE_S:g} s"), err=True)
     client.post(f"/v1/jobs/{name(job)}/checkpoint")
+    click.echo(safe_text.line(f"{job} saves its steps first, which may take {SAVE_S:g} s"), err=True)
     end_s = time.monotonic() + SAVE_S
     while now.phase == "running" and _saved(now) < wanted:
         if time.monotonic() > end_s:
