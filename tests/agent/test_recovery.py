@@ -79,7 +79,7 @@ def test_two_at_once_and_again_during_recovery() -> None:
 
 def test_survivors_that_take_long_to_leave_train_keep_their_processes() -> None:
     """Their sockets are shut by then: it is the script's own time, in a `finally` block."""
-    with Job(nodes="1:1", args={"steps": 5000, "step-ms": 3, "leave-s": 2.5}, timeouts=Timeouts(abort_s=1.0)) as job:
+    with Job(nodes="1:1", args={"steps": 5000, "step-ms": 3, "leave-s": 5.0}, timeouts=Timeouts(abort_s=1.0)) as job:
         job.wait_step(30)
         job.kill_rank(0)
         eventually(lambda: job.incidents(), 20.0, "recovery")

@@ -307,6 +307,19 @@ def test_worker_that_cannot_yet_receive_an_abort_counts_as_busy() -> None:
         assert not busy(leaves, RULES, AT_S + 301.0)
 
 
+@pytest.mark.parametrize("doing", [Doing.EXCHANGING, Doing.COMPUTING])
+def test_a_rank_that_has_left_its_group_is_not_hung_before_the_ceiling(
+    doing: Doing,
+) -> None:
+    """Its page shows where it was when the group ended. What it runs since, `finally` blocks, has no usual duration."""
+    replacement = RankWait((4, -1, 0), AT_S)
+    in_group, left = beat(doing, step_s=0.01), beat(doing, step_s=0.01, left_s=AT_S)
+    assert judge(in_group, "S", [replacement], RULES, AT_S + RULES.floor_s + 1.0)
+    assert judge(left, "S", [replacement], RULES, AT_S + RULES.ceiling_s - 1.0) is None
+    assert judge(left, "S", [replacement], RULES, AT_S + RULES.ceiling_s)
+    assert judge(left, "T", [replacement], RULES, AT_S + RULES.floor_s), "stopped, it runs nothing"
+
+
 def test_rank_wait_is_too_long_when_it_exceeds_the_group_timeout() -> None:
     assert waits_too_long(0, beat(Doing.EXCHANGING), 60.0, AT_S + 59.9) is None
     waits = waits_too_long(0, beat(Doing.EXCHANGING), 60.0, AT_S + 60.0)

@@ -82,8 +82,8 @@ class Unhealthy(msgspec.Struct, frozen=True):
 
 def patience_s(beat: Beat, rules: Hang) -> float:
     """Seconds that a worker may go without a sign of progress: `factor` step times of its own, in [floor, ceiling]."""
-    if beat.step_s <= 0 or not beat.settled or beat.doing is Doing.SAVING:
-        return rules.ceiling_s  # opening data, compilation, the copy of a snapshot have no usual duration
+    if beat.step_s <= 0 or not beat.settled or beat.left_s or beat.doing is Doing.SAVING:
+        return rules.ceiling_s  # opening data, compilation, leaving `train`, copying a snapshot: no usual duration
     return min(rules.ceiling_s, max(rules.floor_s, rules.factor * beat.step_s))
 
 
