@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -42,3 +44,9 @@ def test_the_same_files_give_the_same_bytes(tmp_path: Path) -> None:
     second = built(second_source, 0o077, TZ="Asia/Tokyo", LC_ALL="C")
     assert sorted(name.rpartition(".")[2] for name in first) == ["gz", "whl"]
     assert [name for name in first | second if first.get(name) != second.get(name)] == []
+    (sdist,) = (content for name, content in first.items() if name.endswith(".tar.gz"))
+    with tarfile.open(fileobj=io.BytesIO(sdist)) as packed:
+        inside = {name.partition("/")[2] for name in packed.getnames()}
+    made_from = {str(path.relative_to(ROOT)) for path in (ROOT / "elastic" / "etcd" / "proto").glob("*.proto")}
+    assert made_from
+    assert made_from - inside == set(), "what elastic/etcd/descriptors.py is made from"

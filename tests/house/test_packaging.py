@@ -60,7 +60,7 @@ def test_the_wheel_holds_every_module(tmp_path: pathlib.Path) -> None:
         f"{package}/{path.relative_to(folder)}"
         for package, folder in FOLDERS.items()
         for path in folder.rglob("*")
-        if path.suffix == ".py" or path.name == "py.typed"
+        if path.suffix in (".py", ".proto") or path.name == "py.typed"
     }
     units = {f"elasticd/unit_files/{path.name}" for path in (ROOT / "systemd").glob("elasticd.*")}
     assert len(units) == 5
