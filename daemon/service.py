@@ -93,7 +93,7 @@ class Daemon:
             Path(self.settings.state_dir), self.launcher, self.threads, self._event_queue.post, self.log, grants
         )
         self._cleaner = Cleaner(self.settings, self._keys, self._agents.retire, lambda: self._published.now, self.log)
-        problem = self.gpus.problem or doctor.blocking(self.settings.interface, self.settings.state_dir)
+        problem = self.gpus.problem or doctor.blocking(self.settings.interface, self.settings.state_dir) or ""
         gpus = GpuCheck(self.gpus.indices, self.log, self_test=self.settings.gpu_self_test, problem=problem)
         self._health = Health({"state_dir": StateFolder(self.settings.state_dir), "gpus": gpus}, self.log)
         accounts = Accounts(groups(self.settings.run_as))

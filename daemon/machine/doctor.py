@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from elastic.contract.records.reasons import Code, Reason, reason
 from elasticd.base import ownership
 from elasticd.base.answers import Finding
 
@@ -240,10 +241,12 @@ def local(
     return rows
 
 
-def blocking(interface: str, state_dir: str) -> str:
-    """Why no job can run on this machine, with the fix; empty: some can. Checked before the node takes work."""
-    findings = [*_interface(interface), *_free(state_dir)]
-    return next((f"{f.text}: {f.fix}, then restart elasticd" for f in findings if f.level == ERROR), "")
+def blocking(interface: str, state_dir: str) -> Reason | None:
+    """Why no job can run on this machine, with the fix; None: some can. Checked before the node takes work."""
+    for found in (*_interface(interface), *_free(state_dir)):
+        if found.level == ERROR:
+            return reason(Code.HEALTH_CHECK, f"{found.text}: {found.fix}, then restart elasticd", check=found.check)
+    return None
 
 
 def _address(address: str) -> Finding:

@@ -40,7 +40,7 @@ class GpuCheck:
 
     of_gpus = True
 
-    def __init__(self, gpus: Sequence[int], log: Log, *, self_test: bool, problem: str = "") -> None:
+    def __init__(self, gpus: Sequence[int], log: Log, *, self_test: bool, problem: Text = "") -> None:
         """`problem`: why this node can take no work, such as GPUs that cannot be seen: it would train on its CPU. Its
         GPUs are then not tested, nor watched."""
         self._gpus = tuple(gpus)

@@ -89,7 +89,7 @@ class Health:
         """Why a job that runs here should leave; None: it need not. `gpus`: whether it uses GPUs."""
         for watch in self.watches:
             if (answer := watch.answer) and watch.leave and (gpus or not watch.of_gpus):
-                return reason(Code.GPU_FAULTY, answer) if watch.of_gpus or isinstance(answer, str) else answer
+                return reason(Code.GPU_FAULTY, answer) if isinstance(answer, str) else answer
         return None
 
     def findings(self) -> Iterator[Finding]:

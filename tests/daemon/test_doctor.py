@@ -125,10 +125,11 @@ def test_every_warning_and_error_has_a_cure_on_the_screen() -> None:
 
 
 def test_a_machine_on_which_no_job_can_run_takes_no_work_and_says_the_cure(tmp_path: pathlib.Path) -> None:
-    assert doctor.blocking("lo", str(tmp_path)) == ""
-    assert doctor.blocking("", str(tmp_path)) == ""
-    assert "nosuch0 does not exist: set `interface` to one of" in doctor.blocking("nosuch0", str(tmp_path))
-    assert "then restart elasticd" in doctor.blocking("lo", str(tmp_path / "none"))
+    assert doctor.blocking("lo", str(tmp_path)) is None
+    assert doctor.blocking("", str(tmp_path)) is None
+    why = str(doctor.blocking("nosuch0", str(tmp_path)))
+    assert "health check interface: interface nosuch0 does not exist: set `interface` to one of" in why
+    assert "then restart elasticd" in str(doctor.blocking("lo", str(tmp_path / "none")))
 
 
 @pytest.mark.parametrize(("version", "named"), [("3.5.1", True), ("3.6.99", False)])

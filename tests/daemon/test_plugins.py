@@ -25,6 +25,8 @@ from elastic.contract.records.reasons import Code, Reason, Text, reason
 from elasticd.base import entry_points
 from elasticd.base.errors import PluginFailed
 from elasticd.base.threads import Threads
+from elasticd.machine import doctor
+from elasticd.machine.gpus import GpuCheck
 from elasticd.machine.health import LATE_S, Health
 from elasticd.machine.preemption import RELUCTANT, PreemptionWatch
 from elasticd.plugins import HealthCheck, Notice, NoticeUnknown
@@ -130,6 +132,14 @@ def test_the_words_of_a_check_have_a_length() -> None:
     health = health_of(Check("x" * 1_000_000))
     health.watches[0].turn()
     assert len(str(health.reason)) < 500
+
+
+def test_a_machine_on_which_no_job_can_run_has_no_faulty_gpu() -> None:
+    why = doctor.blocking("nosuch0", "/")
+    check = GpuCheck([], structlog.get_logger(), self_test=True, problem=why or "")
+    health = Health({"gpus": check}, structlog.get_logger())
+    assert why is not None
+    assert (why.code, health.reason, health.leaves(gpus=True)) == (Code.HEALTH_CHECK, why, why)
 
 
 def test_only_jobs_with_gpus_leave_for_a_gpu() -> None:
