@@ -19,9 +19,11 @@ from .doctor import ERROR, WARNING
 
 LEAST_EVERY_S, AGAIN_S = 0.1, 5.0
 """Shortest pause between two looks; the pause after one that failed."""
-LATE_S = 60.0
-"""How long after it was due the doctor calls an answer late."""
+LATE_S, LATE_LOOK_S = 60.0, 5.0
+"""How long after it was due an answer is late; how often that is looked at."""
 REASON_CHARS = 300
+PACKAGE = "see the log of elasticd, and the package that has the check"
+UNANSWERED = "see what its look() waits for, or take it out of health_checks and restart elasticd"
 
 
 class Watch:
@@ -38,9 +40,37 @@ class Watch:
         self.of_gpus = bool(getattr(check, "of_gpus", False))
         """Whether it concerns only jobs that use GPUs."""
         self.failed = ""
+        self._told_late = False
         self.due_s = time.monotonic()
         if own:
             self.turn()
+
+    @property
+    def late_s(self) -> float:
+        """How long ago the answer was due; negative: how long until then."""
+        return time.monotonic() - self.due_s
+
+    @property
+    def says(self) -> Text:
+        """`answer`; while the first one is late, that. The time is doubled, since each change is a write to etcd."""
+        if self._answered or (late_s := self.late_s) < LATE_S:
+            return self.answer
+        over_s = LATE_S * 2 ** int(math.log2(late_s / LATE_S))
+        return reason(Code.HEALTH_CHECK, f"has not answered for over {over_s:.0f} s: {UNANSWERED}", check=self.name)
+
+    @property
+    def late(self) -> str:
+        """That the answer is late; empty: it is not."""
+        if self.late_s < LATE_S:
+            return ""
+        counts = "its last answer counts" if self._answered else "the node takes no work until it has answered"
+        return f"health check {self.name}: no answer for {self.late_s:.0f} s after it was due; {counts}"
+
+    def tell_late(self) -> None:
+        """Log that the answer is late, once until it is there."""
+        if (late := self.late) and not self._told_late:
+            self._log.error("node.health_late", check=self.name, why=late)
+        self._told_late = bool(late)
 
     def turn(self) -> float:
         """Returns the pause to the next look."""
@@ -79,11 +109,18 @@ class Health:
     def start(self, threads: Threads) -> None:
         for watch in self.watches:
             threads.repeat(f"health-{watch.name}", watch.turn)
+        threads.repeat("health-late", self.tell_late, LATE_S)
+
+    def tell_late(self) -> float:
+        """Returns the pause to the next time."""
+        for watch in self.watches:
+            watch.tell_late()
+        return LATE_LOOK_S
 
     @property
     def reason(self) -> Text:
         """Why the node should take no work; empty: it may."""
-        return next((answer for watch in self.watches if (answer := watch.answer)), "")
+        return next((said for watch in self.watches if (said := watch.says)), "")
 
     def leaves(self, *, gpus: bool) -> Reason | None:
         """Why a job that runs here should leave; None: it need not. `gpus`: whether it uses GPUs."""
@@ -94,13 +131,11 @@ class Health:
 
     def findings(self) -> Iterator[Finding]:
         for watch in self.watches:
-            if answer := watch.answer:
+            if said := watch.says:
                 fix = "fix what it names; the node takes work again once the check has nothing to say"
-                yield Finding(check="health", level=ERROR, text=str(answer), fix=fix)
-            late_s = time.monotonic() - watch.due_s
-            if watch.failed or late_s > LATE_S:
-                what = watch.failed or f"health check {watch.name}: no answer for {late_s:.0f} s after it was due"
-                yield Finding(check="health", level=WARNING, text=f"{what}; its last answer counts",
-                              fix="see the log of elasticd, and the package that has the check")  # fmt: skip
-            elif not watch.answer:
+                yield Finding(check="health", level=ERROR, text=str(said), fix=fix)
+            failed = f"{watch.failed}; its last answer counts" if watch.failed else ""
+            if what := failed or (watch.late if said is watch.answer else ""):  # a late first one says so itself
+                yield Finding(check="health", level=WARNING, text=what, fix=PACKAGE)
+            elif not said:
                 yield Finding(check="health", text=f"health check {watch.name}: nothing to say")

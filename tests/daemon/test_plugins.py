@@ -190,12 +190,39 @@ def test_a_check_that_hangs_holds_up_no_other() -> None:
     try:
         eventually(lambda: health.watches[1].answer == said("no mount", "c1"), 10.0)
         assert health.reason == said("has not answered yet")
-        health.watches[0].due_s -= LATE_S
-        (late,) = [f.text for f in health.findings() if f.level == "warning"]
-        assert "health check c0: no answer for " in late
     finally:
         threads.closed.set()
         hangs.set()
+
+
+def test_a_check_that_hangs_at_its_first_look_keeps_the_node_out_of_work_by_name() -> None:
+    health = health_of(Check())
+    watch = health.watches[0]
+    with capture_logs() as logs:
+        health.tell_late()
+        seen = []
+        for _ in range(3):
+            watch.due_s -= LATE_S
+            health.tell_late()
+            seen.append(str(health.reason))
+        assert [text.partition(": see")[0] for text in seen] == [
+            f"health check c0: has not answered for over {over_s} s" for over_s in (60, 120, 120)
+        ]  # fmt: skip
+        assert "take it out of health_checks and restart elasticd" in seen[0]
+        assert [(f.level, f.text) for f in health.findings()] == [("error", seen[-1])]
+        watch.turn()
+        assert health.reason == ""
+        health.tell_late()
+        watch.due_s = time.monotonic() - LATE_S
+        health.tell_late()
+    assert [(entry["event"], entry["why"].partition("; ")[2]) for entry in logs] == [
+        ("node.health_late", "the node takes no work until it has answered"),
+        ("node.health_late", "its last answer counts"),
+    ]
+    assert health.reason == ""
+    assert [(f.level, "health check c0: no answer for 60 s " in f.text) for f in health.findings()] == [
+        ("warning", True)
+    ]  # fmt: skip
 
 
 # ── notices ─────────────────────────────────────────────────────────────────────────────────────────────────
