@@ -72,6 +72,19 @@ def test_every_row_of_faults_names_its_proof() -> None:
     assert not [cells[0] for cells in faults if not _NAMED.search(cells[3])]
 
 
+def test_every_defect_names_who_found_it_and_the_test_that_finds_it_today() -> None:
+    table = (ROOT / "docs/guarantees.md").read_text().partition("\n## Found by\n")[2].partition("\n## ")[0]
+    kinds = []
+    for row in re.findall(r"^\| ((?!kind |---).*) \|$", table, re.MULTILINE):
+        kind, _, found_by, proof = row.split(" | ")
+        kinds.append(kind)
+        assert found_by.partition(",")[0] in ("review", "simulation", "soak", "faults", "tests"), row
+        assert [bool(test) for _, test in _NAMED.findall(proof)] == [True], row
+    order = ["state", "recovery", "authority", "service"]
+    assert len(kinds) > 20
+    assert kinds == sorted(kinds, key=order.index)
+
+
 _PLACE = re.compile(r"((?:[a-z_]+/)+[a-z_]+\.(?:py|md))(?:::(\w+))?")
 INTRODUCTIONS = (
     "docs/architecture.md",
