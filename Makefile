@@ -61,15 +61,16 @@ test-of: venv
 
 # Everything in the repository that is generated, anew: look at `git diff` then. Golden histories, the example settings,
 # the page of all reasons, the pictures of the documentation, the tables and diagrams of states, the
-# fields of the API, the pages of commands, of a job's fields and of settings; etcd's messages.
+# fields of the API, the pages of commands, of a job's fields and of settings; etcd's messages; all public names.
 golden: venv
 	@PYTHONPATH=tests $(BIN)/python -m support.etcd_descriptors
 	@PYTHONPATH=tests $(BIN)/python -m simulation.diagram > $(VENV)/states.md && mv $(VENV)/states.md docs/states.md
 	@PYTHONPATH=tests $(BIN)/python -m support.api_doc
 	@PYTHONPATH=tests $(BIN)/python -m support.reference_doc
-	@ELASTIC_REWRITE=1 $(BIN)/pytest -q tests/unit/test_scenarios.py tests/unit/test_reasons.py tests/systemd/test_files.py
+	@ELASTIC_REWRITE=1 $(BIN)/pytest -q tests/unit/test_scenarios.py tests/unit/test_reasons.py tests/systemd/test_files.py \
+		tests/house/test_public_names.py
 	@$(BIN)/python docs/pictures/make.py
-	@git status --short tests/scenarios tests/unit/reasons.txt systemd docs elastic/etcd
+	@git status --short tests/scenarios tests/unit/reasons.txt tests/house/public_names.txt systemd docs elastic/etcd
 
 # What `make test` leaves out: more faults, more histories, the planted mistakes. About 20 minutes on two cores.
 test-long: venv
