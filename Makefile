@@ -82,7 +82,7 @@ bench: venv
 # What people copy or install: the examples, each killed once, the pages on faults, the packages.
 examples: venv
 	@$(BIN)/pytest -q -n 2 -m "long or not long" tests/chaos/test_examples.py tests/chaos/test_testing_cluster.py \
-		tests/chaos/test_testing_stranger.py tests/deploy/test_dist.py
+		tests/chaos/test_testing_stranger.py tests/deploy/test_dist.py tests/deploy/test_typed.py
 
 # Each benchmark in its smallest size: it runs to its end, and its last line is complete.
 bench-smoke: venv

@@ -28,9 +28,11 @@ __version__ = "0.1.0"
 _HOMES = {"Batch": "data.batches", "Job": "job.job", "State": "state.state", "run": "run"}
 
 
-def __getattr__(name: str) -> Any:
-    if home := _HOMES.get(name):
-        import importlib
+if not TYPE_CHECKING:  # a type checker would take any name for one of ours
 
-        return getattr(importlib.import_module(f".worker.{home}", __name__), name)
-    raise AttributeError(f"module 'elastic' has no attribute {name!r}")
+    def __getattr__(name: str) -> Any:
+        if home := _HOMES.get(name):
+            import importlib
+
+            return getattr(importlib.import_module(f".worker.{home}", __name__), name)
+        raise AttributeError(f"module 'elastic' has no attribute {name!r}")
