@@ -78,6 +78,19 @@ def test_a_rank_in_the_scripts_code_has_left_when_elastic_has_raised_there(sessi
     assert left(session)
 
 
+def test_what_elastic_does_after_the_script_is_no_time_of_the_scripts(session: Session) -> None:
+    """An abort that hangs then has `abort_s`, not the time that a `finally` block may take."""
+    session.holds(Group(), GENERATION)
+    session.page.place(GENERATION, 0)
+    session.beat(Doing.EXCHANGING)
+    session._abort(GENERATION, "a rank has died")
+    with pytest.raises(GenerationEnded):
+        session.check(GENERATION, 7)
+    assert left(session)
+    session.holds(None, 0)
+    assert not left(session)
+
+
 class Slow(torch.utils.data.Dataset[Any]):
     def __len__(self) -> int:
         return 8

@@ -72,7 +72,8 @@ class Beat(msgspec.Struct, frozen=True):
 
     left_s: float = 0.0
     """Instant at which the script was found to leave `train`, its group being over: from then on it runs its own code,
-    such as `finally` blocks, and touches the group no more. 0: it was not, in this generation."""
+    such as `finally` blocks, and touches the group no more. 0: it was not, in this generation, or elastic has control
+    again."""
     spent_s: tuple[float, ...] = ()
     """Seconds of this process in each `Doing`, up to the last mark. Never decrease."""
     data_s: float = 0.0
@@ -144,6 +145,10 @@ class BeatPage:
     def left(self, now_s: float) -> None:
         """The script leaves `train`: see `Beat.left_s`."""
         self._ints[_LEFT_NS] = self._ints[_LEFT_NS] or int(now_s * 1e9)
+
+    def returned(self) -> None:
+        """It has left it: elastic's own code runs again."""
+        self._ints[_LEFT_NS] = 0
 
     @property
     def doing(self) -> int:

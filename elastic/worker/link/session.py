@@ -163,6 +163,8 @@ class Session:
         with self._changed:
             self._group, self._group_generation = group, generation
             self._thread, self._aborted = threading.get_ident(), False
+            if group is None:  # what elastic does now, such as an abort that hangs, is no time of the script's
+                self.page.returned()
             late = group is not None and self._ended >= generation
             why = self.why
         if late and group is not None:
@@ -214,9 +216,10 @@ class Session:
         self.page.pulse(now_s)
         # In the script's own code elastic's next call raises, see `check`. A collective has raised once the thread's
         # frames show none any more, whatever the script does since: its time is no sign that it cannot abort.
-        if self._aborted and self.page.doing == Doing.EXCHANGING and not self._in_collective():
-            self._aborted = False
-            self.page.left(now_s)
+        with self._changed:
+            if self._aborted and self.page.doing == Doing.EXCHANGING and not self._in_collective():
+                self._aborted = False
+                self.page.left(now_s)
 
     def _in_collective(self) -> bool:
         frame = sys._current_frames().get(self._thread)
