@@ -92,16 +92,17 @@ def main() -> None:
     print(
         f"{machine()}\n\n{'':18s}{'commit':>10s}{'step hook':>12s}{'next batch':>12s}{'whole step':>12s}{'share':>8s}"
     )
-    shares = {}
+    shares, costs_us = dict[str, float](), dict[str, float]()
     for name, make in list(MODELS.items())[: 2 if smoke else None]:
         found = measure(make, 1 if smoke else 5)
         ours = found["commit"] + found["step hook"] + found["next batch"]
+        costs_us[name] = round(ours, 1)
         shares[name] = round(100 * ours / found["step"], 2)
         row = "".join(
             f"{found[key]:{width}.0f}" for key, width in (("commit", 10), ("step hook", 12), ("next batch", 12))
         )
         print(f"{name:18s}{row}{found['step']:12.0f}{shares[name]:7.2f} %   (microseconds of CPU time)")
-    print(json.dumps({"percent_of_a_step": shares}))
+    print(json.dumps({"percent_of_a_step": shares, "us_a_step": costs_us}))
 
 
 if __name__ == "__main__":

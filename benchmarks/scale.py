@@ -8,7 +8,7 @@ one machine's cores, so the times contain the CPU of N nodes; the counts of writ
 driven beside it.
 
 Last line: {"reform_s_at_max", "agents_max", "writes_per_reform_at_max", "torch_ratio_at_32",
-"steady_writes_per_s_at_max"}.
+"steady_writes_per_s_at_max", "rows": {agents: each figure of the row}, "torch_reform_s": {agents: seconds}}.
 """
 
 from __future__ import annotations
@@ -321,6 +321,8 @@ def main() -> int:
                 "writes_per_reform_at_max": asked_for(last.reform_writes),
                 "torch_ratio_at_32": round(torch[32] / ours, 1) if ours and 32 in torch else None,
                 "steady_writes_per_s_at_max": last.steady_writes_per_s,
+                "rows": {str(row.agents): msgspec.to_builtins(row) for row in rows},
+                "torch_reform_s": {str(agents): seconds for agents, seconds in torch.items()},
             }
         ),
         flush=True,

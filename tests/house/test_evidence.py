@@ -69,6 +69,14 @@ def test_a_comment_is_no_change_of_what_was_measured(source: str, same: bool) ->
     assert (evidence.syntax(source) == evidence.syntax('def f():\n    """A text."""\n    return 1\n')) is same
 
 
+def test_how_much_a_stale_record_differs_now_is_said(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(evidence, "measure", lambda *_: {"kill_median_s": 0.4, "torchrun": {"median_s": 20.0}})
+    quoted = [evidence.Quote("README.md", "", "recovery", name) for name in ("kill_median_s", "torchrun.median_s")]
+    (problem,) = evidence.differences("recovery", MADE["recovery"]["figures"], quoted)
+    assert problem == "recovery.torchrun.median_s: +132%, more than the tolerance of 50%"
+    assert "kill_median_s: 0.3684 then, 0.4 now, +9%" in capsys.readouterr().out
+
+
 def test_a_record_of_other_code_is_stale(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr(evidence, "records", lambda: {
         "recovery": {"date": "2026-11-28", "commit": "1", "measured": measured, "figures": {"kill_median_s": 0.37}}

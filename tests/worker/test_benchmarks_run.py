@@ -12,7 +12,7 @@ from support.source import ROOT
 
 BENCHMARKS = ROOT / "benchmarks"
 IN_MAKE_TEST = {
-    "commit": {"percent_of_a_step"},
+    "commit": {"percent_of_a_step", "us_a_step"},
     "evidence": {"records", "wrong"},
     "goodput": {
         "elasticd, standbys", "elasticd, no standby", "torchrun, tuned", "torchrun, defaults", "FlashRecovery's 150 s",
@@ -49,6 +49,7 @@ LONGER = {
     },
     "scale": {
         "reform_s_at_max", "agents_max", "writes_per_reform_at_max", "torch_ratio_at_32", "steady_writes_per_s_at_max",
+        "rows", "torch_reform_s",
     },
     "thousand_kills": {
         "kills", "steps", "losses_compared", "steps_seen", "different", "weights_equal", "steps_lost", "seconds",
