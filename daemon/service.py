@@ -202,7 +202,7 @@ class Daemon:
         self.threads.start("doctor-start", lambda: examiner.log_findings(self.log))
         service = Service(
             self._published, actions, identity, self._agents.logs, self.describe, self.log, authority, audit, asker,
-            examiner, self._cleaner, self._requests,
+            examiner, self._cleaner, self._requests, settings.allow_faults,
         )  # fmt: skip
         self._answer_other_nodes(service)
         self.threads.start("api", api.unix_server(settings.socket, settings.socket_group, service).serve)

@@ -55,6 +55,7 @@ class Service:
     doctor: Doctor
     cleaner: Cleaner
     requests: Requests = field(default_factory=Requests)
+    allow_faults: bool = False
 
 
 class Request(Protocol):

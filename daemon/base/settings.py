@@ -207,6 +207,10 @@ class Settings(SettingsTable, frozen=True, kw_only=True):
     """Further health checks of this node, by the names under which installed packages have them (docs/plugins.md): it
     takes no work while one of them has something to say."""
 
+    allow_faults: bool = False
+    """Let a job's user, and admins, strike its workers on this node on purpose, with `elasticctl fault`: to see how a
+    job takes it (docs/testing.md)."""
+
     shutdown_drain_s: Annotated[float, msgspec.Meta(ge=0, le=3600)] = 30.0
     """As a service of systemd: when the machine shuts down or reboots, drain this node first, for at most so many
     seconds. Its jobs leave at a step boundary; one that would fall below its minimum of nodes saves a checkpoint. When

@@ -33,6 +33,7 @@ COMMANDS = {
         "scale": ".jobs.lifecycle:scale",
         "checkpoint": ".jobs.checkpoint_commands:checkpoint",
         "forget": ".jobs.lifecycle:forget",
+        "fault": ".jobs.fault:fault",
     },
     "Look": {
         "status": ".show.lists:status",

@@ -11,7 +11,7 @@ import os
 import sys
 
 from .faults import BadFaultError, Plan
-from .ground_truth import PLAN_ENV
+from .history import PLAN_ENV
 
 
 def main(argv: list[str]) -> None:

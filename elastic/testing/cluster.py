@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,13 +21,14 @@ import psutil
 
 from elasticd.ctl.client import Client, Unreachable
 
-from . import ground_truth
-from .faults import AnyFault, LoseNode, Plan, RankFault, StopEtcd, WipeEtcd
-from .ground_truth import NODE_ENV, PLAN_ENV
+from .faults import AnyFault, BadFaultError, DropLink, FillDisk, LoseNode, Plan, RankFault, StopEtcd, WipeEtcd
+from .history import NODE_ENV, PLAN_ENV, History, claim
 from .incidents import Incident
 from .runs import Record
 
 TAG = "ELASTIC_TESTING_TAG"
+MOST_BYTES = 1 << 30  # a file system with more space than this is not one that was made for a test
+_OF_ALL = "/", "/var", "/run", "/home", "/dev/shm", tempfile.gettempdir(), os.path.expanduser("~")
 
 
 def eventually(check: Callable[[], object], deadline_s: float, what: str) -> None:
@@ -60,6 +61,67 @@ def tagged(tag: str) -> list[int]:
     return found
 
 
+def check(fault: AnyFault) -> None:
+    """Raises BadFaultError where it cannot be done, or would strike what is not the test's."""
+    if isinstance(fault, DropLink):
+        nft("list tables")
+    elif isinstance(fault, FillDisk):
+        folder, why = fault.folder, ""
+        if not os.path.isdir(folder) or not os.access(folder, os.W_OK):
+            why = "it is no folder that you may write to"
+        elif near := {os.stat(path).st_dev: path for path in _OF_ALL if os.path.exists(path)}.get(
+            os.stat(folder).st_dev
+        ):
+            why = f"it lies on the file system of {near}, which others need"
+        elif (there := os.statvfs(folder)).f_bfree * there.f_frsize > MOST_BYTES:
+            why = f"more than {MOST_BYTES >> 20} MiB are left there, so that others may need them"
+        if why:
+            fix = "name a mount of its own, made by: mount -t tmpfs -o size=64m tmpfs FOLDER"
+            raise BadFaultError(f"FillDisk.folder = {folder!r}: {why}; {fix}")
+
+
+@contextlib.contextmanager
+def full(folder: str) -> Iterator[None]:
+    with tempfile.TemporaryFile(dir=folder) as file:  # without a name
+        size, piece = 0, MOST_BYTES
+        while piece:
+            try:
+                os.posix_fallocate(file.fileno(), size, piece)
+                size += piece
+            except OSError:
+                piece //= 2
+        if left := os.statvfs(folder).f_bavail:
+            raise BadFaultError(f"FillDisk.folder = {folder!r}: {left} blocks stay free: name a tmpfs")
+        yield
+
+
+def nft(words: str) -> str:
+    """What it prints. Raises BadFaultError."""
+    done = subprocess.run(["sh", "-c", f"nft {words}"], capture_output=True, text=True, timeout=20, check=False)
+    if done.returncode:
+        raise BadFaultError(f"DropLink needs root, and nft (apt-get install nftables): {done.stderr.strip()}")
+    return done.stdout
+
+
+@contextlib.contextmanager
+def cut(fault: DropLink, history: History) -> Iterator[None]:
+    pids = {commit.rank: commit.pid for commit in history.commits}
+    one, other = pids.get(fault.rank), pids.get(fault.other)
+    ends = {(c.pid, *c.laddr, *c.raddr) for c in psutil.net_connections("tcp") if c.raddr}
+    links = [(a, b) for pid, host, a, far, b in ends if pid == one and (other, far, b, host, a) in ends]
+    if not links:
+        raise BadFaultError(f"DropLink: ranks {fault.rank} and {fault.other} have no connection with each other")
+    table = f"inet elastic_testing_{uuid.uuid4().hex[:12]}"
+    hook = f"add chain {table} out {{ type filter hook output priority 0; policy accept; }}"
+    both = [*links, *(pair[::-1] for pair in links)]
+    rules = [f"add rule {table} out oif lo tcp sport {a} tcp dport {b} drop" for a, b in both]
+    with subprocess.Popen(["nft", "-i"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as owner:
+        # A table with an owner goes when the nft that has made it ends: when its input does, if only with this process.
+        print(f"add table {table} {{ flags owner; }}", hook, *rules, sep="\n", file=owner.stdin, flush=True)
+        eventually(lambda: rules[-1].partition(" lo ")[2] in nft("list ruleset"), 10.0, "packets are dropped")
+        yield
+
+
 class Node:
     """A daemon and what it starts."""
 
@@ -73,30 +135,31 @@ class Node:
 
     def start(self) -> None:
         """Start its daemon; returns when it says that it is ready."""
-        cluster, first, lines = self._cluster, self._cluster.nodes[0], list[str]()
-        tables: dict[str, dict[str, object]] = {
-            "": {"cluster": "testing", "node": self.name, "address": "127.0.0.1", "slots": cluster.slots,
-                 "interface": "lo", "state_dir": str(self.state_dir), "socket": self.client.path, **cluster.settings},
-            "etcd": {"endpoints": [] if first is self else [f"unix:{first.state_dir}/etcd/client:0"],
-                     "allow_unsound_version": True},
-            "http": {"listen": ""},
-            "timeouts": {"lease_ttl_s": 3.0, "lease_renew_s": 0.8, **cluster.timeouts},
+        cluster, first = self._cluster, self._cluster.nodes[0]
+        timeouts = {"lease_ttl_s": 3.0, "lease_renew_s": 0.8, **cluster.timeouts}
+        settings: dict[str, object] = {
+            "cluster": "testing", "node": self.name, "address": "127.0.0.1", "slots": cluster.slots, "interface": "lo",
+            "state_dir": str(self.state_dir), "socket": self.client.path, "http.listen": "",
+            "etcd.endpoints": [] if first is self else [f"unix:{first.state_dir}/etcd/client:0"],
+            "etcd.allow_unsound_version": True, **{f"timeouts.{name}": value for name, value in timeouts.items()},
         }  # fmt: skip
-        for table, fields in tables.items():
-            lines += [f"[{table}]"] if table else []
-            lines += [f"{name} = {json.dumps(value)}" for name, value in fields.items()]
         config = self.folder / "elasticd.toml"
-        config.write_text("\n".join(lines))
+        lines = (f"{name} = {json.dumps(value)}\n" for name, value in {**settings, **cluster.settings}.items())
+        config.write_text("".join(lines))
         argv = [sys.executable, "-m", "elasticd.main", "--config", str(config)]
-        self.daemon = cluster.popen(argv, self.folder / "daemon.log", {TAG: self.tag, NODE_ENV: self.name})
+        with (self.folder / "daemon.log").open("ab") as log:
+            self.daemon = subprocess.Popen(
+                argv, env={**os.environ, TAG: self.tag, NODE_ENV: self.name}, start_new_session=True,
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+            )  # fmt: skip
+        cluster.started.append(self.daemon)
         eventually(self._ready, 60.0, f"{self.name} is ready; see {self.folder}/daemon.log")
 
     def _ready(self) -> bool:
-        try:
+        with contextlib.suppress(Unreachable):
             rows = self.client.get("/v1/nodes")["nodes"]
-        except Unreachable:
-            return False
-        return any((row["node"], row["state"]) == (self.name, "ready") for row in rows)
+            return any((row["node"], row["state"]) == (self.name, "ready") for row in rows)
+        return False
 
     def pids(self) -> list[int]:
         """Daemon, agents and workers; not the etcd that the first node runs for all."""
@@ -121,8 +184,7 @@ class Job(Record):
         return str(self.row()["phase"])
 
     def incidents(self) -> list[Incident]:
-        found: list[Incident] = self.cluster.client().get("/v1/incidents", {"job": self.name})["incidents"]
-        return found
+        return list(self.cluster.client().get("/v1/incidents", {"job": self.name})["incidents"])
 
     def wait(self, timeout_s: float = 300.0) -> str:
         """Until the job is over and its incidents are closed, striking what is not of a rank on the way. Returns the
@@ -144,8 +206,8 @@ class Job(Record):
         for fault in self.faults:
             if isinstance(fault, RankFault) or fault in past or fault.step > step:
                 continue
-            ground_truth.claim(self.folder, ground_truth.now(fault, node=getattr(fault, "node", "")))
-            back = self.cluster.strike(fault)
+            claim(self.folder, fault, node=getattr(fault, "node", ""))
+            back = self.cluster.strike(fault, self)
             if (for_s := getattr(fault, "for_s", None)) is not None and back is not None:
                 self._back.append((time.monotonic() + for_s, back))
         return True
@@ -163,7 +225,8 @@ class Cluster:
         self._count = nodes
         self.tag = uuid.uuid4().hex
         self.nodes: list[Node] = []
-        self._started: list[subprocess.Popen[bytes]] = []
+        self.started: list[subprocess.Popen[bytes]] = []
+        self._ends = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
         self.folder = Path(tempfile.mkdtemp(prefix="elastic-testing-"))
@@ -176,23 +239,15 @@ class Cluster:
         return self
 
     def __exit__(self, *_: object) -> None:
-        while pids := tagged(self.tag):  # new ones may be born meanwhile
-            end_all(pids)
-        for process in self._started:
+        with self._ends:
+            while pids := tagged(self.tag):  # new ones may be born meanwhile
+                end_all(pids)
+        for process in self.started:
             process.wait()
         shutil.rmtree(self.folder)
 
     def etcd_pid(self) -> int:
         return int((self.nodes[0].state_dir / "etcd" / "lock").read_text() or 0)
-
-    def popen(self, argv: list[str], log: Path, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
-        with log.open("ab") as output:
-            process = subprocess.Popen(
-                argv, env={**os.environ, **env}, start_new_session=True, stdin=subprocess.DEVNULL, stdout=output,
-                stderr=output,
-            )  # fmt: skip
-        self._started.append(process)
-        return process
 
     def client(self) -> Client:
         """Of the first node whose daemon lives."""
@@ -204,6 +259,8 @@ class Cluster:
     ) -> Job:  # fmt: skip
         """Submit a script, with what it is to suffer. `workers`: on each node (0: one per slot); `nodes`: as in a
         job's description, by default all; `spec`: further fields of that."""
+        for fault in faults:  # what cannot be is refused before anything runs
+            check(fault)
         job = Job(self, name, faults)
         env = {**dict(spec.pop("env", {})), PLAN_ENV: str(job.plan)}  # type: ignore[call-overload]
         fields = {
@@ -214,9 +271,14 @@ class Cluster:
         self.client().post("/v1/jobs", {"spec": fields})
         return job
 
-    def strike(self, fault: AnyFault) -> Callable[[], object] | None:
+    def strike(self, fault: AnyFault, job: Job) -> Callable[[], object] | None:
         """Do what is not of a rank. Returns what ends it."""
         match fault:
+            case FillDisk() | DropLink():
+                check(fault)
+                end = self._ends.enter_context(contextlib.ExitStack())
+                end.enter_context(full(fault.folder) if isinstance(fault, FillDisk) else cut(fault, job.history))
+                return end.close
             case StopEtcd():
                 os.kill(pid := self.etcd_pid(), signal.SIGSTOP)
                 return lambda: os.kill(pid, signal.SIGCONT)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import os
+import re
 import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,30 +23,26 @@ class BadFaultError(ValueError):
     """A fault with a field that cannot be, or a plan that cannot be read; the text says which and what to write."""
 
 
-Check = tuple[Callable[[Any], bool], str]  # whether a value can be, and what to write instead
+Check = tuple[Callable[[Any], object], str]  # whether a value can be, and what to write instead
 
 
-def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-_COUNT: Check = (lambda v: _number(v) and v >= 0 and v == int(v), "a whole number from 0 on")
-_LENGTH: Check = (lambda v: v is None or (_number(v) and v > 0), "a number of seconds above 0, or None: for good")
-_PLACE: Check = (get_args(Place).__contains__, f"one of {', '.join(get_args(Place))}")
-_DEADLY: Check = (
-    lambda v: v in signal.Signals.__members__ and v not in ("SIGSTOP", "SIGTSTP", "SIGCONT", "SIGCHLD"),
-    "the name of a signal that ends a process, such as SIGKILL; Stop stops one",
-)
-_INSIDE: Check = (("python", "c").__contains__, "'python' (a loop) or 'c' (a call that keeps the interpreter's lock)")
-_ERROR: Check = (
-    lambda v: BaseException in getattr(getattr(builtins, v, None), "__mro__", ()),
-    "the name of an exception of Python's, such as ValueError",
-)
-_FUNCTION: Check = (
-    lambda v: v.count(":") == 1 and all(map(str.isidentifier, v.replace(":", ".").split("."))),
-    "'module:function', such as '__main__:leak'",
-)
-_NODE: Check = (bool, "the name of a node, such as 'node1'")
+_COUNT: Check = (lambda v: type(v) in (int, float) and v >= 0 and v == int(v), "a whole number from 0 on")
+_DEADLY = signal.Signals.__members__.keys() - {"SIGSTOP", "SIGTSTP", "SIGCONT", "SIGCHLD"}
+_ERRORS = {name for name, value in vars(builtins).items() if BaseException in getattr(value, "__mro__", ())}
+_CHECKS: Mapping[str, Check] = {
+    "step": _COUNT, "rank": _COUNT, "other": _COUNT,
+    "for_s": (
+        lambda v: v is None or (type(v) in (int, float) and v > 0), "a number of seconds above 0, or None: for good",
+    ),
+    "place": (get_args(Place).__contains__, f"one of {', '.join(get_args(Place))}"),
+    "signal": (lambda v: v in _DEADLY, "the name of a signal that ends a process, such as SIGKILL; Stop stops one"),
+    "inside": (("python", "c").__contains__, "'python' (a loop) or 'c' (a call that keeps the interpreter's lock)"),
+    "error": (lambda v: v in _ERRORS, "the name of an exception of Python's, such as ValueError"),
+    "function": (re.compile(r"[^\W\d][\w.]*:[^\W\d]\w*").fullmatch, "'module:function', such as '__main__:leak'"),
+    "node": (bool, "the name of a node, such as 'node1'"),
+    "folder": (os.path.isabs, "the path of a folder, from / on"),
+}  # fmt: skip
+"""By the names of fields, of all faults."""
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True, tag_field="do"):
@@ -53,15 +50,14 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbi
 
     step: int = 0
     verb: ClassVar[str]
-    checks: ClassVar[Mapping[str, Check]] = {"step": _COUNT}
 
     def __post_init__(self) -> None:
-        for field, (can_be, fix) in self.checks.items():
-            if not can_be(value := getattr(self, field)):
+        for field, (can_be, fix) in _CHECKS.items():
+            if field in self.__struct_fields__ and not can_be(value := getattr(self, field)):
                 raise BadFaultError(f"{type(self).__name__}.{field} = {value!r}: {fix}")
 
     def __str__(self) -> str:
-        return f"{self.verb} at step {self.step}"
+        return f"{self.verb.format(self)} at step {self.step}"
 
 
 class RankFault(Fault, frozen=True, kw_only=True):
@@ -69,7 +65,6 @@ class RankFault(Fault, frozen=True, kw_only=True):
 
     rank: int
     place: Place = "forward"
-    checks = {**Fault.checks, "rank": _COUNT, "place": _PLACE}
 
     def __str__(self) -> str:
         return f"rank {self.rank} {self.verb} in the {self.place} of step {self.step}"
@@ -80,7 +75,6 @@ class Kill(RankFault, frozen=True, kw_only=True, tag="kill"):
 
     signal: str = "SIGKILL"
     verb = "was killed"
-    checks = {**RankFault.checks, "signal": _DEADLY}
 
 
 class Stop(RankFault, frozen=True, kw_only=True, tag="stop"):
@@ -88,7 +82,6 @@ class Stop(RankFault, frozen=True, kw_only=True, tag="stop"):
 
     for_s: float | None = None
     verb = "was stopped"
-    checks = {**RankFault.checks, "for_s": _LENGTH}
 
 
 class Hang(Stop, frozen=True, kw_only=True, tag="hang"):
@@ -97,7 +90,6 @@ class Hang(Stop, frozen=True, kw_only=True, tag="hang"):
 
     inside: Literal["python", "c"] = "python"
     verb = "hung"
-    checks = {**Stop.checks, "inside": _INSIDE}
 
 
 class Fail(RankFault, frozen=True, kw_only=True, tag="fail"):
@@ -106,7 +98,6 @@ class Fail(RankFault, frozen=True, kw_only=True, tag="fail"):
     error: str = "RuntimeError"
     message: str = "a planted fault"
     verb = "failed"
-    checks = {**RankFault.checks, "error": _ERROR}
 
 
 class Call(RankFault, frozen=True, kw_only=True, tag="call"):
@@ -114,7 +105,6 @@ class Call(RankFault, frozen=True, kw_only=True, tag="call"):
 
     function: str
     verb = "called a function"
-    checks = {**RankFault.checks, "function": _FUNCTION}
 
 
 class LoseNode(Fault, frozen=True, kw_only=True, tag="lose_node"):
@@ -123,11 +113,7 @@ class LoseNode(Fault, frozen=True, kw_only=True, tag="lose_node"):
 
     node: str
     for_s: float | None = None
-    verb = "was lost"
-    checks = {**Fault.checks, "node": _NODE, "for_s": _LENGTH}
-
-    def __str__(self) -> str:
-        return f"{self.node} {super().__str__()}"
+    verb = "{0.node} was lost"
 
 
 class StopEtcd(Fault, frozen=True, kw_only=True, tag="stop_etcd"):
@@ -135,7 +121,6 @@ class StopEtcd(Fault, frozen=True, kw_only=True, tag="stop_etcd"):
 
     for_s: float
     verb = "etcd was stopped"
-    checks = {**Fault.checks, "for_s": _LENGTH}
 
 
 class WipeEtcd(Fault, frozen=True, kw_only=True, tag="wipe_etcd"):
@@ -144,8 +129,27 @@ class WipeEtcd(Fault, frozen=True, kw_only=True, tag="wipe_etcd"):
     verb = "etcd lost its data"
 
 
+class FillDisk(Fault, frozen=True, kw_only=True, tag="fill_disk"):
+    """The file system of `folder`, which must be a mount of its own, has no byte left for `for_s` seconds (None: until
+    the cluster is left). The file that fills it has no name, and is gone with the process of the test."""
+
+    folder: str
+    for_s: float | None = None
+    verb = "{0.folder} was full"
+
+
+class DropLink(Fault, frozen=True, kw_only=True, tag="drop_link"):
+    """The connections that two ranks have with each other carry nothing for `for_s` seconds (None: until the cluster
+    is left): their packets are dropped. Those of other processes, and those made later, are not."""
+
+    rank: int
+    other: int
+    for_s: float | None = None
+    verb = "ranks {0.rank} and {0.other} were cut off from each other"
+
+
 InProcess = Kill | Stop | Hang | Fail | Call
-AnyFault = InProcess | LoseNode | StopEtcd | WipeEtcd
+AnyFault = InProcess | LoseNode | StopEtcd | WipeEtcd | FillDisk | DropLink
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

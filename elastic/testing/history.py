@@ -1,27 +1,31 @@
-"""The steps of a job, as each of its processes has written them down: in a file of its own, a line per step."""
+"""What a run leaves in its folder: its steps, a line each, in a file for each of its processes; and the ground truth, a
+line for each fault, written before it strikes, by which later processes know that it has."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
+
+import msgspec
+
+from .faults import AnyFault
 
 
 @dataclass(frozen=True)
 class Commit:
     """One step committed on one rank. Instants are CLOCK_MONOTONIC: comparable, as all ran on one machine."""
 
-    step: int
-    """Counted from 0."""
-    generation: int
-    """Of a job under elasticd; elsewhere the number of times that torchrun has started the workers."""
+    step: int  # counted from 0
+    generation: int  # of a job under elasticd; elsewhere the number of times that torchrun has started the workers
     rank: int
     world_size: int
     at_s: float
-    process: str
-    """'<node>.<pid>'."""
+    process: str  # '<node>.<pid>'
     ids: tuple[int, ...] = ()  # the samples, where the script writes them down
     loss: float = 0.0
 
@@ -72,3 +76,39 @@ class History:
         """Steps that were committed up to generation `before` and that generation `number` has done again."""
         top = max((c.step + 1 for c in self.commits if c.generation <= before), default=0)
         return max(0, top - min((c.step for c in self.of(number)), default=top))
+
+
+FILE = "ground-truth.jsonl"
+PLAN_ENV, NODE_ENV = "ELASTIC_TESTING", "ELASTIC_TESTING_NODE"
+"""In the environment of a job's workers: the path of the plan, and what their node is called."""
+
+
+class Struck(msgspec.Struct, frozen=True, kw_only=True):
+    """A fault that struck, or was about to."""
+
+    fault: AnyFault
+    wall_s: float
+    at_s: float  # CLOCK_MONOTONIC of that machine
+    pid: int = 0  # of the process that it struck; 0: not of one alone
+    node: str = ""
+
+
+def struck(folder: str | os.PathLike[str]) -> list[Struck]:
+    """All faults that have struck, in the order of their strikes."""
+    file = Path(folder, FILE)
+    lines = file.read_bytes().splitlines() if file.exists() else []
+    return [msgspec.json.decode(line, type=Struck) for line in lines]
+
+
+def claim(folder: str | os.PathLike[str], fault: AnyFault, *, pid: int = 0, node: str = "") -> bool:
+    """Write down that this fault strikes now, durably; False: it has struck already."""
+    os.makedirs(folder, exist_ok=True)
+    with Path(folder, FILE).open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if any(known.fault == fault for known in struck(folder)):
+            return False
+        new = Struck(fault=fault, wall_s=time.time(), at_s=time.monotonic(), pid=pid, node=node)
+        file.write(msgspec.json.encode(new) + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+    return True

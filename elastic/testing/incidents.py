@@ -15,10 +15,8 @@ from elastic.contract.records.job_records import IncidentRecord
 
 from .history import Commit, History
 
-CLOCK_S = 2.0
-"""From a fault to its notice, on a busy machine; a hang has its own silence besides."""
-BUSY_S = 5.0
-"""The same, where whole clusters run beside each other."""
+CLOCK_S = 2.0  # from a fault to its notice, on a busy machine; a hang has its own silence besides
+BUSY_S = 5.0  # the same, where whole clusters run beside each other
 JITTER_S = 0.5
 
 
@@ -38,7 +36,6 @@ class What(enum.StrEnum):
     TOO_FEW_LOST = "at most {said} steps lost it says, {true} were done again"
     NO_END = "it does not say when it ended"
     BEGINNING = "it began {said:.2f} s after the strike, it says; that is noticed within {true:g} s"
-    ENDED_LATE = "it ended {said:.2f} s too late"
     RECOVERED = "steps were made after it: {true}; it says {said}"
     NO_EVIDENCE = "{true!r} is not the evidence: {said}"
     INNOCENT = "nothing befell {said}"
@@ -55,8 +52,7 @@ class Difference(msgspec.Struct, frozen=True):
     what: What
     said: Any = None
     true: Any = None
-    of: str = ""
-    """The incident, in few words."""
+    of: str = ""  # the incident, in few words
 
     def __str__(self) -> str:
         sentence = self.what.value.format(said=self.said, true=self.true)
@@ -85,70 +81,46 @@ class Injection:
 
     kind: str | tuple[str, ...]
     """More than one: any of them is right, as the order in which they are seen is chance."""
-    pids: tuple[int, ...] = ()
-    """Worker processes that were struck."""
-    nodes: tuple[str, ...] = ()
-    """Nodes that were struck. Neither these nor `pids`: a planned change, which strikes nothing."""
-    struck_s: float | None = None
-    """When, on the clock of the history; None: at an instant that is not known."""
-    within_s: float = BUSY_S
-    """From the strike to its notice, at most."""
-    words: tuple[str, ...] = ()
-    """Some of the evidence."""
-    recovered: bool = True
-    """Whether the job has stepped again."""
-    waited: bool = False
-    """Whether the very generation goes on that stood still."""
-    others: tuple[str, ...] = ()
-    """Nodes that may be named besides, with what befell them during the recovery."""
-    optional: bool = False
-    """It need not stop the job."""
+    pids: tuple[int, ...] = ()  # worker processes that were struck
+    nodes: tuple[str, ...] = ()  # that were struck; neither these nor `pids`: a planned change, which strikes nothing
+    struck_s: float | None = None  # when, on the clock of the history; None: at an instant that is not known
+    within_s: float = BUSY_S  # from the strike to its notice, at most
+    words: tuple[str, ...] = ()  # some of the evidence
+    recovered: bool = True  # whether the job has stepped again
+    waited: bool = False  # whether the very generation goes on that stood still
+    others: tuple[str, ...] = ()  # nodes that may be named besides, with what befell them during the recovery
+    optional: bool = False  # it need not stop the job
 
 
 def of_incident(
-    incident: Incident,
-    *,
-    kind: str | Collection[str],
-    nodes: Collection[str] = (),
-    ranks: Collection[int] | None = None,
-    redone: int | None = None,
-    world_sizes: tuple[int, int] | None = None,
-    struck_wall_s: float | None = None,
-    back_wall_s: float | None = None,
-    noticed_within_s: float = CLOCK_S,
-) -> Iterator[Difference]:
+    incident: Incident, *, kind: str | Collection[str], nodes: Collection[str] = (),
+    ranks: Collection[int] | None = None, redone: int | None = None, world_sizes: tuple[int, int] | None = None,
+    struck_wall_s: float | None = None, noticed_within_s: float = CLOCK_S,
+) -> Iterator[Difference]:  # fmt: skip
     """What an incident says that is not so. `kind`, `nodes` (none: any), `ranks`: of all that failed first; `redone`:
-    committed steps that were committed again; `struck_wall_s`, `back_wall_s`: it lies in between."""
+    committed steps that were committed again; `struck_wall_s`: it began then, or later."""
     told = as_told(incident)
     of = str(told)[:300]
     if told.open:
         yield Difference(What.STILL_OPEN, of)
         return
     kinds = (kind,) if isinstance(kind, str) else tuple(kind)
-    if told.kind not in kinds:
-        yield Difference(What.KIND, told.kind, " or ".join(kinds), of)
-    if nodes and set(told.node.split(", ")) != set(nodes):
-        yield Difference(What.NODES, told.node, ", ".join(sorted(nodes)), of)
-    if ranks is not None and sorted(told.ranks) != sorted(ranks):
-        yield Difference(What.RANKS, sorted(told.ranks), sorted(ranks), of)
-    worlds = (told.world_size_before, told.world_size_after)
-    if world_sizes is not None and worlds != world_sizes:
-        yield Difference(What.WORLDS, worlds, world_sizes, of)
-    if redone is not None:
-        most = told.steps_lost_at_most
-        if told.steps_lost is None:
-            yield Difference(What.UNKNOWN_LOSS, of=of)
-        elif told.steps_lost > redone:
-            yield Difference(What.TOO_MANY_LOST, told.steps_lost, redone, of)
-        elif most is not None and redone > most:
-            yield Difference(What.TOO_FEW_LOST, most, redone, of)
-    if told.ended_wall_s is None:
-        yield Difference(What.NO_END, of=of)
-        return
-    if struck_wall_s is not None and not -0.1 <= told.wall_s - struck_wall_s <= noticed_within_s:
-        yield Difference(What.BEGINNING, told.wall_s - struck_wall_s, noticed_within_s, of)
-    if back_wall_s is not None and told.ended_wall_s > back_wall_s + JITTER_S:
-        yield Difference(What.ENDED_LATE, told.ended_wall_s - back_wall_s, of=of)
+    worlds, lost, most = (told.world_size_before, told.world_size_after), told.steps_lost, told.steps_lost_at_most
+    late_s = told.wall_s - (told.wall_s if struck_wall_s is None else struck_wall_s)
+    known, named = redone is not None and lost is not None, sorted(told.ranks)
+    failed = named if ranks is None else sorted(ranks)
+    said = (
+        (told.kind not in kinds, What.KIND, told.kind, " or ".join(kinds)),
+        (bool(nodes) and {*told.node.split(", ")} != {*nodes}, What.NODES, told.node, ", ".join(sorted(nodes))),
+        (named != failed, What.RANKS, named, failed),
+        (world_sizes not in (None, worlds), What.WORLDS, worlds, world_sizes),
+        (redone is not None and lost is None, What.UNKNOWN_LOSS, None, None),
+        (known and lost > redone, What.TOO_MANY_LOST, lost, redone),
+        (known and lost <= redone and most is not None and redone > most, What.TOO_FEW_LOST, most, redone),
+        (told.ended_wall_s is None, What.NO_END, None, None),
+        (not -0.1 <= late_s <= noticed_within_s, What.BEGINNING, late_s, noticed_within_s),
+    )
+    yield from (Difference(what, what_said, true, of) for wrong, what, what_said, true in said if wrong)
 
 
 def of_injection(
@@ -170,16 +142,12 @@ def of_injection(
         incident, kind=injection.kind, nodes=sorted({c.node for c in struck} | set(injection.nodes)),
         ranks=sorted({c.rank for c in struck}) if failed else None,
         redone=history.redone(before, number) if failed and again and not injection.waited else None,
-        world_sizes=(
-            failed[0].world_size if failed else told.world_size_before,
-            again[0].world_size if again else 0,
-        ),
+        world_sizes=(failed[0].world_size if failed else told.world_size_before, again[0].world_size if again else 0),
         struck_wall_s=wall_s + injection.struck_s if clock and injection.struck_s is not None else None,
         noticed_within_s=injection.within_s,
     )  # fmt: skip
-    for words in injection.words:
-        if words not in str(told.detail):
-            yield Difference(What.NO_EVIDENCE, told.detail, words)
+    for words in (each for each in injection.words if each not in str(told.detail)):
+        yield Difference(What.NO_EVIDENCE, told.detail, words)
     named = {c.node for c in told.causes if weight(c.kind) > weight("drain")}
     if innocent := named - {c.node for c in struck} - {*injection.nodes, *injection.others}:
         yield Difference(What.INNOCENT, ", ".join(sorted(innocent)), of=str(told))
@@ -199,9 +167,7 @@ def _recovery(failed: list[Commit], again: list[Commit], told: Any, wall_s: floa
         yield Difference(What.SURVIVORS, told.restored_from, of=of)
     if not clock:
         return
-    first_s: dict[int, float] = {}
-    for commit in again:
-        first_s.setdefault(commit.rank, commit.at_s)
+    first_s = {commit.rank: commit.at_s for commit in reversed(again)}
     ended_s, began_s = told.ended_wall_s - wall_s, told.wall_s - wall_s
     # What a rank has committed is written down by the rank a moment before or after its agent has heard of it.
     if not min(first_s.values()) - JITTER_S <= ended_s <= max(first_s.values()) + BUSY_S:

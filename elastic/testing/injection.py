@@ -17,7 +17,6 @@ import signal
 import subprocess
 import sys
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from multiprocessing import parent_process
 from typing import Any
@@ -32,9 +31,8 @@ from torch.utils.data import DataLoader
 
 from elastic.worker.job.job import Job
 
-from . import ground_truth
 from .faults import Call, Fail, Hang, InProcess, Kill, Place, Plan, RankFault
-from .ground_truth import NODE_ENV, PLAN_ENV
+from .history import NODE_ENV, PLAN_ENV, claim, struck
 
 _COLLECTIVES = """all_reduce all_gather all_gather_into_tensor all_gather_object all_to_all all_to_all_single barrier
     broadcast broadcast_object_list gather reduce reduce_scatter reduce_scatter_tensor scatter send recv"""
@@ -59,7 +57,7 @@ class Injector:
         if (read_at := os.stat(self._path).st_mtime_ns) != self._read_at:
             plan, self._read_at = Plan.read(self._path), read_at
             self._record = plan.record
-            past = [struck.fault for struck in ground_truth.read(plan.record)]
+            past = [known.fault for known in struck(plan.record)]
             self._pending = [f for f in plan.faults if isinstance(f, RankFault) and f not in past]
 
     @property
@@ -83,17 +81,14 @@ class Injector:
         if (fault := self.due(place)) is not None:
             self._pending.remove(fault)
             node, _, pid = self._process.rpartition(".")
-            if ground_truth.claim(self._record, ground_truth.now(fault, pid=int(pid), node=node)):
+            if claim(self._record, fault, pid=int(pid), node=node):
                 strike(fault)
 
     def stepped(self, step: int, generation: int, world_size: int) -> None:
         """This rank has done step number `step`, counted from 0: written down; and the plan is read again."""
-        line = {
-            "step": step, "generation": generation, "rank": self.rank, "world_size": world_size,
-            "at_s": time.monotonic(),
-        }  # fmt: skip
+        line = {"step": step, "generation": generation, "rank": self.rank, "world_size": world_size}
         with open(f"{self._record}/commits.{self._process}.jsonl", "a") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(json.dumps(line | {"at_s": time.monotonic()}) + "\n")
         self._read()
 
     def optimizer_stepped(self) -> None:
@@ -149,9 +144,6 @@ def at(place: Place) -> None:
         own.at(place)
 
 
-# ── the hooks ───────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def install(*, here: bool = True) -> None:
     """Once per process, before the script begins. `here`: faults strike this process, not only those forked from it."""
     global _looked_in
@@ -181,17 +173,11 @@ def _around(owner: Any, name: str, call: Callable[..., Any]) -> None:
     setattr(owner, name, wrapped)
 
 
-_hooked: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-
-
 def _before_forward(module: torch.nn.Module, _: object) -> None:
     at("forward")
-    own = injector()
-    if own is None or not isinstance(module, DistributedDataParallel) or module in _hooked or not own.due("collective"):
-        return
-    _hooked.add(module)
-    with contextlib.suppress(RuntimeError):  # it has the script's own, which is wrapped
-        module.register_comm_hook(None, allreduce_hook)  # as without a hook
+    if isinstance(module, DistributedDataParallel) and (own := injector()) and own.due("collective"):
+        with contextlib.suppress(RuntimeError):  # it has one: this, or the script's own, which is wrapped
+            module.register_comm_hook(None, allreduce_hook)  # as without a hook
 
 
 def _collective(original: Callable[..., Any], *args: Any, **options: Any) -> Any:

@@ -11,10 +11,8 @@ from pathlib import Path
 
 import msgspec
 
-from . import ground_truth
-from .faults import AnyFault, Fail, Kill, LoseNode, Stop
-from .ground_truth import Struck
-from .history import History
+from .faults import AnyFault, DropLink, Fail, Kill, LoseNode, Stop
+from .history import History, Struck, struck
 from .incidents import Difference, Incident, Injection, What, as_told, of_incident, of_injection
 
 HANG_S, LEASE_S = 60.0, 20.0
@@ -29,7 +27,7 @@ class Record:
         self.folder, self.faults = Path(folder), tuple(faults)
 
     def struck(self) -> list[Struck]:
-        return ground_truth.read(self.folder)
+        return struck(self.folder)
 
     @property
     def history(self) -> History:
@@ -56,10 +54,8 @@ class Recovery(msgspec.Struct, frozen=True):
 
     struck: Struck
     how: How
-    steps_lost: int = 0
-    """Committed steps that were done again."""
-    after_s: float | None = None
-    """From the strike until the first step."""
+    steps_lost: int = 0  # committed, and done again
+    after_s: float | None = None  # from the strike until the first step
 
     def __str__(self) -> str:
         s = "" if self.steps_lost == 1 else "s"
@@ -89,8 +85,7 @@ def _recovery(struck: Struck, history: History) -> Recovery:
 
 def judge(run: Record, *, within_s: float = 60.0, end: str = "succeeded") -> list[Difference]:
     """All that is not as it should be: a fault that has not struck, or after which no step was made within `within_s`;
-    an incident without a fault, a fault without an incident, one that does not say the truth; another end than `end`.
-    """
+    an incident without a fault, a fault without one, one that does not say the truth; another end than `end`."""
     return [*_of_run(run, within_s, end), *_of_incidents(run)]
 
 
@@ -123,7 +118,8 @@ def _of_incidents(run: Record) -> Iterator[Difference]:
         answered.update(mine)
         if not mine:
             yield Difference(What.UNCAUSED, str(incident))
-        elif len(mine) > 1:  # one outage: the incident shows one of these faults, and not which
+        elif len(mine) > 1 or isinstance(faults[mine[0]].fault, DropLink):
+            # One outage: the incident shows one of these faults, or one end of the link, and not which.
             yield from of_incident(incident, kind={k for i in mine for k in expected(faults[i]).kind})
         else:
             one = faults[mine[0]]
@@ -139,15 +135,12 @@ def expected(struck: Struck) -> Injection:
     """The incident that is to tell of this fault."""
     fault, pids = struck.fault, (struck.pid,) if struck.pid else ()
     nodes = (fault.node,) if isinstance(fault, LoseNode) else ()
-    kinds: tuple[str, ...] = ("exit",)
-    within_s, optional = 5.0, False
-    match fault:
-        case Kill() | Fail():
-            pass
-        case Stop():
-            kinds, within_s, optional = ("hang",), HANG_S, fault.for_s is not None
-        case LoseNode():
-            kinds, within_s = ("lost", "unreachable"), LEASE_S
-        case _:
-            kinds, within_s, optional = ("exit", "hang", "lost", "unreachable", "comm"), HANG_S, True
+    kinds: tuple[str, ...] = ("exit", "hang", "lost", "unreachable", "comm")
+    within_s, optional = HANG_S, True
+    if isinstance(fault, Kill | Fail):
+        kinds, within_s, optional = ("exit",), 5.0, False
+    elif isinstance(fault, Stop):
+        kinds, optional = ("hang",), fault.for_s is not None
+    elif isinstance(fault, LoseNode):
+        kinds, within_s, optional = ("lost", "unreachable"), LEASE_S, False
     return Injection(kinds, pids, nodes, struck.at_s, within_s, optional=optional)

@@ -39,7 +39,7 @@ from support.warm import SOCKET_ENV, ready
 
 from elastic.contract.records.incident_account import weight
 from elastic.testing import AnyFault, Injection, Plan, Record, Struck
-from elastic.testing.ground_truth import NODE_ENV, PLAN_ENV
+from elastic.testing.history import NODE_ENV, PLAN_ENV
 
 SCRIPT = pathlib.Path(__file__).parents[1] / "support" / "train_chaos.py"
 WARM_DAEMON = SCRIPT.with_name("warm_daemon.py")

@@ -85,6 +85,7 @@ CHANGES = [
     ("POST", "/v1/jobs/train/scale", {"nodes": "1"}),
     ("POST", "/v1/jobs/train/checkpoint", {}),
     ("POST", "/v1/jobs/train/restart", {}),
+    ("POST", "/v1/jobs/train/fault", {"do": "kill", "rank": 0}),
     ("DELETE", "/v1/jobs/train", {}),
     ("POST", "/v1/nodes/a/drain", {}),
     ("POST", "/v1/nodes/a/cordon", {}),

@@ -30,9 +30,15 @@ def on_record(keys: JobKeys, kvs: Mapping[str, Stored]) -> list[IncidentRecord]:
     return found + [decode(IncidentRecord, kvs[key].value) for key in beside]
 
 
-def check_incident(incident: IncidentRecord | Mapping[str, Any], **true: Any) -> None:
-    """Raises AssertionError with what the incident says that is not so; `true`: see `of_incident`."""
+def check_incident(
+    incident: IncidentRecord | Mapping[str, Any], *, back_wall_s: float | None = None, **true: Any
+) -> None:
+    """Raises AssertionError with what the incident says that is not so; `true`: see `of_incident`; `back_wall_s`: it
+    has ended by then."""
     _none(compared.of_incident(incident, **true))
+    if back_wall_s is not None:
+        late_s = compared.as_told(incident).ended_wall_s - back_wall_s
+        assert late_s <= compared.JITTER_S, f"it ended {late_s:.2f} s too late"
 
 
 def check_injections(

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import pathlib
+import time
 import tomllib
 from typing import Any
 
+import msgspec
 import pytest
 
 from elastic import testing
-from elastic.testing import ground_truth
+from elastic.testing.cluster import check
 from elastic.testing.faults import Fault
-from elastic.testing.history import Commit
+from elastic.testing.history import FILE, PLAN_ENV, Commit, claim, struck
 
 
 def test_faults_refuse_wrong_fields_by_name_and_say_what_to_write() -> None:
@@ -27,6 +30,8 @@ def test_faults_refuse_wrong_fields_by_name_and_say_what_to_write() -> None:
         "Call.function = 'leak': 'module:function'": lambda: testing.Call(rank=0, function="leak"),
         "LoseNode.node = '': the name of a node": lambda: testing.LoseNode(node=""),
         "StopEtcd.step = -2: a whole number from 0 on": lambda: testing.StopEtcd(step=-2, for_s=1.0),
+        "FillDisk.folder = 'disk': the path of a folder, from / on": lambda: testing.FillDisk(folder="disk"),
+        "DropLink.other = -1: a whole number from 0 on": lambda: testing.DropLink(rank=0, other=-1),
     }
     for text, make in wrong.items():
         with pytest.raises(testing.BadFaultError) as refused:
@@ -38,8 +43,8 @@ def test_plan_is_read_as_it_was_written_and_refused_with_its_path_and_the_field(
     faults = (
         testing.Kill(rank=1, step=13, place="backward"), testing.Hang(rank=0, inside="c", for_s=2.0),
         testing.Fail(rank=2), testing.Call(rank=0, function="__main__:leak"), testing.LoseNode(node="node1"),
-        testing.StopEtcd(for_s=1.0),
-        testing.WipeEtcd(step=4), testing.Stop(rank=1),
+        testing.StopEtcd(for_s=1.0), testing.WipeEtcd(step=4), testing.Stop(rank=1),
+        testing.FillDisk(folder="/mnt/ckpt", for_s=3.0), testing.DropLink(rank=0, other=1, for_s=1.0),
     )  # fmt: skip
     file = tmp_path / "plan.json"
     testing.Plan(faults=faults).write(file)
@@ -57,22 +62,41 @@ def test_plan_is_read_as_it_was_written_and_refused_with_its_path_and_the_field(
 
 def test_a_fault_strikes_once_over_all_processes_and_the_file_says_so_before(tmp_path: pathlib.Path) -> None:
     fault = testing.Kill(rank=1, step=13)
-    first = ground_truth.now(fault, pid=7, node="n1")
-    assert ground_truth.claim(tmp_path, first)
-    assert not ground_truth.claim(tmp_path, ground_truth.now(fault, pid=8))
-    assert ground_truth.claim(tmp_path, ground_truth.now(testing.Kill(rank=1, step=14)))
-    assert ground_truth.read(tmp_path)[0] == first
-    assert len(ground_truth.read(tmp_path)) == 2
+    before_s = time.time(), time.monotonic()
+    assert claim(tmp_path, fault, pid=7, node="n1")
+    assert not claim(tmp_path, fault, pid=8)
+    assert claim(tmp_path, testing.Kill(rank=1, step=14))
+    first, second = struck(tmp_path)
+    assert (first.fault, first.pid, first.node, second.pid, second.node) == (fault, 7, "n1", 0, "")
+    assert before_s < (first.wall_s, first.at_s) < (time.time(), time.monotonic())
+
+
+def test_no_disk_is_filled_and_no_link_cut_that_is_not_the_tests(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))  # there is no nft
+    (tmp_path / "sh").symlink_to("/bin/sh")
+    for fault, why in (
+        (testing.FillDisk(folder=str(tmp_path)), "it lies on the file system of "),
+        (testing.FillDisk(folder="/"), "it lies on the file system of /"),
+        (testing.FillDisk(folder=str(tmp_path / "none")), "it is no folder that you may write to; name a mount of"),
+        (testing.DropLink(rank=0, other=1), "DropLink needs root, and nft (apt-get install nftables)"),
+    ):
+        with pytest.raises(testing.BadFaultError) as refused:
+            check(fault)
+        assert why in str(refused.value)
+    assert os.statvfs(tmp_path).f_bavail
 
 
 def record(folder: pathlib.Path, *commits: Commit) -> testing.Record:
     fault = testing.Kill(rank=1, step=3, place="backward")
-    ground_truth.claim(folder, testing.Struck(fault=fault, wall_s=1003.5, at_s=3.5, pid=2, node="n"))
+    line = msgspec.json.encode(testing.Struck(fault=fault, wall_s=1003.5, at_s=3.5, pid=2, node="n"))
+    (folder / FILE).write_bytes(line + b"\n")
     for commit in commits:
-        line = {"step": commit.step, "generation": commit.generation, "rank": commit.rank, "world_size": 2,
+        step = {"step": commit.step, "generation": commit.generation, "rank": commit.rank, "world_size": 2,
                 "at_s": commit.at_s}  # fmt: skip
         with (folder / f"commits.{commit.process}.jsonl").open("a") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(json.dumps(step) + "\n")
     return testing.Record(folder, [fault])
 
 
@@ -140,8 +164,8 @@ def test_judge_compares_incidents_with_the_ground_truth_and_the_steps(tmp_path: 
 def test_the_page_names_what_a_job_under_elasticd_needs() -> None:
     page = (pathlib.Path(__file__).parents[2] / "docs" / "testing.md").read_text()
     job = tomllib.loads(page.partition("```toml")[2].partition("```")[0])
-    assert job == {"preload": ["elastic.testing.preload"], "env": {ground_truth.PLAN_ENV: "/shared/plan.json"}}
+    assert job == {"preload": ["elastic.testing.preload"], "env": {PLAN_ENV: "/shared/plan.json"}}
     public = [getattr(testing, name) for name in testing.__all__]
     faults = [each.__name__ for each in public if inspect.isclass(each) and issubclass(each, Fault)]
-    assert len(faults) >= 8
+    assert len(faults) >= 10
     assert all(f"`{name}(" in page for name in faults)

@@ -19,7 +19,7 @@ from elasticd.node.asks import ask_each
 from elasticd.views import views
 from elasticd.views.instant import now
 
-from . import event_routes, job_routes, log_routes, node_routes
+from . import event_routes, fault_routes, job_routes, log_routes, node_routes
 
 
 def get_status(h: Request, query: Query) -> answers.Status:
@@ -191,6 +191,7 @@ _ROUTES: tuple[tuple[str, str, Answer, str], ...] = (
     ("GET", f"/v1/jobs/{_JOB}/stacks", job_routes.get_stacks, ""),
     ("GET", f"/v1/jobs/{_JOB}/gradients", job_routes.get_gradients, ""),
     ("POST", f"/v1/jobs/{_JOB}/debug", job_routes.post_debug, "job.sample_requested"),
+    ("POST", f"/v1/jobs/{_JOB}/fault", fault_routes.post_fault, "job.fault_requested"),
     ("GET", "/v1/doctor", node_routes.get_doctor, ""),
     ("GET", "/v1/doctor/local", node_routes.get_doctor_local, ""),
     ("GET", "/v1/nodes", get_nodes, ""),
@@ -247,16 +248,20 @@ def _change(h: Request, query: Query, answer: Answer, names: Mapping[str, str]) 
         audit.done(peer, kind, text=text, **target)
 
 
+_ARGUMENTS = "reason", "nodes", "deadline_s", "replace", "as", "do", "rank", "step", "place", "for_s"
+
+
 def _summary(body: Mapping[str, Any], names: Mapping[str, str]) -> tuple[dict[str, str], str]:
     """(job or node of a request, its arguments as text, without a job's description)."""
     target = dict(names)
     spec = body.get("spec", body)
     if not target and isinstance(spec, dict) and isinstance(name := spec.get("name"), str):
         target["job"] = name[:63]
-    fields = ("reason", "nodes", "deadline_s", "replace", "as") if spec is not body or names else ()
+    fields = _ARGUMENTS if spec is not body or names else ()
     if not target and isinstance(jobs := body.get("jobs"), list):
         return {}, f"{len(jobs)} jobs: {', '.join(map(str, jobs[:3]))}, …"
     given = {name: body[name] for name in fields if body.get(name) not in (None, "", False)}
+    given |= {name: body[name] for name in fields if name == "rank" and name in body}  # 0, too
     return target, ", ".join(f"{key} = {value!r}" for key, value in given.items())
 
 
