@@ -85,7 +85,7 @@ def test_a_kill_is_sent_to_the_worker_and_written_down_with_who_asked(
     assert code == 0
     assert answer == {
         "job": "train", "do": "kill", "rank": 0, "node": "a", "pid": worker.pid, "signal": "SIGKILL", "for_s": None,
-        "ended": False,
+        "ended": None,
     }  # fmt: skip
     assert worker.wait(10) == -signal.SIGKILL
     event = eventually(lambda: next(iter(events(door)), None), 5.0, "written after the answer")

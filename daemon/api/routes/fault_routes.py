@@ -106,9 +106,9 @@ def _step(snapshot: Snapshot, job: Job, wanted: int | None) -> int:
     return wanted or progress.step + 2 + math.ceil(progress.steps_per_s * job_routes.AHEAD_S)
 
 
-def _send(agent: LocalAgent, pid: int, number: int, for_s: float | None) -> bool:
-    """Whether the process has ended while it was stopped for `for_s`. The agent's file names it, and the job's user may
-    write that file: so it is to be the agent's child, and of its user. Raises Refused (409)."""
+def _send(agent: LocalAgent, pid: int, number: int, for_s: float | None) -> bool | None:
+    """Whether the process has ended while it was stopped for `for_s`; None: it was not. The agent's file names it, and
+    the job's user may write that file: so it is to be the agent's child, and of its user. Raises Refused (409)."""
     try:
         pidfd = os.pidfd_open(pid)
     except OSError:
@@ -118,7 +118,7 @@ def _send(agent: LocalAgent, pid: int, number: int, for_s: float | None) -> bool
             raise Refused(409, f"process {pid} is no worker of this job now: try again")
         signal.pidfd_send_signal(pidfd, number)
         if for_s is None:
-            return False
+            return None
         try:
             ended = has_ended(pidfd, for_s)
         finally:
