@@ -1,13 +1,16 @@
-# make demo · make test · make test-fast · make lint · make bench · make chaos · make soak · make simulate
+# make venv · make demo · make test · make test-fast · make lint · make bench · make chaos · make soak · make simulate
 PYTHON ?= python3
 # make test TORCH=2.15.0: the same in an environment of its own. The package index may have that torch for CUDA only:
 # some 5 GB. PYTHON=python3.13 with it: another Python.
 TORCH ?=
 # Compiled modules are kept: the tests start hundreds of processes.
 unexport PYTHONDONTWRITEBYTECODE
-VENV := .venv$(if $(TORCH),-$(TORCH))
+# oldest or newest, by test-oldest and test-newest alone: an environment at that end of what pyproject.toml allows.
+END ?=
+END_EXTRAS := .[embedded,remote,data,test]
+VENV := .venv$(if $(END),-$(END))$(if $(TORCH),-$(TORCH))
 BIN := $(VENV)/bin
-CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
+CONSTRAINTS := $(if $(END)$(TORCH),$(VENV)/constraints.txt,constraints.txt)
 SEED ?= 1
 MINUTES ?= 2
 # Twice the cores: for half of their time tests wait, for leases, time-outs and steps.
@@ -16,14 +19,15 @@ CASES ?= 300
 CASE ?=
 SHRINK ?=
 
-.PHONY: demo recording test test-fast test-of golden test-long examples bench-smoke evidence evidence-check style lint bench chaos faults soak simulate venv test-compat test-gpu test-cuda-fork gpu-bundle docs dist clean
+.PHONY: demo recording test test-end test-oldest test-newest test-fast test-of golden test-long examples bench-smoke evidence evidence-check style lint bench chaos faults soak simulate venv test-compat test-gpu test-cuda-fork gpu-bundle docs dist clean
 
 venv: $(VENV)/.ready
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(if $(TORCH),echo torch==$(TORCH) > $(CONSTRAINTS))
-	@$(BIN)/python .ci/venv.py $(CONSTRAINTS)
+	@$(if $(END),$(BIN)/python -m pip install -q packaging && $(BIN)/python .ci/allowed.py $(END) $(CONSTRAINTS) $(TORCH),\
+		$(if $(TORCH),echo torch==$(TORCH) > $(CONSTRAINTS)))
+	@$(BIN)/python .ci/venv.py $(CONSTRAINTS) $(if $(END),'$(END_EXTRAS)')
 	@touch $@
 
 demo: venv
@@ -46,6 +50,20 @@ test: style
 	@$(BIN)/mypy & types=$$!; \
 	$(BIN)/pytest -q -n $(TEST_PROCESSES) --dist worksteal --durations 15 -m "not long"; tests=$$?; \
 	wait $$types && exit $$tests
+
+# The oldest versions that pyproject.toml allows, and the newest, each in an environment of its own (.venv-oldest): a part
+# of the tests that reaches every dependency. TORCH=2.10.0: that torch, where its CPU build is not in the package index.
+END_TESTS := tests/contract/test_etcd.py tests/checkpoint tests/unit/test_testing.py tests/daemon/test_metrics.py \
+	tests/daemon/test_elasticctl.py tests/daemon/test_ctl_absent.py tests/daemon/test_other_users.py \
+	tests/daemon/test_certificates.py tests/worker/test_stream_shapes.py \
+	tests/agent/test_recovery.py::test_killed_workers_cost_no_step_and_change_no_bit
+
+test-oldest test-newest: test-%:
+	@$(MAKE) --no-print-directory test-end END=$*
+
+test-end: venv
+	@$(BIN)/python .ci/allowed.py installed
+	@$(BIN)/pytest -q -n $(TEST_PROCESSES) --dist worksteal --durations 5 -m "not long" $(END_TESTS)
 
 # Decisions and files alone, for the inner loop: under half a minute.
 test-fast: venv

@@ -1,6 +1,7 @@
 """Fills the virtual environment that runs this: torch in its CPU build, elasticd, and what its tests need.
 
-Shows each step with its time, and nothing else unless it fails. Arguments: the constraints file.
+Shows each step with its time, and nothing else unless it fails. Arguments: the constraints file; what of
+elasticd, if not all extras.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ def has_cuda(torch: str) -> bool:
     return "+cpu" not in json.loads(report)["install"][0]["metadata"]["version"]
 
 
-def main(constraints: str) -> None:
+def main(constraints: str, wanted: str = EXTRAS) -> None:
     torch = next(line for line in Path(constraints).read_text().splitlines() if line.startswith("torch=="))
     index = ("--extra-index-url", CPU_BUILDS) if has_cuda(torch) else ()
     step(1, f"{torch}, the CPU build (some 200 MB)", torch, *index)
-    step(2, "elasticd, an etcd for one machine, what the tests need", "-c", constraints, "--use-pep517", "-e", EXTRAS)
+    step(2, "elasticd, an etcd for one machine, what the tests need", "-c", constraints, "--use-pep517", "-e", wanted)
 
 
 def step(number: int, what: str, *wanted: str) -> None:
@@ -48,4 +49,4 @@ def step(number: int, what: str, *wanted: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import pathlib
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,6 +22,8 @@ from elasticd.ctl import main as ctl
 from elasticd.machine.doctor import ERROR, WARNING
 
 AWAY = Contact(False, 40.0, "refused")
+APART = {"mix_stderr": False} if "mix_stderr" in inspect.signature(CliRunner).parameters else {}
+"""click before 8.2 takes stderr and stdout together unless told."""
 
 
 @pytest.fixture
@@ -33,7 +36,7 @@ def door(tmp_path: pathlib.Path) -> Iterator[Door]:
 
 
 def call(door: Door, *words: str) -> Result:
-    return CliRunner().invoke(ctl.main, ["--socket", str(door.path), *words])
+    return CliRunner(**APART).invoke(ctl.main, ["--socket", str(door.path), *words])
 
 
 def test_a_node_without_a_daemon_is_not_said_to_take_work_or_to_be_drained(door: Door) -> None:
@@ -107,12 +110,12 @@ def test_doctor_names_nodes_that_have_agents_and_no_daemon() -> None:
 
 @pytest.mark.parametrize("words", [["list"], ["verify"]])
 def test_checkpoints_of_a_job_need_a_daemon(tmp_path: pathlib.Path, words: list[str]) -> None:
-    done = CliRunner().invoke(ctl.main, ["--socket", str(tmp_path / "s"), "checkpoint", *words, "train"])
+    done = CliRunner(**APART).invoke(ctl.main, ["--socket", str(tmp_path / "s"), "checkpoint", *words, "train"])
     assert done.exit_code == 5
     assert "'train' is no folder here, and as a job: no elasticd on this machine" in done.stderr
 
 
 def test_an_export_names_the_folder_that_it_wants() -> None:
-    done = CliRunner().invoke(ctl.main, ["checkpoint", "export", "train", "out.pt"])
+    done = CliRunner(**APART).invoke(ctl.main, ["checkpoint", "export", "train", "out.pt"])
     assert done.exit_code == 1
     assert "give that of one checkpoint, CHECKPOINT_DIR/step-N" in done.stderr

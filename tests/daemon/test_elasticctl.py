@@ -160,7 +160,9 @@ def test_under_json_an_error_is_json_too(node: Node, tmp_path: pathlib.Path) -> 
     code, status, message, errors = told("status", "x", "--json")
     assert (code, status, message.partition(";")[0], errors) == (1, 404, "there is no job 'x'", "")
     assert told("drain", "--deadline", "nan", "desk", "--json")[:2] == (2, None)
-    assert told("jobs", "--json", "--frob")[:3] == (2, None, "No such option '--frob'.")
+    code, status, message, _ = told("jobs", "--json", "--frob")
+    assert (code, status) == (2, None)
+    assert re.fullmatch(r"No such option:? '?--frob'?\.?", message), "click's own words, which differ by its version"
     assert told("--socket", str(tmp_path / "none"), "jobs", "--json")[0] == 5
     plain = node.ctl("run", "--", "gone.py", "--json")
     assert (plain.returncode, plain.stdout) == (2, ""), "the script's own --json"

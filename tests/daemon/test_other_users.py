@@ -60,7 +60,7 @@ def node(nodes: Nodes) -> Node:
 
 
 def ports(pid: int) -> list[str]:
-    connections = psutil.Process(pid).net_connections(kind="tcp")
+    connections = [each for each in psutil.net_connections(kind="tcp") if each.pid == pid]
     return [f"127.0.0.1:{c.laddr.port}" for c in connections if c.status == psutil.CONN_LISTEN]
 
 

@@ -88,3 +88,13 @@ def test_etcd_does_not_import_torch() -> None:
     names = [name for name in modules() if name == "elastic.etcd" or name.startswith("elastic.etcd.")]
     assert names
     assert {"torch", "numpy"}.isdisjoint(_loads(*names))
+
+
+def test_the_oldest_versions_are_the_floors_of_pyproject(tmp_path: pathlib.Path) -> None:
+    """Each dependency has one, which `make test-oldest` installs; of torch the one that is given."""
+    file = tmp_path / "constraints.txt"
+    subprocess.run([sys.executable, ROOT / ".ci" / "allowed.py", "oldest", file, "2.11.0"], check=True, timeout=60)
+    pinned = dict(line.split("==") for line in file.read_text().splitlines() if "==" in line)
+    floors = dict(re.split(">=|==", line.split(",")[0]) for line in CONF["project"]["dependencies"])
+    assert pinned.items() >= (floors | {"torch": "2.11.0"}).items()
+    assert pinned["cryptography"], "those of extras too"
