@@ -46,7 +46,7 @@ def install(machines: Machines, clock: Clock) -> None:
     clock.mark("cloned")
     environment, pip, service, _, start, group, _ = INSTALL
     machines.on_all("bash", "-euc", environment)
-    pip = pip.replace("elasticd[gpu]", ".[embedded]")
+    pip = pip.replace("dist/elasticd-0.1.0-py3-none-any.whl[gpu]", ".[embedded]")
     machines.on_all("bash", "-euc", f"cd /root/elasticd && {pip}", timeout_s=PIP_LIMIT_S)
     clock.mark("installed")
     machines.on_all("bash", "-euc", service)

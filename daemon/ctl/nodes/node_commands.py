@@ -85,7 +85,7 @@ def uncordon(client: Client, node: str, as_json: bool) -> None:
 @click.option("--reason", default="", help="Why, for the record and for status.")
 @click.option(
     "--deadline", "deadline_s", type=length, default="0", metavar="TIME",
-    help="When the node goes away, whether it is empty or not.",
+    help="The node goes away after this long, empty or not: 1.5h.",
 )  # fmt: skip
 @click.option("--dry-run", is_flag=True, help="Only show what it would do to the jobs there.")
 @click.option("--wait", "wait_", is_flag=True, help="Return when no agent of a job runs on NODE any more.")
