@@ -58,8 +58,11 @@ END_TESTS := tests/contract/test_etcd.py tests/checkpoint tests/unit/test_testin
 	tests/daemon/test_certificates.py tests/worker/test_stream_shapes.py \
 	tests/agent/test_recovery.py::test_killed_workers_cost_no_step_and_change_no_bit
 
-test-oldest test-newest: test-%:
-	@$(MAKE) --no-print-directory test-end END=$*
+test-oldest:
+	@$(MAKE) --no-print-directory test-end END=oldest
+
+test-newest:
+	@$(MAKE) --no-print-directory test-end END=newest
 
 test-end: venv
 	@$(BIN)/python .ci/allowed.py installed
