@@ -185,7 +185,7 @@ def _of_ranks(old: Job | None, new: Job, wall_s: float) -> Iterator[EventRecord]
 def _of_incident(job: Job, old: IncidentRecord | None, new: IncidentRecord) -> Iterator[EventRecord]:
     """At the instants that the record itself names."""
     judged = verdict.judge(new, verdict.VerdictContext(phase=job.state.phase))
-    if old is None:
+    if verdict.has_cause(new) and not (old and verdict.has_cause(old)):
         yield _event(new.wall_s, "incident.opened", job.name, new.node, f"{judged.cls}: {judged.what}")
     if not new.open and (old is None or old.open) and new.ended_wall_s:
         took_s = max(new.timeline_s.values(), default=0.0)

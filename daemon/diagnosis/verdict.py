@@ -63,6 +63,12 @@ class VerdictContext:
     """Whether all nodes have loopback addresses, as on one machine: such an address then means nothing."""
 
 
+def has_cause(record: IncidentRecord) -> bool:
+    """Whether an agent has said what failed. For a moment a record may be there without: of one that saw only that the
+    group is over."""
+    return bool(record.node) or not record.open or record.kind != "lost"
+
+
 def judge(record: IncidentRecord, seen: VerdictContext = VerdictContext()) -> Verdict:
     texts, open_ = _texts(record), record.open and not seen.phase.over
     rule, decided = _rule(record, texts, seen)
@@ -133,6 +139,8 @@ def _rule(record: IncidentRecord, texts: _Texts, seen: VerdictContext) -> tuple[
         if rule.misuse and not misuse:
             continue
         if (rule.kinds and record.kind not in rule.kinds) or (rule.name == "loopback" and seen.one_host):
+            continue
+        if rule.name == "node_lost" and not record.node:
             continue
         decides = rule.codes or rule.exceptions or rule.says or rule.logs or rule.stacks or rule.signal
         if not decides or not given.isdisjoint(rule.codes) or raised in rule.exceptions:

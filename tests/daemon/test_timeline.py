@@ -18,7 +18,7 @@ from elasticd.api.routes import event_routes
 from elasticd.base import answers
 from elasticd.cluster.cluster import Cluster, Job, Node
 from elasticd.ctl.show import course as ctl_events
-from elasticd.diagnosis import timeline
+from elasticd.diagnosis import timeline, verdict
 from elasticd.diagnosis.timeline import Timeline, happened
 
 KEYS = ClusterKeys("main")
@@ -98,6 +98,18 @@ def test_phases_generations_and_exclusions_of_a_job() -> None:
 def test_submitted_job_is_told_by_the_request_alone() -> None:
     new = job(state=JobState(phase=Phase.PENDING), generation=None, incidents=())
     assert events_of(cluster(), cluster(new)) == []
+
+
+def test_an_incident_is_told_once_its_cause_is_known() -> None:
+    """Before that it would be told as a lost node, which it is not."""
+    whole = job().incidents[0]
+    opened = msgspec.structs.replace(whole, open=True, wall_s=990.003, generation=1, timeline_s={})
+    bare = msgspec.structs.replace(opened, kind="lost", node="", ranks=(), detail="", causes=(), error=None)
+    assert "node was lost" not in verdict.judge(bare).what
+    calm, early, during = job(incidents=()), job(incidents=(bare,)), job(incidents=(opened,))
+    assert happened(cluster(calm), cluster(early), NOW_S) == []
+    (told,) = happened(cluster(early), cluster(during), NOW_S)
+    assert (told.kind, told.text) == ("incident.opened", "node: rank 1 on a: killed by SIGKILL from outside")
 
 
 def test_incident_is_told_when_it_opens_and_once_more_when_it_closes() -> None:
