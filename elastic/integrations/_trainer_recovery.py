@@ -23,6 +23,9 @@ from elastic.worker.job.job import Job
 from . import _data
 from ._schedule import Schedule
 
+OF_THE_PROCESS = ("is_local_process_zero", "is_world_process_zero")
+"""Fields of TrainerState that say which rank this is: no state, and another value on each rank."""
+
 
 @dataclass
 class Generation:
@@ -101,6 +104,8 @@ class Recovery(TrainerCallback):  # type: ignore[misc]
         state = {f.name: getattr(trainer.state, f.name) for f in dataclasses.fields(trainer.state)}
         log = state.pop("log_history")
         state.pop("stateful_callbacks")
+        for name in OF_THE_PROCESS:
+            state.pop(name, None)
         should_log = trainer.control.should_log
         record = {
             "state": state,
