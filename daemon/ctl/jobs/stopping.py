@@ -40,6 +40,10 @@ def _save(client: Client, job: str) -> None:
             return
         time.sleep(0.2)
         now = read(client.get(f"/v1/jobs/{name(job)}"), JobDetail)
+    if _saved(now) >= wanted:
+        click.echo(
+            safe_text.line(f"{job} has saved step {_saved(now)}: it goes on there when it is started again"), err=True
+        )
 
 
 def _saved(job: JobDetail) -> int:
