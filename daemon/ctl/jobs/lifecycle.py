@@ -24,8 +24,8 @@ from . import follow, stopping
 def stop(client: Client, job: str, reason: str, discard: bool, wait_: bool, timeout_s: float, as_json: bool) -> None:
     """End JOB: its workers get SIGTERM, and SIGKILL after its stop_grace_s.
 
-    Where it has a folder for checkpoints it saves its steps first: those that it makes while it saves are done again
-    by whoever takes it up.
+    Where it has a folder for checkpoints it saves its steps first. The steps that it makes during that save are
+    done again when the job is started again.
     """
     data = stopping.stop(client, job, reason, discard=discard)
     if wait_ and data["phase"] not in OVER:

@@ -163,7 +163,7 @@ class Session:
         with self._changed:
             self._group, self._group_generation = group, generation
             self._thread, self._aborted = threading.get_ident(), False
-            if group is None:  # what elastic does now, such as an abort that hangs, is no time of the script's
+            if group is None:  # the script has left `train`: an abort that hangs from here on has `abort_s`
                 self.page.returned()
             late = group is not None and self._ended >= generation
             why = self.why
