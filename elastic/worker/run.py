@@ -264,6 +264,7 @@ class ManagedWorker:
         finally:
             session.holds(None, 0)
             if failure is not None:
+                session.beat(Doing.WAITING)  # no longer the script's code: an abort that hangs has `abort_s`
                 _forget(failure)
                 group.abort(str(failure))
             group.close()

@@ -18,11 +18,12 @@ pytestmark = [pytest.mark.etcd, pytest.mark.chaos]
 SCRIPT = Path(__file__).parents[1] / "support" / "train_fake_nccl.py"
 
 
-def make(abort_s: float = 20.0, **spec: Any) -> Job:
+def make(abort_s: float = 20.0, step_ms: int = 8, **spec: Any) -> Job:
     """`abort_s`: long enough for a busy machine, except where the test waits for it."""
     spec |= {"backend": "nccl"}
     timeouts = Timeouts(abort_s=abort_s, beat_s=0.05)
-    return Job(nodes="1:1", workers=3, script=SCRIPT, args={"steps": 5000, "step-ms": 8}, spec=spec, timeouts=timeouts)
+    args = {"steps": 5000, "step-ms": step_ms}
+    return Job(nodes="1:1", workers=3, script=SCRIPT, args=args, spec=spec, timeouts=timeouts)
 
 
 def processes(job: Job) -> dict[int, int]:
@@ -31,8 +32,11 @@ def processes(job: Job) -> dict[int, int]:
 
 
 def test_an_abort_that_does_not_return_costs_its_process_and_no_step() -> None:
-    """Rung 2: the agent waits for `abort_s`, replaces that worker, and all form with those that did abort."""
-    with make(abort_s=3.0) as job:
+    """Rung 2: the agent waits for `abort_s`, replaces that worker, and all form with those that did abort.
+
+    In the script's own code (`step_ms`) it would have `floor_s` to leave `train`: once it has left, that is over.
+    """
+    with make(abort_s=3.0, step_ms=100, hang={"floor_s": 100.0}) as job:
         job.wait_step(20)
         before = eventually(lambda: len(found := processes(job)) == 3 and found, 10.0, "three ranks")
         (job.record / "hang").write_text("1")

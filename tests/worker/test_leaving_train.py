@@ -91,6 +91,25 @@ def test_what_elastic_does_after_the_script_is_no_time_of_the_scripts(session: S
     assert not left(session)
 
 
+class LeftMeanwhile(Group):
+    """The main thread leaves `train` before the monitor thread's abort has returned."""
+
+    session: Session
+
+    def abort(self, why: str) -> None:
+        self.session.holds(None, 0)
+
+
+def test_a_script_that_has_left_before_the_abort_returned_has_left_once(session: Session) -> None:
+    group = LeftMeanwhile()
+    group.session = session
+    session.holds(group, GENERATION)
+    session.page.place(GENERATION, 0)
+    session.beat(Doing.EXCHANGING)
+    session._abort(GENERATION, "a rank has died")
+    assert not left(session), "what runs is elastic's own code: an abort that hangs now has `abort_s`"
+
+
 class Slow(torch.utils.data.Dataset[Any]):
     def __len__(self) -> int:
         return 8

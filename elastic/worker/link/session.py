@@ -276,4 +276,5 @@ class Session:
             self._changed.notify_all()
         if group is not None:
             group.abort(why)
-            self._aborted = True
+            with self._changed:
+                self._aborted = self._group is group  # else the main thread has left it meanwhile
