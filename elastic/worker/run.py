@@ -26,6 +26,7 @@ from elastic.worker.snapshots.agent_snapshots import AgentSnapshots
 from elastic.worker.snapshots.checkpoint_scheduler import CheckpointScheduler, RankPosition
 from elastic.worker.state.handover.restore import Disk, Store
 from elastic.worker.state.handover.sync import Handover, SyncResult
+from elastic.worker.torch_internals import torch_private
 from elastic.worker.torch_internals.device_marks import DeviceMarks, cuda_event
 
 from .comm import reconfigured
@@ -33,11 +34,19 @@ from .comm.errors import COMPLAINT_CHARS, FormError, GroupAborted, is_communicat
 from .comm.group import Group, cuda_failure
 from .comm.kept_group import group_is_over, kept_group
 from .link import misuse
+from .state.parts.boxes import Accepted, local
 from .state.state import State
 from .state.state_source import StateLostError
 
 
-def run(setup: Setup, train: Train, *, checkpoint_dir: str | None = None, checkpoint_every_steps: int = 0) -> State:
+def run(
+    setup: Setup,
+    train: Train,
+    *,
+    checkpoint_dir: str | None = None,
+    checkpoint_every_steps: int = 0,
+    sharded: bool = False,
+) -> State:
     """Train to completion, across failures. Returns the final state.
 
     `setup(job)` builds the `State`. It is called once per process, and again only if all ranks have lost the state and
@@ -49,6 +58,10 @@ def run(setup: Setup, train: Train, *, checkpoint_dir: str | None = None, checkp
     (default: $ELASTIC_CHECKPOINT_DIR) and saves there every `checkpoint_every_steps` steps; 0: as often as is worth the
     cost.
 
+    `sharded`: `setup` is called in each generation, with the process group formed, and may make device meshes, shard
+    the model (fully_shard, tensor parallelism) and exchange data. Each rank keeps and restores its own part of the
+    state. Under elasticd only.
+
     Raises TypeError if `setup` does not return a `State`, MisuseRuntimeError at a second call in one program under
     elasticd, and what `setup` and `train` raise.
     """
@@ -58,9 +71,14 @@ def run(setup: Setup, train: Train, *, checkpoint_dir: str | None = None, checkp
     if session is None:
         from .standalone import run_standalone
 
+        if sharded:
+            raise misuse.MisuseRuntimeError(
+                "elastic.run(sharded=True) without elasticd: each rank's part is kept by its node's agent. Submit the "
+                "script with `elasticctl run`"
+            )
         directory = checkpoint_dir or os.environ.get(variable("checkpoint_dir"), "")
         return run_standalone(setup, train, directory, IntervalRule(every_steps=checkpoint_every_steps))
-    return ManagedWorker(session, setup, train, WorkerConfig.read(os.environ)).run()
+    return ManagedWorker(session, setup, train, WorkerConfig.read(os.environ), sharded=sharded).run()
 
 
 class AgentLink(Link):
@@ -134,6 +152,9 @@ class AgentLink(Link):
             )
         )
 
+    def stops_after(self, step: int) -> bool:
+        return self._session.stops_after(self.generation, step)
+
     def check(self, step: int) -> None:
         # Right after a commit. Where a loop asks for its next batch, another one may be in the middle of a step.
         between, self._between = self._between, False
@@ -143,12 +164,19 @@ class AgentLink(Link):
 class ManagedWorker:
     """Runs a worker that has an agent: one generation after the other."""
 
-    def __init__(self, session: Session, setup: Setup, train: Train, settings: WorkerConfig) -> None:
+    def __init__(
+        self, session: Session, setup: Setup, train: Train, settings: WorkerConfig, *, sharded: bool = False
+    ) -> None:
+        Accepted.sharded = self._sharded = sharded
+        self._told = False
+        """What protects the job was said."""
         self._session = session
         self._setup = setup
         self._train = train
         self._settings = settings
-        self._group_kind = reconfigured.group_kind(settings.forming, settings.process_group)
+        # A group that is formed again in place keeps its communicator; meshes are made anew.
+        forming = "new" if sharded else settings.forming
+        self._group_kind = reconfigured.group_kind(forming, settings.process_group)
         self._state: State
         self._link = AgentLink(session, backward_waits=settings.process_group == "gloo")
         self._trains = False
@@ -159,7 +187,7 @@ class ManagedWorker:
         )
         self._checkpoint_scheduler = (
             CheckpointScheduler(
-                AgentSnapshots(session),
+                AgentSnapshots(session, keep_newest=sharded),
                 IntervalRule(every_steps=settings.checkpoint_every_steps, every_s=settings.checkpoint_every_s)
                 if self._disk
                 else None,
@@ -198,10 +226,10 @@ class ManagedWorker:
         session.on(messages.Assign, lambda message, _: self._assigned(job, message))
         if job.device.type == "cuda":
             torch.cuda.set_device(job.device)  # initialises CUDA, while the survivors abort their group
-        state = self._build(job)
+        if not self._sharded:
+            self._build(job)
         session.beat(Doing.WAITING)
         session.send(messages.Ready())
-        del state
         try:
             while (form := session.next_form()) is not None:
                 self._one_generation(job, form)
@@ -230,7 +258,7 @@ class ManagedWorker:
         session = self._session
         session.page.place(form.generation, form.rank)
         session.beat(Doing.FORMING)
-        self._link.enter(form.generation, self._state.step)
+        self._link.enter(form.generation, self._state.step if hasattr(self, "_state") else 0)
         group = self._group_kind(
             backend=self._settings.process_group,
             rank=form.rank,
@@ -254,7 +282,7 @@ class ManagedWorker:
             # Of any class: a KeyError may be a bug of the script, which is raised, or how torch reports an aborted
             # group, which is not. Without a state, which a second `setup` was to build, there is nothing to go on with.
             cause = group.cause_of(error)
-            if not hasattr(self, "_state") or not (
+            if not (hasattr(self, "_state") or self._sharded) or not (
                 session.ends(form.generation)
                 or is_communication_error(cause)
                 or (misuse.found_in(error) and session.ends_within(form.generation, misuse.WAIT_S))
@@ -268,21 +296,26 @@ class ManagedWorker:
                 _forget(failure)
                 group.abort(str(failure))
             group.close()
-        state = self._state
         if failure is not None:
             session.beat(Doing.SYNCING)  # completing a snapshot and restoring the state is progress, not a hang
             if self._checkpoint_scheduler is not None:
                 self._checkpoint_scheduler.leave()
             if said := cuda_failure(job.device):
                 raise RuntimeError(f"this process cannot use its GPU any more: {said}") from failure
-            if (changed := state.rewind()) is not None:
-                print(
-                    f"elastic: state.{changed} was changed after the commit of step {state.step}, and not by an "
-                    "optimizer of the state; this rank's state is of no use to the others",
-                    file=sys.stderr,
-                    flush=True,
-                )
-            self._released(state, form, failure, group.altered)
+            if hasattr(self, "_state"):
+                self._rewind(self._state)
+            self._released(form, failure, group.altered)
+
+    def _rewind(self, state: State) -> None:
+        if self._sharded:
+            reshard(state.modules())
+        if (changed := state.rewind()) is not None:
+            print(
+                f"elastic: state.{changed} was changed after the commit of step {state.step}, and not by an "
+                "optimizer of the state; this rank's state is of no use to the others",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _train_in(self, group: Group, job: Job, form: messages.Form) -> None:
         session = self._session
@@ -290,7 +323,7 @@ class ManagedWorker:
         session.send(messages.Formed(generation=form.generation))
         session.beat(Doing.SYNCING)
         _announce(form, job)
-        self._state.to(job.device)
+        self._built_state(job, form).to(job.device)
         synced = self._synchronised(job, form)
         job.rows.receive(synced.logged)
         state = self._state
@@ -309,9 +342,10 @@ class ManagedWorker:
                 reached=synced.reached,
             )
         )
+        self._tell_protection(form, synced)
         session.check(form.generation, state.step)
         if self._checkpoint_scheduler is not None:
-            self._checkpoint_scheduler.enter(_position(form, synced.source_rank), state.step)
+            self._checkpoint_scheduler.enter(_position(form, synced), state.step)
         state.forget_gradients()
         job.enter(
             rank=form.rank,
@@ -320,6 +354,7 @@ class ManagedWorker:
             checkpoint_scheduler=self._checkpoint_scheduler,
             group_s=form.timeout_s,
             state=state,
+            keys=synced.keys,
         )
         state.begin()
         with kept_group():
@@ -349,10 +384,10 @@ class ManagedWorker:
             return self._synchronise(job, form)
         except StateLostError as error:
             print(f"elastic: {error}; training begins again from setup()", file=sys.stderr, flush=True)
-        if self._state.established or not self._state.clean():
-            del self._state
-            job.forget()
-            gc.collect()  # a GPU may not have memory for two
+        if self._sharded:
+            self._build_in_group(job, form, anew=True)
+        elif self._state.established or not self._state.clean():
+            self._drop(job)
             self._build(job)
             self._state.to(job.device)
         return self._synchronise(job, form)
@@ -363,7 +398,8 @@ class ManagedWorker:
         if self._checkpoint_scheduler is not None:
             known = (form.saved_generation, form.saved_step)
             disk = replace(self._disk, known=known) if self._disk else None
-            store = Store(session, disk, state, form.generation, form.restore)
+            place = form.rank, form.world_size
+            store = Store(session, disk, state, form.generation, form.restore, place)
         try:
             return Handover(
                 state,
@@ -373,6 +409,7 @@ class ManagedWorker:
                 generation=form.generation,
                 saved=store.saved if store else None,
                 load=store.load if store else None,
+                discard=store.discard_newer if store and self._sharded else lambda _: None,
                 known_step=form.saved_step if self._disk else 0,
                 known_commit=form.reached,
                 logged=job.rows.kept,
@@ -382,39 +419,100 @@ class ManagedWorker:
             if store:
                 store.close()
 
-    def _build(self, job: Job) -> State:
+    def _build(self, job: Job) -> None:
         """Run `setup`."""
         state = build(self._setup, job)
         state.watch_optimizers(job.guard())
         self._state = state
-        return state
+
+    def _tell_protection(self, form: messages.Form, synced: SyncResult) -> None:
+        """Say, once and before the first step, what a failure costs this job if it is sharded, and the memory that this
+        takes. An optimizer makes its own state later: two numbers a parameter, as a rule."""
+        if not self._sharded or self._told:
+            return
+        self._told = True
+        if self._disk and not self._settings.checkpoint_shared and form.world_size > form.local_world_size:
+            raise misuse.MisuseValueError(
+                "checkpoint.shared = false with a sharded state: each node's folder would hold the parts of its own "
+                "ranks, and none the whole. Take one folder for all nodes, and checkpoint.shared = true"
+            )
+        if form.rank:
+            return
+        model_mb = sum(t.nbytes for m in self._state.modules() for t in map(local, m.parameters())) / 1e6
+        node_mb = model_mb * form.local_world_size * (1 + 2 * bool(self._state.optimizers())) * 2
+        memory = self._settings.snapshots != "off"
+        disk = "the steps since the last checkpoint" if self._disk else "all steps: the job has no checkpoint.dir"
+        worker = "the steps since the last snapshot in memory" if memory else disk
+        node = disk
+        if synced.keys < form.world_size:
+            worker, node = "nothing while a replica of it lives", f"nothing while replicas elsewhere live, else {disk}"
+        copies = f". Two copies of each rank's part: about {node_mb:.0f} MB of memory on each node" if memory else ""
+        said = f"elastic: sharded state: a lost worker costs {worker}; a lost node {node}{copies}"
+        print(said, file=sys.stderr, flush=True)
+
+    def _built_state(self, job: Job, form: messages.Form) -> State:
+        if self._sharded:
+            self._build_in_group(job, form)
+        return self._state
+
+    def _drop(self, job: Job) -> None:
+        """Free the state, before `setup` builds the next one: a GPU may not have memory for two."""
+        if hasattr(self, "_state"):
+            del self._state
+        job.forget()
+        gc.collect()
+
+    def _build_in_group(self, job: Job, form: messages.Form, *, anew: bool = False) -> None:
+        """Run `setup` in the formed group. This rank's part goes on, unless `anew`, if its boxes are still the same."""
+        parked = None
+        if hasattr(self, "_state") and self._state.established and self._state.clean() and not anew:
+            parked = self._state.shard_key(), self._state.parked()
+        self._drop(job)
+        torch_private.forget_sharding()
+        job.rank, job.world_size = form.rank, form.world_size
+        self._build(job)
+        self._session.check(form.generation, -1)
+        if parked is not None and parked[0] == self._state.shard_key():
+            self._state.unpark(parked[1])
 
     def _moved(self, generation: int) -> None:
         """One more piece of the state has been received or sent. Raises GenerationEnded."""
         self._session.copied(0)
         self._session.check(generation, -1)
 
-    def _released(self, state: State, form: messages.Form, failure: BaseException, altered: str) -> None:
+    def _released(self, form: messages.Form, failure: BaseException, altered: str) -> None:
         session = self._session
+        step, clean = (self._state.step, self._state.clean()) if hasattr(self, "_state") else (0, False)
         if not altered and (session.over(form.generation) or isinstance(failure, GenerationEnded)):
             between = not self._trains or (isinstance(failure, GenerationEnded) and failure.between)
-            session.send(
-                messages.GroupClosed(generation=form.generation, step=state.step, clean=state.clean(), between=between)
-            )
+            session.send(messages.GroupClosed(generation=form.generation, step=step, clean=clean, between=between))
             return
         message = f"{type(failure).__name__}: {failure}"[:COMPLAINT_CHARS]
         complaint = failure.why if isinstance(failure, FormError) else message
         session.send(
             messages.CollectiveFailed(
-                generation=form.generation, step=state.step, clean=state.clean(), error=complaint, altered=altered
+                generation=form.generation, step=step, clean=clean, error=complaint, altered=altered
             )
         )
 
 
-def _position(form: messages.Form, planner: int) -> RankPosition:
+def _position(form: messages.Form, synced: SyncResult) -> RankPosition:
     return RankPosition(
-        form.generation, form.rank, form.world_size, form.local_rank, form.local_world_size, planner=planner
+        form.generation,
+        form.rank,
+        form.world_size,
+        form.local_rank,
+        form.local_world_size,
+        key=synced.key,
+        leads=synced.leads,
+        planner=synced.source_rank,
     )
+
+
+def reshard(modules: Sequence[torch.nn.Module]) -> None:
+    """A forward or backward was interrupted: FSDP's parameters are the sharded ones again, as between two steps."""
+    for module in modules:
+        module.state_dict(keep_vars=True)  # its hook does that
 
 
 def _sample(job: Job, message: messages.Message) -> None:

@@ -95,7 +95,7 @@ def _restore(job: Job, state: State, disk: Disk | None) -> int:
         world_size=job.world_size,
         restore="newest",
         saved=disk.saved if disk else None,
-        load=(lambda _: disk.load(state)) if disk else None,
+        load=(lambda *_: disk.load(state)) if disk else None,
     ).run()
     if synced.origin is Origin.CHECKPOINT and job.rank == 0:
         print(f"elastic: resumed from {synced.source}", flush=True)

@@ -313,7 +313,7 @@ class Group:
             )
         self.reached = max(self.reached, reached(offers))
         try:
-            choice = choose(offers, self.restore, counted_before(offers, self.restore, self.generation))
+            (choice,) = choose(offers, self.restore, counted_before(offers, self.restore, self.generation)).values()
         except StateLostError:  # each builds its state anew, and they choose again
             for worker in self.ranks.values():
                 if worker.established or not worker.whole:

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from elastic.worker.state.state_source import NoStateError, Offer, StateLostError, choose, counted_before
+from elastic.worker.state import state_source
+from elastic.worker.state.state_source import Choice, NoStateError, Offer, StateLostError, Version, counted_before
 
 FRESH = Offer(rank=0, version=(0, 0), clean=True, established=False)
 
 
 def offer(rank: int, version: tuple[int, int] = (0, 0), **fields: object) -> Offer:
     return Offer(rank=rank, version=version, **{"clean": True, "established": version != (0, 0), **fields})  # type: ignore[arg-type]
+
+
+def choose(offers: Sequence[Offer], restore: str = "newest", before: int = 0) -> Choice:
+    """Of replicated state: there is one key."""
+    (choice,) = state_source.choose(offers, restore, before).values()
+    return choice
 
 
 def test_survivors_keep_theirs_and_the_newcomer_receives_from_the_lowest() -> None:
@@ -156,3 +167,107 @@ def test_the_rule_holds_in_every_small_world() -> None:
             assert set(choice.needs) == {0, 1, 2} - has
         else:
             assert set(choice.needs) == {0, 1, 2} - {choice.source}
+
+
+# ── parts of the state: the newest version that every key can be had at ─────────────────────────────────────────
+
+
+def test_a_part_that_only_a_snapshot_has_takes_all_back_to_it() -> None:
+    """Rank 1 was killed: its part is in its node's memory, of the two steps that every rank has kept."""
+    kept = {"snapshot": (1, 20), "older": (1, 10)}
+    offers = [offer(0, (1, 27), key=7, **kept), offer(1, key=8, **kept), offer(2, (1, 27), key=9, **kept)]
+    choices = state_source.choose(offers)
+    assert {(c.version, c.origin) for c in choices.values()} == {((1, 20), "snapshot")}
+    assert [(choices[key].source, choices[key].needs) for key in (7, 8, 9)] == [(0, ()), (1, ()), (2, ())]
+
+
+def test_one_rank_that_lacks_the_newest_snapshot_takes_all_to_the_one_before_it() -> None:
+    whole = {"snapshot": (1, 20), "older": (1, 10)}
+    choices = state_source.choose(
+        [offer(0, key=1, **whole), offer(1, key=2, snapshot=(1, 10)), offer(2, key=3, **whole)]
+    )
+    assert {c.version for c in choices.values()} == {(1, 10)}
+
+
+def test_a_replica_gives_its_part_and_nobody_goes_back() -> None:
+    offers = [offer(rank, (1, 27), key=rank % 2 + 1, snapshot=(1, 20)) for rank in range(3)] + [offer(3, key=2)]
+    choices = state_source.choose(offers)
+    assert {(c.version, c.origin) for c in choices.values()} == {((1, 27), "live")}
+    assert (choices[2].source, choices[2].needs, choices[1].needs) == (1, (3,), ())
+
+
+def test_a_torn_step_is_gone_back_from() -> None:
+    """One part stands at 27 on all that have it, the other at 26: no replica helps."""
+    offers = [offer(rank, (1, 26 + rank % 2), key=rank % 2 + 1, snapshot=(1, 20)) for rank in range(4)]
+    assert {c.version for c in state_source.choose(offers).values()} == {(1, 20)}
+    assert not state_source.all_live(offers, 2)
+
+
+def test_a_checkpoint_is_read_by_one_rank_of_each_part() -> None:
+    offers = [offer(rank, key=rank % 2 + 1, checkpoint=(1, 20)) for rank in range(4)]
+    choices = state_source.choose(offers)
+    assert [(choices[key].origin, choices[key].source, choices[key].needs) for key in (1, 2)] == [
+        ("checkpoint", 0, (2,)),
+        ("checkpoint", 1, (3,)),
+    ]
+
+
+def test_a_part_without_any_version_is_lost_for_all() -> None:
+    offers = [offer(0, (1, 27), key=1, snapshot=(1, 20)), offer(1, key=2)]
+    with pytest.raises(StateLostError):
+        state_source.choose(offers)
+    with pytest.raises(NoStateError, match="checkpoint"):
+        state_source.choose([*offers, offer(2, key=3, known_step=20)])
+
+
+VERSIONS = st.sampled_from([(1, 10), (1, 11), (1, 20), (2, 11), (2, 12)])
+PARTS = st.builds(
+    lambda key, live, clean, saves, checkpoint: {
+        "key": key,
+        "version": live or (0, 0),
+        "clean": clean,
+        "established": live is not None,
+        "snapshot": max(saves, default=None),
+        "older": min(saves) if len(saves) == 2 else None,
+        "checkpoint": checkpoint,
+    },
+    st.integers(1, 3),
+    st.none() | VERSIONS,
+    st.booleans(),
+    st.sets(VERSIONS, max_size=2),
+    st.none() | VERSIONS,
+)
+
+
+@settings(max_examples=2000, deadline=None)
+@given(st.lists(PARTS, min_size=1, max_size=6))
+def test_all_parts_are_of_one_version_and_no_newer_one_was_there(drawn: list[dict[str, Any]]) -> None:
+    """Never torn, never from where it is not, never older than need be."""
+    offers = [Offer(rank=rank, **each) for rank, each in enumerate(drawn)]
+    had: dict[int, set[Version]] = {o.key: set() for o in offers}
+    for o in offers:
+        had[o.key] |= {v for v in (o.snapshot, o.older, o.checkpoint) if v is not None}
+        had[o.key] |= {o.version} if o.clean and o.established else set()
+    common = set.intersection(*had.values())
+    try:
+        choices = state_source.choose(offers)
+    except NoStateError:
+        assert not common
+        return
+    if not common:
+        assert {c.origin for c in choices.values()} == {"setup"}
+        return
+    assert {c.version for c in choices.values()} == {max(common)}
+    for key, choice in choices.items():
+        source = offers[choice.source]
+        held = {
+            "live": [source.version],
+            "snapshot": [source.snapshot, source.older],
+            "checkpoint": [source.checkpoint],
+        }
+        assert source.key == key
+        assert choice.version in held[choice.origin]
+        assert source.clean or choice.origin != "live"
+        others = {o.rank for o in offers if o.key == key} - {choice.source}
+        alike = {r for r in others if offers[r].clean and offers[r].established and offers[r].version == choice.version}
+        assert set(choice.needs) == others - (alike if choice.origin == "live" else set())

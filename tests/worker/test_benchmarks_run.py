@@ -51,6 +51,10 @@ LONGER = {
         "reform_s_at_max", "agents_max", "writes_per_reform_at_max", "torch_ratio_at_32", "steady_writes_per_s_at_max",
         "rows", "torch_reform_s",
     },
+    "sharded": {
+        "fsdp_kill_s", "fsdp_lost", "fsdp_lost_over_snapshot_steps", "hsdp_kill_s", "hsdp_lost", "tp_kill_s", "tp_lost",
+        "steady_ratio", "torchrun_s", "torchrun_lost", "torchrun_ratio",
+    },
     "thousand_kills": {
         "kills", "steps", "losses_compared", "steps_seen", "different", "weights_equal", "steps_lost", "seconds",
         "seconds_undisturbed", "equal",

@@ -27,7 +27,7 @@ from elastic.worker.state.handover.restore import Disk
 from elastic.worker.state.handover.sync import Handover, Saved
 from elastic.worker.state.parts.parts import OptimizerPart
 from elastic.worker.state.state import State
-from elastic.worker.state.state_source import NoStateError
+from elastic.worker.state.state_source import NoStateError, Version
 
 pytestmark = pytest.mark.slow
 
@@ -294,7 +294,7 @@ def from_disk(rank: int, world_size: int, port: int) -> Any:
     """Only rank 1 can load; the one it offered is damaged, and `load` took the one before."""
     state = build(rank)
 
-    def load(kind: str) -> str:
+    def load(kind: str, _version: Version) -> str:
         fill(state, 2)
         return f"{kind} step 2 at /here"
 
@@ -323,7 +323,7 @@ def late_node(rank: int, world_size: int, port: int, saved: tuple[int, int]) -> 
     for _ in range(4 if rank == 0 else 0):
         step(state, generation=3)
 
-    def load(kind: str) -> str:
+    def load(kind: str, _version: Version) -> str:
         fill(state, 2, saved[0])
         return f"{kind} step 2"
 
@@ -347,7 +347,7 @@ def from_two_disks(rank: int, world_size: int, port: int, damage: str) -> Any:
     """Each rank has a disk of its own. The newest checkpoint on rank 0's is damaged: it loads an older one, or none."""
     state = build(rank)
 
-    def load(kind: str) -> str:
+    def load(kind: str, _version: Version) -> str:
         if rank == 0 and damage == "all":
             raise NoGoodCheckpoint("step-4: damaged")
         fill(state, 3 if rank else 2)
@@ -374,7 +374,7 @@ def from_one_disk(rank: int, world_size: int, port: int, folder: str, ends: str)
     if ends in ("on another host", "at an unknown place"):
         restore._storage_id = lambda _: rank + 1 if ends == "on another host" else 0
 
-    def load(kind: str) -> str:
+    def load(kind: str, _version: Version) -> str:
         nonlocal loads
         loads += 1
         newest = pathlib.Path(folder, "step-4")

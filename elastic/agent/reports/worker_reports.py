@@ -52,8 +52,8 @@ class WorkerReports:
         match message:
             case messages.NeedArena(nbytes=nbytes, request=request, optional=optional):
                 self._saver.need_arena(slot, worker_id, nbytes, request=request, optional=optional)
-            case messages.RequestSnapshot(generation=generation, saved=saved):
-                self._saver.ask_kept(worker_id, generation, saved=saved)
+            case messages.RequestSnapshot(generation=generation, saved=saved, own_parts=own_parts):
+                self._saver.ask_kept(worker_id, generation, saved=saved, own_parts=own_parts)
             case messages.Filled():
                 world_size = agent.formed.generation.world_size if agent.formed.generation else 0
                 leads = is_leader(agent)

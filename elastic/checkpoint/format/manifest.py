@@ -7,12 +7,13 @@ the file, so a manifest with one flipped bit is detected. Nothing in it is ever 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import msgspec
 import xxhash
 
-from elastic.contract.worker.tensor_table import Table
+from elastic.contract.worker.tensor_table import Table, TensorInfo
 
 FORMAT = 2
 """Version of the on-disk format. A reader that finds another one skips the checkpoint and reports that."""
@@ -171,9 +172,63 @@ def _check(manifest: Manifest) -> None:
         if shard.job not in ("", manifest.job):
             raise BadManifest("manifest-damaged", f"{shard.file} is of job {shard.job!r}, not {manifest.job!r}")
         _check_shard(shard)
-    names = [tensor.name for shard in manifest.shards for tensor in shard.tensors]
-    if len(names) != len(set(names)):
-        raise BadManifest("manifest-damaged", "a tensor is listed twice")
+    _check_boxes(tensor for shard in manifest.shards for tensor in shard.tensors)
+
+
+def _check_boxes(tensors: Iterable[TensorInfo]) -> None:
+    """A whole tensor is there once; the boxes of one fill it and do not overlap. A box may be there more than once:
+    each of its replicas has saved it."""
+    boxes: dict[str, dict[tuple[int, ...], TensorInfo]] = {}
+    for tensor in tensors:
+        known = boxes.setdefault(tensor.name, {})
+        if (same := known.setdefault(tensor.at, tensor)) is not tensor and (not tensor.of or same != tensor):
+            raise BadManifest("manifest-damaged", f"a tensor is listed twice: {tensor.name}")
+        if tensor.of and not _within(tensor):
+            raise BadManifest("manifest-damaged", f"a box of {tensor.name} lies outside of it")
+    for name, found in boxes.items():
+        held = list(found.values())
+        if len({(box.of, box.dtype) for box in held}) > 1:
+            raise BadManifest("manifest-damaged", f"the boxes of {name} are of unlike tensors")
+        if held[0].of and (sum(map(elements, held)) != math.prod(held[0].of) or _overlapping(held)):
+            raise BadManifest("manifest-damaged", f"the boxes of {name} do not fill it")
+
+
+def _within(box: TensorInfo) -> bool:
+    sides = zip(box.at, box.shape, box.of, strict=False)
+    return len(box.at) == len(box.shape) == len(box.of) and all(0 <= a <= a + n <= of for a, n, of in sides)
+
+
+def _overlapping(boxes: list[TensorInfo]) -> bool:
+    """Whether any two have an element in common. In the order of their beginning, a box can only meet those that begin
+    before it ends, along the first dimension."""
+    boxes = sorted((box for box in boxes if elements(box)), key=lambda box: box.at)
+    for number, box in enumerate(boxes):
+        for other in boxes[number + 1 :]:
+            if box.at and other.at[0] >= box.at[0] + box.shape[0]:
+                break
+            if overlap(box, other) is not None:
+                return True
+    return False
+
+
+def elements(box: TensorInfo) -> int:
+    return math.prod(box.shape)
+
+
+Slices = tuple[slice, ...]
+
+
+def overlap(one: TensorInfo, other: TensorInfo) -> tuple[Slices, Slices] | None:
+    """What two boxes of a tensor have in common: its place in `one` and in `other`; None: nothing."""
+    here, there = list[slice](), list[slice]()
+    starts = one.at or (0,) * len(one.shape), other.at or (0,) * len(other.shape)
+    for a, n, b, m in zip(starts[0], one.shape, starts[1], other.shape, strict=True):
+        low, high = max(a, b), min(a + n, b + m)
+        if low >= high:
+            return None
+        here.append(slice(low - a, high - a))
+        there.append(slice(low - b, high - b))
+    return tuple(here), tuple(there)
 
 
 def _check_shard(shard: Shard) -> None:

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 class Buffers:
     """Main thread only, except `replace` and `free`. Buffers are named by their index in `arenas`."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, keep_newest: bool = False) -> None:
+        """`keep_newest`: the newest content stays until a newer one is complete, also where the other buffer is being
+        written to disk."""
+        self._keep_newest = keep_newest
         self.arenas: Sequence[Arena] = ()
         self.busy: set[int] = set()
         """Buffers that are being written to disk, and must not be filled."""
@@ -40,9 +43,11 @@ class Buffers:
             arena.close()
 
     def free(self) -> int | None:
-        """The buffer with the oldest content that is not being written; None: all are."""
-        free = [i for i in range(len(self.arenas)) if i not in self.busy]
-        return min(free, key=lambda i: _age(self.arenas[i]), default=None)
+        """The buffer with the oldest content that is not being written; None: all are, or are to be kept."""
+        ages = {i: _age(arena) for i, arena in enumerate(self.arenas)}
+        newest = max(ages.values(), default=_NONE)
+        kept = {i for i, age in ages.items() if self._keep_newest and age == newest != _NONE}
+        return min((i for i in ages if i not in self.busy | kept), key=ages.__getitem__, default=None)
 
     # ── one copy ────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -92,6 +97,9 @@ class Buffers:
         return self.copying
 
 
+_NONE = (-1, -1)
+
+
 def _age(arena: Arena) -> tuple[int, int]:
     header = arena.header()
-    return (header.generation, header.step) if header.complete else (-1, -1)
+    return (header.generation, header.step) if header.complete else _NONE

@@ -17,7 +17,7 @@ import msgspec
 
 from elastic.checkpoint.format.errors import ArenaError
 from elastic.checkpoint.format.shard_plan import newest_complete
-from elastic.checkpoint.memory.arena import Arena
+from elastic.checkpoint.memory.arena import Arena, Header
 from elastic.checkpoint.memory.free_memory import available_nbytes, plenty
 from elastic.contract.job.spec import Checkpoint
 from elastic.contract.records.reasons import Code, Reason, Text, reason
@@ -138,7 +138,7 @@ class Saver:
         """(generation, step) -> whether this node copies that checkpoint to the remote end."""
         self._to_copy = (0, 0)
         """(generation, step) of the newest checkpoint that this node is to copy."""
-        self._asking: dict[int, tuple[int, float]] = {}
+        self._asking: dict[int, tuple[int, float, bool]] = {}
         self._moved: tuple[tuple[object, ...], float] = (), 0.0
         """The writer's activity at the last look, and since when it is that."""
         self._outdated = False
@@ -335,7 +335,7 @@ class Saver:
 
     # ── recovery without live state ─────────────────────────────────────────────────────────────────────────
 
-    def ask_kept(self, worker_id: int, generation: int, *, saved: bool = False) -> None:
+    def ask_kept(self, worker_id: int, generation: int, *, saved: bool = False, own_parts: bool = False) -> None:
         """Answered at once, or when pending writes are on disk, since they may hold the newest state.
 
         `saved`: the job goes back to saved state. Snapshots that are in memory only are then cleared: they are newer,
@@ -349,18 +349,18 @@ class Saver:
                     if header.complete and buffers.to_disk.get(buffer) != (header.generation, header.step):
                         arena.clear()
             self._look_for_kept()
-        self._asking[worker_id] = (generation, time.monotonic())
+        self._asking[worker_id] = (generation, time.monotonic(), own_parts)
         self.answer()
 
     def answer(self) -> None:
         """Called when the writer has returned results, and on every tick."""
         now_s = time.monotonic()
-        for worker_id, (generation, since_s) in tuple(self._asking.items()):
+        for worker_id, (generation, since_s, own_parts) in tuple(self._asking.items()):
             waited_s = now_s - since_s
             if (self._writes and waited_s < KEPT_WRITE_S) or (self._committing and waited_s < KEPT_COMMIT_S):
                 continue
             del self._asking[worker_id]
-            arenas = self._complete_snapshot()
+            arenas = [arena for _, arena in self._complete_arenas()] if own_parts else self._complete_snapshot()
             if len(arenas) > MAX_KEPT:
                 self.report(NotKept(reason(Code.TOO_MANY_PARTS, parts=len(arenas), most=MAX_KEPT)))
                 arenas = []
@@ -373,13 +373,16 @@ class Saver:
 
     def _complete_snapshot(self) -> list[Arena]:
         """The arenas of the newest snapshot of which this node has every part."""
-        arenas = [arena for buffers in self._slots.values() for arena in buffers.arenas]
-        complete = [(header, arena) for arena in arenas if (header := arena.header()).complete]
+        complete = self._complete_arenas()
         newest = newest_complete([(h.generation, h.step, h.part, h.parts) for h, _ in complete])
         if newest is None:
             return []
         chosen = {h.part: arena for h, arena in complete if (h.generation, h.step, h.parts) == newest}
         return [chosen[part] for part in sorted(chosen)]
+
+    def _complete_arenas(self) -> list[tuple[Header, Arena]]:
+        arenas = [arena for buffers in self._slots.values() for arena in buffers.arenas]
+        return [(header, arena) for arena in arenas if (header := arena.header()).complete]
 
     # ── the end ─────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -30,8 +30,10 @@ def read_all(path: str) -> dict[str, Any]:
     state: dict[str, torch.Tensor] = {}
 
     def into(info: TensorInfo) -> torch.Tensor:
-        state[info.name] = torch.empty(info.shape, dtype=dtype_of(info.dtype))
-        return state[info.name]
+        if info.name not in state:
+            state[info.name] = torch.empty(info.of or info.shape, dtype=dtype_of(info.dtype))
+        whole = state[info.name]
+        return whole[tuple(slice(at, at + n) for at, n in zip(info.at, info.shape, strict=True))] if info.of else whole
 
     load(Found(path, manifest), into)
     return {"state": state, "extra": manifest.extra, "step": manifest.step}

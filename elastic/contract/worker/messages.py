@@ -113,7 +113,7 @@ class SaveResult(ToWorker, frozen=True, kw_only=True):
 
 class InMemorySnapshot(ToWorker, frozen=True, kw_only=True):
     """Answer to RequestSnapshot, once pending writes are on disk. Passes the descriptors of the arenas that together
-    hold the newest complete snapshot; none if this node does not have all of it."""
+    hold the newest complete snapshot, none if this node does not have all of it; or of all complete arenas."""
 
     generation: int
     arenas: int = 0
@@ -161,6 +161,8 @@ class RequestSnapshot(FromWorker, frozen=True, kw_only=True):
     generation: int
     saved: bool = False
     """The job goes back to a saved state: snapshots that were only for memory are dropped."""
+    own_parts: bool = False
+    """Each rank restores a part of its own: all complete arenas of the node are sent."""
 
 
 class Formed(FromWorker, frozen=True, kw_only=True):

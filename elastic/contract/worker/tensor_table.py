@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 
 
-class TensorInfo(msgspec.Struct, frozen=True):
-    """One tensor of the state, by name. Tied tensors appear once, under their first name."""
+class TensorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One tensor of the state, by name, or one rank's box of it. Tied tensors appear once, under their first name."""
 
     name: str
     """'model.blocks.0.weight', 'optimizer.state.3.exp_avg', …"""
@@ -14,6 +14,9 @@ class TensorInfo(msgspec.Struct, frozen=True):
     """safetensors' code: F32, BF16, I64, BOOL, …"""
     shape: tuple[int, ...]
     nbytes: int
+    of: tuple[int, ...] = ()
+    """Shape of the whole tensor, of which this is the box that begins at `at`; (): this is the whole tensor."""
+    at: tuple[int, ...] = ()
 
 
 Table = tuple[TensorInfo, ...]

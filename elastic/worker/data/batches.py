@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import default_collate
 
 from elastic.worker.comm.ddp import GradientWeight
-from elastic.worker.link.misuse import MisuseRuntimeError, MisuseTypeError
+from elastic.worker.link.misuse import MisuseRuntimeError, MisuseTypeError, MisuseValueError
 from elastic.worker.state.parts.data_progress import DataProgress
 
 from .arguments import at_most, plan_of
@@ -166,13 +166,15 @@ def batches(
     device: torch.device | str | None = None,
     pin_memory: bool = False,
     gradient_weight: GradientWeight | None = None,
+    equal_parts: bool = False,
     on_turn: Callable[[Any, int], None] = refuse_uncommitted,
     progress: DataProgress | None = None,
     **limits: Any,
 ) -> Iterator[Batch]:
     """Yield this rank's part of each step from `state.step` on. See `Job.batches`; `limits`: those of `turns.Loop`.
 
-    `on_turn` is called with the state and the step when a turn has ended, before the next batch is loaded.
+    `on_turn` is called with the state and the step when a turn has ended, before the next batch is loaded. With
+    `equal_parts`, a batch that the ranks cannot share out equally raises MisuseValueError.
     """
     micro_batch = at_most("micro_batch", micro_batch)
     micro_sizes(1, micro_batch)  # raises for an invalid one at the first call, not in the loop
@@ -185,6 +187,8 @@ def batches(
     taken = loop.run(turns, reader, num_workers=num_workers, pin_memory=pin_memory, away=elsewhere(device))
     with contextlib.closing(taken):  # type: ignore[type-var]  # a generator
         for turn, step, indices, data in taken:
+            if equal_parts:
+                refuse_unequal(turn.size, world_size, step)
             batch = Batch(
                 data=data,
                 indices=indices,
@@ -202,6 +206,14 @@ def batches(
                 gradient_weight.take(batch.weight, batch)
             yield batch
             on_turn(state, step)
+
+
+def refuse_unequal(size: int, world_size: int, step: int) -> None:
+    if size % world_size:
+        raise MisuseValueError(
+            f"step {step}: {size} samples for {world_size} ranks: sharding averages the means of all ranks alike, so "
+            "parts of unequal sizes would weigh wrongly. Take a batch_size that they share equally, and drop_last=True"
+        )
 
 
 class _Order:

@@ -100,6 +100,7 @@ class Job(JobCalls):
         self._suspect = 0
         """Step whose loss was not finite: until it is done again, each layer's output is looked at."""
         self._kept = KeptGradients()
+        self._alike = self._fenced = False
         self._batch: data.Batch | None = None
         """The one that the script has now."""
 
@@ -116,11 +117,16 @@ class Job(JobCalls):
         checkpoint_scheduler: CheckpointScheduler | None,
         group_s: float = math.inf,
         state: State | None = None,
+        keys: int = 1,
     ) -> None:
         """Begin a generation: `train` is about to be called with `state`. Collectives time out after `group_s` seconds.
-        Not for scripts."""
+        `keys`: number of different parts of the state that the ranks hold. Not for scripts."""
         step = state.step if state is not None else 0
         self._state = state
+        self._alike = keys == 1 and world_size > 1
+        # Replicas of different parts would else stand at different steps after a death, and no replica would help: the
+        # gradients of one part are complete on its ranks before those of another are.
+        self._fenced = 1 < keys < world_size
         self.rank, self.world_size, self.generation = rank, world_size, generation
         self._checkpoint_scheduler = checkpoint_scheduler
         self._group_s = group_s if world_size > 1 else math.inf
@@ -289,13 +295,16 @@ class Job(JobCalls):
         if self._fingerprint_every and step % self._fingerprint_every == 0:
             self._compare_replicas(state)
         waits = self._checkpoint_scheduler is not None and self._checkpoint_scheduler.exchanges_at(step)
-        digest = self._replicas.digest(state) if waits and self.world_size > 1 else (0, 0)
+        digest = self._replicas.digest(state) if waits and self._alike else (0, 0)
         if waits:
             self._link.contributed()
         if self._checkpoint_scheduler is not None and self._checkpoint_scheduler.after(
             state, keep=not bad, digest=digest
         ):
             self._replicas.refuse(state, rank=self.rank, world_size=self.world_size, step=step)
+        if self._checkpoint_scheduler is not None and state.is_sharded and self._link.stops_after(step):
+            self._link.contributed()
+            self._checkpoint_scheduler.moves(state)
         self._link.check(step)
         if waits:
             self._link.entered()
@@ -332,6 +341,9 @@ class Job(JobCalls):
         if self._may_have_queued_kernels():
             self._link.contributed()
             torch.cuda.current_stream(self.device).synchronize()
+        if self._fenced and self._state is not None and self._state.clean():
+            self._link.contributed()  # no rank applies its gradients before all have theirs
+            torch.distributed.all_reduce(torch.zeros(1, device=control_device()))
         self._link.applying()
         if self.sampler.on and self._state is not None:
             self.sampler.applied(self._state)
@@ -339,7 +351,7 @@ class Job(JobCalls):
             self._checkpoint_scheduler.settle()
 
     def _compare_replicas(self, state: State) -> None:
-        if self.world_size == 1:
+        if not self._alike:
             return
         # Of the tensors that the state has now: one that was replaced is no part of it any more.
         own = self._gradient_weight.own_buffers

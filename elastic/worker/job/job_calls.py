@@ -32,6 +32,7 @@ from elastic.worker.state.modes import Modes
 from elastic.worker.state.parts.data_progress import DataProgress, refuse_unlike
 
 from . import evaluation
+from .data_ranks import data_rank, refuse_weights
 from .lr_scaling import Mode, ScaledSteps, factor
 
 if TYPE_CHECKING:
@@ -259,6 +260,9 @@ class JobCalls(abc.ABC):
           it was read, and each ends with `job.commit`.
         - `micro_batch`: see `Batch.parts`. `num_workers` processes load ahead, with `pin_memory`. `collate`.
         - `allow_changed`: go on at this step, whatever the steps so far were taken from.
+        - `mesh`, of a sharded state: the DeviceMesh that the data is parallel over; ranks along other dimensions take
+          the same samples. Needed where the model is sharded by more than `fully_shard`. Parts of unequal sizes are
+          refused: sharding averages the means of all ranks alike.
 
         Random numbers drawn in `dataset[i]` depend only on (seed, epoch, position of the sample in the epoch), so they
         are the same for any world size; those drawn in the training loop (dropout) depend on (seed, step, rank). This
@@ -269,16 +273,21 @@ class JobCalls(abc.ABC):
         empty dataset, invalid sizes and a sampler without an end, RuntimeError if a turn ends without a commit, or if
         the data, the numbers or the sampler's order are others than in the steps so far, or on other ranks.
         """
+        rank, world_size, weight = self.rank, self.world_size, self._gradient_weight
+        if state.is_sharded:
+            refuse_weights(options)
+            rank, world_size = data_rank(state.modules(), options.pop("mesh", None), rank, world_size)
         loaded = data.batches(
             dataset,
             state,
             batch_size=batch_size,
             epochs=epochs,
             steps=steps,
-            rank=self.rank,
-            world_size=self.world_size,
+            rank=rank,
+            world_size=world_size,
             device=self.device,
-            gradient_weight=self._gradient_weight,
+            gradient_weight=None if state.is_sharded else weight,
+            equal_parts=state.is_sharded,
             on_turn=self._end_turn,
             progress=state.data_progress,
             **options,

@@ -38,5 +38,9 @@ class Link:
     def logged(self, begun: int, rows: Sequence[LoggedRow], repeated: bool) -> None:
         """Rows of `job.log`; see `messages.Logged`."""
 
+    def stops_after(self, step: int) -> bool:
+        """Whether all ranks stop after `step`, by plan."""
+        return False
+
     def check(self, step: int) -> None:
         """Raises GenerationEnded if this generation is over, or is to stop at `step`."""

@@ -182,6 +182,10 @@ class Session:
         if self._yield_generation == generation and step >= self._yield_step:
             raise GenerationEnded(f"planned change after step {step}", between=between)
 
+    def stops_after(self, generation: int, step: int) -> bool:
+        """Whether all ranks stop after `step`, by plan."""
+        return self._yield_generation == generation and step >= self._yield_step and not self.over(generation)
+
     def ends(self, generation: int) -> bool:
         """Whether `generation` is over, or this rank has passed the step at which it was to stop: others may have left
         the group."""

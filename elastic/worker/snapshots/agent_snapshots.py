@@ -50,10 +50,11 @@ class SaverLink(Protocol):
 class AgentSnapshots:
     """Main thread only, except that `prepare` leaves its work to a thread, which `put` joins."""
 
-    def __init__(self, session: SaverLink, *, buffers: int = 2) -> None:
-        """`buffers`: how many the saver offers."""
+    def __init__(self, session: SaverLink, *, buffers: int = 2, keep_newest: bool = False) -> None:
+        """`buffers`: how many the saver offers. `keep_newest`: see `Buffers`; where each rank has a part of its own, a
+        snapshot is of use only if all ranks have it."""
         self._session, self._count = session, buffers
-        self._buffers = Buffers()
+        self._buffers = Buffers(keep_newest=keep_newest)
         self._copied: tuple[SnapshotPart, float] | None = None
         """The copy in progress, and the seconds that starting it took."""
         self._cold: set[int] = set()

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -50,6 +50,10 @@ class RankPosition(msgspec.Struct, frozen=True):
     world_size: int
     local_index: int
     local_world_size: int
+    key: int = 0
+    """Equal on ranks that hold the same part of the state; 0: all of it."""
+    leads: bool = True
+    """The lowest rank of that key: it saves what all of them have."""
     planner: int = 0
     """The rank whose plan counts: one that has been there for long, so that it knows when the last checkpoint was and
     how often ranks fail. Rank 0 may have been replaced a moment ago."""
@@ -72,8 +76,8 @@ class SnapshotPart(msgspec.Struct, frozen=True):
     """Shards of other nodes, which this rank keeps in memory in addition to its own."""
     part: int | None = None
     parts: int | None = None
-    """Which piece of the node's complete snapshot this rank's tensors are (own shard and those beside it): `part` of
-    `parts`. None: as `shard` of `shards`."""
+    """Which piece of a complete snapshot this rank's tensors are (own shard and those beside it): `part` of the `parts`
+    of the node, or of one where each rank restores its own. None: as `shard` of `shards`."""
     save: bool = True
     """Write the shard to disk; False: keep it in memory only."""
     kept: str = ""
@@ -89,6 +93,12 @@ class SnapshotPart(msgspec.Struct, frozen=True):
         count = len(self.table)
         volatile = frozenset(place for place in self.volatile if place < count)
         return replace(self, tensors=self.tensors[:count], beside=NO_REPLICAS, part=None, parts=None, volatile=volatile)
+
+
+Numbers = tuple[Sequence[int], Sequence[int]]
+"""Indices in the complete table: of the tensors that a rank saves, and of those that it keeps in memory beside them."""
+
+Cut = Callable[[Table, Sequence[Sequence[int]], Sequence[int], int], Numbers]
 
 
 class PartLayout(msgspec.Struct, frozen=True):
@@ -263,11 +273,21 @@ class CheckpointScheduler:
             )
             text = f"elastic: `train` has returned after an optimizer's step without job.commit: {said}"
             print(text, file=sys.stderr, flush=True)
+        self._save_now(state, "final state, of")
+
+    def moves(self, state: State) -> None:
+        """The world is about to change, by plan, and with it which part of the state a rank has: save, so that each can
+        load its new one. All ranks call it at the same step."""
+        self.settle()
+        if self._place.key and self.policy.rule is not None and state.step != self._saved_step:
+            self._save_now(state, "state before the world changes, of")
+
+    def _save_now(self, state: State, what: str) -> None:
         self._backend.wait(self._finish_s)
         if self._exchange(IntervalPlan(), not self._backend.free()).busy:
             self.policy.skipped += 1
             if self._place.rank == 0:
-                said = f"the final state, of step {state.step}, is not saved: an earlier checkpoint was still being"
+                said = f"the {what} step {state.step}, is not saved: an earlier checkpoint was still being"
                 print(f"elastic: {said} written after {self._finish_s:g} s", file=sys.stderr, flush=True)
             return
         self._saved_step = state.step
@@ -345,7 +365,8 @@ class CheckpointScheduler:
         layout = self._layout
         if layout is None or layout.whole != table:
             state.refuse_growth(table, extra)
-            layout = self._layout = self._laid_out(table, tensors_named(extra), state.volatile(), shard, shards)
+            cut = self._own_boxes if place.key else self._cut
+            layout = self._layout = self._laid_out(table, tensors_named(extra), state.volatile(), shard, shards, cut)
         measured = policy.measured(time.monotonic(), self._backend.durable_s)
         return SnapshotPart(
             step=state.step,
@@ -354,11 +375,11 @@ class CheckpointScheduler:
             shards=shards,
             table=layout.own,
             tensors=[tensors[i][1] for i in layout.chosen],
-            extra=extra_of(extra, layout.positions),
+            extra=extra_of(extra, layout.positions, place.key),
             interval=interval.describe(policy.rule, measured) if policy.rule is not None else "",
             beside=layout.beside,
-            part=place.local_index if self._snapshots else None,
-            parts=place.local_world_size if self._snapshots else None,
+            part=(0 if place.key else place.local_index) if self._snapshots else None,
+            parts=(1 if place.key else place.local_world_size) if self._snapshots else None,
             save=save,
             kept=interval.describe_snapshots(policy.cost.seconds, warm=policy.cost.warm) if self._snapshots else "",
             skipped=policy.skipped,
@@ -366,21 +387,32 @@ class CheckpointScheduler:
         )
 
     def _laid_out(
-        self, table: Table, named: Collection[str], changing: Collection[str], shard: int, shards: int
+        self, table: Table, named: Collection[str], changing: Collection[str], shard: int, shards: int, cut: Cut
     ) -> PartLayout:
         """`named`: the tensors of values and objects. `changing`: those that may change other than in a step."""
         cuts, apart = split(table, named, shards)
-        mine = cuts[shard] if shard else (*cuts[0], *apart)
+        mine, others = cut(table, cuts, apart, shard)
         # In the order of the file: the description of tensors kept beside a shard gives the position of each.
         own = tuple(mine[i] for i in file_order([table[i] for i in mine]))
         positions = {i: n for n, i in enumerate((*sorted(i for cut in cuts for i in cut), *apart))}
-        others: tuple[int, ...] = ()
-        if self._snapshots and self._shared:
-            held = beside_shards(shard, shards, self._place.local_index, self._place.local_world_size)
-            others = tuple(i for k in held for i in cuts[k])
-            if shard and not self._place.local_index:  # this rank's JSON is read with the node's snapshot
-                others += apart
         chosen = (*own, *others)
         volatile = frozenset(at for at, i in enumerate(chosen) if table[i].name in changing)
         beside = ReplicaTensors(tuple(table[i] for i in others), tuple(positions[i] for i in others))
         return PartLayout(table, tuple(table[i] for i in own), [positions[i] for i in own], chosen, beside, volatile)
+
+    def _cut(self, table: Table, cuts: Sequence[Sequence[int]], apart: Sequence[int], shard: int) -> Numbers:
+        """Replicated state: each rank saves its shard, and the ranks of a node together keep all."""
+        mine = cuts[shard] if shard else (*cuts[0], *apart)
+        if not (self._snapshots and self._shared):
+            return mine, ()
+        held = beside_shards(shard, len(cuts), self._place.local_index, self._place.local_world_size)
+        others = tuple(i for k in held for i in cuts[k])
+        # The JSON of a node's first rank is read with the node's snapshot.
+        return mine, (*others, *apart) if shard and not self._place.local_index else others
+
+    def _own_boxes(self, table: Table, cuts: Sequence[Sequence[int]], apart: Sequence[int], shard: int) -> Numbers:
+        """Each rank keeps all that it has. Of a box the lowest of its ranks saves it, of a whole tensor rank 0."""
+        numbers = (*sorted(i for cut in cuts for i in cut), *apart)
+        saves = [i for i in numbers if (self._place.leads if table[i].of else shard == 0)]
+        others = [i for i in numbers if i not in set(saves)]
+        return saves, others if self._snapshots else ()

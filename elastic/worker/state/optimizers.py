@@ -304,9 +304,10 @@ def _stray_scheduler(kind: str) -> str:
 
 def sharded_module(name: str, found: str) -> str:
     return (
-        f"state.{name} is sharded ({found}): each rank has a part of the parameters only, and elastic restores a "
-        f"replacement from one survivor that has all. Leave out fully_shard (or FSDP, tensor parallelism) and wrap "
-        f"the whole module with job.ddp in train(); a model that is too large for that is not supported yet"
+        f"state.{name} is sharded ({found}): each rank has a part of the parameters only. Call elastic.run(setup, "
+        f"train, sharded=True), so that setup() runs in the formed group and each rank restores its own part, see "
+        f"docs/sharded.md; or leave out fully_shard (or tensor parallelism) and wrap the whole module with job.ddp in "
+        f"train()"
     )
 
 

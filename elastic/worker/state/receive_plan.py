@@ -13,15 +13,24 @@ from elastic.checkpoint.format.plain import tensors_named
 from elastic.contract.structs import replace
 from elastic.contract.worker.tensor_table import Table, TensorInfo
 from elastic.worker.link.misuse import MisuseTypeError
+from elastic.worker.state.parts.boxes import Accepted
 from elastic.worker.state.parts.parts import OptimizerPart, OptimizerTensors, Part
 
 from .optimizers import sharded_module
 
 
 def refuse_sharded(name: str, module: torch.nn.Module) -> None:
-    """Raises TypeError if each rank has a part of the parameters only."""
+    """Raises TypeError if each rank has a part of the parameters only, and the job does not say so; for torch's first
+    FSDP, whose parameters are no DTensors, in any case."""
     kinds = {kind.__name__ for inner in module.modules() for kind in type(inner).__mro__}
-    found = next((kind for kind in ("FSDPModule", "FullyShardedDataParallel") if kind in kinds), "")
+    if "FullyShardedDataParallel" in kinds:
+        raise MisuseTypeError(
+            f"state.{name} is wrapped by FullyShardedDataParallel, whose parts have no names of their own: shard it by "
+            "torch.distributed.fsdp.fully_shard (FSDP2) in setup(), and call elastic.run(setup, train, sharded=True)"
+        )
+    if Accepted.sharded:
+        return
+    found = "FSDPModule" if "FSDPModule" in kinds else ""
     if not found:
         found = "DTensor" if any(type(p).__name__ == "DTensor" for p in module.parameters()) else ""
     if found:
@@ -193,4 +202,7 @@ def mismatch(name: str, here: TensorInfo | None, came: TensorInfo | None) -> Val
 
 
 def _described(info: TensorInfo | None) -> str:
-    return "missing" if info is None else f"{info.dtype} {list(info.shape)}"
+    if info is None:
+        return "missing"
+    box = f" at {list(info.at)} of {list(info.of)}" if info.of else ""
+    return f"{info.dtype} {list(info.shape)}{box}"

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import msgspec
 import torch
+import xxhash
 
 from elastic.checkpoint.format.json_values import Codecs
+from elastic.checkpoint.format.manifest import ITEM_BYTES
 from elastic.contract.worker.tensor_table import Table, TensorInfo
 from elastic.worker.link.misuse import MisuseRuntimeError, MisuseTypeError, MisuseValueError
+from elastic.worker.state.parts.boxes import WHOLE, Accepted, box_of, local
 from elastic.worker.state.parts.data_progress import DataProgress
 from elastic.worker.state.parts.described import Described
 from elastic.worker.state.parts.object_parts import ValuePart, object_part
@@ -41,6 +46,14 @@ FORMAT = 1
 PROVEN_COMMITS = 2
 """At the first commits of a process everything is encoded once, as for a replacement, so that what cannot be encoded
 is refused there."""
+
+
+class Parked(NamedTuple):
+    """A rank's part of a state, kept while `setup` builds it anew."""
+
+    table: Table
+    extra: dict[str, Any]
+    tensors: list[torch.Tensor]
 
 
 class State:
@@ -78,6 +91,7 @@ class State:
         self._modes: Modes | None = None
         self._built: InitialLayout | None = None
         self._progress = DataProgress()
+        self._sharded = Accepted.sharded
         for name, value in parts.items():
             if name.startswith("_") or hasattr(type(self), name):
                 raise MisuseValueError(f"state.{name}: this name is taken; choose another")
@@ -305,10 +319,10 @@ class State:
         for part in parts:
             tensors, extras[part.name] = part.held()
             module = isinstance(part, ModulePart)
-            for name, tensor in tensors:
-                was = before.get(name)
+            for name, held in tensors:
+                tensor, was = local(held), before.get(name)
                 if was is None or not was.still(tensor):
-                    was = Described(name, tensor)
+                    was = Described(name, tensor, box_of(held))
                 described[name] = was
                 if module and (known := first.setdefault(was.place(tensor), name)) != name:
                     tied[name] = known
@@ -343,6 +357,57 @@ class State:
         for part in self._optimizer_parts():
             for number, param in enumerate(param for group in part.groups() for param in group["params"]):
                 yield part.name, number, param
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each rank has, and restores, a part of its own."""
+        return self._sharded
+
+    def shard_key(self) -> int:
+        """Equal on ranks that hold the same tensors, and the same boxes of them, in their modules: they are replicas.
+        63 bits; 0: all ranks are."""
+        if not self._sharded:
+            return 0
+        parts = [part for part in self._parts.values() if isinstance(part, ModulePart)]
+        infos = [each.info for each, _ in self._walk(parts, {})[0]]
+        # Of a whole tensor the name alone: the shape of a buffer may change.
+        boxes = [(info.name, *((info.of, info.at, info.shape) if info.of else ())) for info in infos]
+        return xxhash.xxh3_64_intdigest(msgspec.json.encode(boxes)) >> 1
+
+    def table_for(self, came: Table) -> Table:
+        """The table of what this rank holds of a state that came as `came`: boxes of any other sharding, or whole
+        tensors."""
+        if not self._sharded and not any(info.of for info in came):
+            return came
+        mine = {info.name: info for info in self.table()}
+        params = {f"{name}.state.{number}": param for name, number, param in self._groups()}
+        here: dict[str, TensorInfo] = {}
+        for info in came:
+            if info.name not in here:
+                here[info.name] = self._box_for(info, mine.get(info.name), params.get(info.name.rpartition(".")[0]))
+        return tuple(here.values())
+
+    def _box_for(self, came: TensorInfo, mine: TensorInfo | None, param: torch.Tensor | None) -> TensorInfo:
+        """What this rank holds of the tensor of which `came` is a box. `mine`: its own, if it has that already;
+        `param`: the parameter that an optimizer keeps it for."""
+        shape = came.of or came.shape
+        if mine is not None and (mine.of or mine.shape) == shape:
+            return mine
+        place = box_of(param) if param is not None and tuple(param.shape) == shape else WHOLE
+        held = tuple(local(param).shape) if param is not None and place != WHOLE else shape
+        return TensorInfo(came.name, came.dtype, held, math.prod(held) * ITEM_BYTES[came.dtype], *place)
+
+    def parked(self) -> Parked:
+        """A copy of this rank's part, which outlives the state."""
+        extra: dict[str, Any] = {}
+        held = self.tensors(extra, own=False)
+        return Parked(tuple(info for info, _ in held), extra, [tensor.to("cpu", copy=True) for _, tensor in held])
+
+    def unpark(self, parked: Parked) -> None:
+        """Take it back, into what `setup` has built anew. Raises ValueError if it has built other boxes."""
+        for tensor, kept in zip(self.adopt(parked.table, parked.extra), parked.tensors, strict=True):
+            tensor.copy_(kept)
+        self.filled()
 
     def table(self) -> Table:
         return tuple(info for info, _ in self.tensors(own=False))
@@ -408,7 +473,7 @@ class State:
         self._progress.adopt(extra.get("progress", {}))
         self._coming = int(extra["commit_generation"]), int(extra["step"])
         # Without autograd's record of what is written to them.
-        return [t.detach() if (t := places[info.name]).requires_grad else t for info in table]
+        return [t.detach() if (t := local(places[info.name])).requires_grad else t for info in table]
 
     def filled(self) -> None:
         """All tensors have been filled: the state is complete, and at the step of the one that `adopt` was given."""

@@ -1,4 +1,9 @@
-"""The source of the state when a group has formed: one decision, identical on every rank from the same offers."""
+"""The source of the state when a group has formed: one decision, identical on every rank from the same offers.
+
+The ranks that hold the same part of the state have the same *key*, and are replicas of each other. All go on from the
+newest version that every key can be had at, and the ranks of each key get it from their nearest source. Where the whole
+state is on every rank, there is one key.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +25,8 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     """The states that one rank has or can load."""
 
     rank: int
+    key: int = 0
+    """Equal on ranks that hold the same part of the state; 0: all of it."""
     version: Version
     """Of its live state."""
     clean: bool
@@ -28,6 +35,8 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     """The live state is the job's (committed or received), not only built by `setup`."""
     snapshot: Version | None = None
     """Newest snapshot this rank could load by itself."""
+    older: Version | None = None
+    """The one before it, if it could load that one, too: of a part of the state, another rank may lack the newest."""
     checkpoint: Version | None = None
     """Newest checkpoint this rank could load by itself."""
     storage_id: int = 0
@@ -59,7 +68,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     """The rank that has the state, or loads it, and sends it to `needs`."""
     version: Version
     needs: tuple[int, ...]
-    """Ranks that receive, ascending; never the source."""
+    """Ranks of the same key that receive, ascending; never the source."""
 
 
 def reached(offers: Sequence[Offer]) -> int:
@@ -88,27 +97,37 @@ def counted_before(offers: Sequence[Offer], restore: str, generation: int) -> in
     return generation if live else 0
 
 
-def choose(offers: Sequence[Offer], restore: str = "newest", before: int = 0) -> Choice:
-    """Choose the state to resume from. `restore`: 'newest', or 'snapshot' to ignore all live state. `before`: snapshots
-    and checkpoints of this generation, or a newer one, do not count; 0: all do.
+def all_live(offers: Sequence[Offer], generation: int) -> bool:
+    """Whether live state that counts is there of every key, and of one version. That of an older generation may belong
+    to a node that was partitioned while the others trained on and saved."""
+    there: dict[int, set[Version]] = {offer.key: set() for offer in offers}
+    for offer in offers:
+        if offer.clean and offer.established and offer.version[0] >= generation - 1:
+            there[offer.key].add(offer.version)
+    return bool(set.intersection(*there.values()))
 
-    The newest version wins; live before snapshot before checkpoint among equals; then the lowest rank. If no rank ever
-    had the job's state, the lowest rank whose newly built state is consistent sends it to all: replicas must be equal.
+
+def choose(offers: Sequence[Offer], restore: str = "newest", before: int = 0) -> dict[int, Choice]:
+    """Choose, for each key, the state to resume from. `restore`: 'newest', or 'snapshot' to ignore all live state.
+    `before`: snapshots and checkpoints of this generation, or a newer one, do not count; 0: all do.
+
+    The newest version that every key can be had at wins; of each key live before snapshot before checkpoint, then the
+    lowest rank. If no rank ever had the job's state, the lowest rank of each key whose newly built state is consistent
+    sends it to the others: replicas must be equal.
 
     Raises StateLostError, NoStateError, ValueError. A job that once had a checkpoint never restarts from its set-up by
     itself: a checkpoint folder that is empty or not mounted needs a user's attention.
     """
     if restore not in ("newest", "snapshot"):
         raise ValueError(f"restore = {restore!r}: 'newest' or 'snapshot'")
-    best: tuple[Version, int, int] | None = None
+    alike: dict[int, list[Offer]] = {}
     for offer in offers:
-        for origin, version in _candidates(offer, restore, before):
-            key = (version, _RANKING.index(origin), -offer.rank)
-            if best is None or key > best:
-                best = key
-    if best is not None:
-        version, ranking, minus_rank = best
-        return _choice(_RANKING[ranking], -minus_rank, version, offers)
+        alike.setdefault(offer.key, []).append(offer)
+    best = {key: _best(replicas, restore, before) for key, replicas in alike.items()}
+    if common := set.intersection(*map(set, best.values())):
+        newest = max(common)
+        nearest = {key: versions[newest] for key, versions in best.items()}
+        return {key: _choice(_RANKING[n], -minus, newest, alike[key]) for key, (n, minus) in nearest.items()}
     known_step = max(offer.known_step for offer in offers)
     if any(offer.established for offer in offers):
         kind_of_error = NoStateError if known_step else StateLostError
@@ -120,27 +139,40 @@ def choose(offers: Sequence[Offer], restore: str = "newest", before: int = 0) ->
             "again from step 0 by itself. Is checkpoint.dir there, and the right one? To begin anew, move the damaged "
             "ones in it away, and submit the job again"
         )
+    built: dict[int, Offer] = {}
     for offer in sorted(offers, key=lambda o: o.rank):
         if offer.clean:
-            return _choice(Origin.SETUP, offer.rank, offer.version, offers)
+            built.setdefault(offer.key, offer)
+    if len(built) == len(alike):
+        return {key: _choice(Origin.SETUP, o.rank, o.version, alike[key]) for key, o in built.items()}
     raise StateLostError(f"nothing to go on from: {'; '.join(map(_lacks, offers))}")
+
+
+def _best(replicas: Sequence[Offer], restore: str, before: int) -> dict[Version, tuple[int, int]]:
+    """Version -> (index of its nearest origin, rank that has it, negated)."""
+    best: dict[Version, tuple[int, int]] = {}
+    for offer in replicas:
+        for origin, version in _candidates(offer, restore, before):
+            best[version] = max((_RANKING.index(origin), -offer.rank), best.get(version, (-1, 0)))
+    return best
 
 
 def _candidates(offer: Offer, restore: str, before: int) -> list[tuple[Origin, Version]]:
     candidates: list[tuple[Origin, Version]] = []
     if restore == "newest" and offer.clean and offer.established:
         candidates.append((Origin.LIVE, offer.version))
-    for origin, saved in ((Origin.SNAPSHOT, offer.snapshot), (Origin.CHECKPOINT, offer.checkpoint)):
+    saves = (Origin.SNAPSHOT, offer.snapshot), (Origin.SNAPSHOT, offer.older), (Origin.CHECKPOINT, offer.checkpoint)
+    for origin, saved in saves:
         if saved is not None and (not before or saved[0] < before):
             candidates.append((origin, saved))
     return candidates
 
 
-def _choice(origin: Origin, source: int, version: Version, offers: Sequence[Offer]) -> Choice:
+def _choice(origin: Origin, source: int, version: Version, replicas: Sequence[Offer]) -> Choice:
     def has_it(offer: Offer) -> bool:
         return origin is Origin.LIVE and offer.clean and offer.established and offer.version == version
 
-    needs = tuple(sorted(o.rank for o in offers if o.rank != source and not has_it(o)))
+    needs = tuple(sorted(o.rank for o in replicas if o.rank != source and not has_it(o)))
     return Choice(origin=origin, source=source, version=version, needs=needs)
 
 

@@ -276,6 +276,34 @@ def shut_down_workers(iterator: object) -> None:
     shut()
 
 
+# ── sharded tensors ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def local_tensor(tensor: Any) -> torch.Tensor:
+    """Of a DTensor: the tensor in this rank's memory."""
+    return tensor._local_tensor  # type: ignore[no-any-return]
+
+
+def box(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of a DTensor: (shape of the whole tensor, offset of this rank's box in it); empty tuples if it is whole here.
+    Raises TypeError for a partial sum."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise TypeError(f"a tensor with the placements {tensor.placements} is a partial sum, and no state")
+    if all(placement.is_replicate() for placement in tensor.placements):
+        return (), ()
+    _, at = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(tensor.shape), tuple(at)
+
+
+def forget_sharding() -> None:
+    """Drop what DTensor has cached: local shapes, true of the rank that this process was, and meshes of an earlier
+    generation, equal to the new ones but for their groups."""
+    if (clear := getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)) is not None:
+        clear()
+
+
 # ── the build ───────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -10,9 +10,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
+import torch
 import xxhash
 
 from elastic.checkpoint.format.errors import NoGoodCheckpoint
+from elastic.checkpoint.format.manifest import overlap
 from elastic.checkpoint.memory.arena import Arena
 from elastic.checkpoint.memory.progress import Progress, unreported
 from elastic.checkpoint.stored import find, read
@@ -21,6 +23,7 @@ from elastic.checkpoint.stored.retention import Entry
 from elastic.contract.origin import Origin
 from elastic.contract.worker import messages
 from elastic.contract.worker.tensor_table import Table, TensorInfo
+from elastic.worker.link.misuse import MisuseRuntimeError
 from elastic.worker.link.session import Session
 from elastic.worker.state.state import State
 from elastic.worker.state.state_source import UnreadableRange, Version
@@ -32,13 +35,13 @@ ASK_S = 90.0
 """Longer than the agent takes to answer in any case."""
 
 
-def extra_of(extra: dict[str, Any], positions: Sequence[int]) -> dict[str, Any]:
-    """The data of a shard beside its tensors: the state's `extra`, and the positions of its tensors in the complete
-    table.
+def extra_of(extra: dict[str, Any], positions: Sequence[int], key: int = 0) -> dict[str, Any]:
+    """The data of a shard beside its tensors: the state's `extra`, the positions of its tensors in the complete table,
+    and the key (`State.shard_key`) if it is a rank's own part.
 
     `positions` in the order of the shard's file (`layout.file_order`).
     """
-    return {"state": extra, "positions": list(positions)}
+    return {"state": extra, "positions": list(positions), **({"key": key} if key else {})}
 
 
 def whole_table(shards: Iterable[tuple[Mapping[str, Any], Table]]) -> Table:
@@ -50,7 +53,7 @@ def whole_table(shards: Iterable[tuple[Mapping[str, Any], Table]]) -> Table:
 
 
 class HeldSnapshots:
-    """The newest complete snapshot in the memory of this node's agent."""
+    """One complete snapshot in the memory of this node's agent."""
 
     def __init__(self, arenas: Sequence[Arena]) -> None:
         self._arenas = arenas
@@ -75,9 +78,72 @@ class HeldSnapshots:
         state.filled()
         return f"snapshot step {state.step} in this node's memory"
 
+    def clear(self) -> None:
+        for arena in self._arenas:
+            arena.clear()
+
     def close(self) -> None:
         for arena in self._arenas:
             arena.close()
+
+
+Kept = list[tuple[Version | None, HeldSnapshots]]
+
+
+def kept_in(arenas: Sequence[Arena], key: int, rank: int, world_size: int) -> Kept:
+    """(version, snapshot) of what `arenas` hold for a rank of `key`, the newest first. Others are closed. Raises
+    MisuseRuntimeError if `rank` of as many ranks had other boxes."""
+    kept: Kept = []
+    for arena in arenas:
+        snapshot = HeldSnapshots([arena])
+        place = arena.header()
+        if place.complete and (place.shard, place.shards) == (rank, world_size) and arena.extra().get("key") != key:
+            raise MisuseRuntimeError(
+                f"setup() has built other boxes of the state for rank {rank} of {world_size} than it had before: the "
+                "meshes, the sharding and the model's shapes must follow from the ranks and the job's arguments alone"
+            )
+        header = arena.header()
+        if (
+            header.complete
+            and header.parts == 1
+            and arena.extra().get("key") == key
+            and (version := snapshot.version())
+        ):
+            kept.append((version, snapshot))
+        else:
+            arena.close()
+    return sorted(kept, key=lambda each: each[0] or (-1, -1), reverse=True)
+
+
+class Boxes:
+    """Where the boxes of a checkpoint are read to: into the tensors that they are the contents of, else aside, for
+    `cut` to take what this rank's box has in common with them."""
+
+    def __init__(self) -> None:
+        self._aside: list[tuple[torch.Tensor, TensorInfo, torch.Tensor, TensorInfo]] = []
+
+    def into(self, here: Mapping[str, tuple[TensorInfo, torch.Tensor]]) -> read.Into:
+        """`here`: what this rank is to hold, by name. A box that several ranks have saved is read once."""
+        self._aside.clear()
+        taken = set[tuple[str, tuple[int, ...]]]()
+
+        def target(info: TensorInfo) -> torch.Tensor | None:
+            own, tensor = here[info.name]
+            if (info.name, info.at) in taken or overlap(own, info) is None:
+                return tensor if own == info else None
+            taken.add((info.name, info.at))
+            if (own.of, own.at, own.shape) == (info.of, info.at, info.shape):
+                return tensor
+            self._aside.append((tensor, own, torch.empty(info.shape, dtype=tensor.dtype), info))
+            return self._aside[-1][2]
+
+        return target
+
+    def cut(self) -> None:
+        for tensor, own, read_box, info in self._aside:
+            if (common := overlap(own, info)) is not None:
+                tensor[common[0]].copy_(read_box[common[1]])
+        self._aside.clear()
 
 
 class Disk(msgspec.Struct, frozen=True):
@@ -128,12 +194,12 @@ class Disk(msgspec.Struct, frozen=True):
         said = f"the checkpoint in {self.directory} is older than that of step {step}, which the job has had"
         print(f"elastic: {said}: {why}", file=sys.stderr, flush=True)
 
-    def saved(self, snapshot: Version | None = None) -> Saved:
-        """`newest`, beside `snapshot`. If there is none, the checkpoints that cannot be loaded count: training must not
-        begin anew beside them."""
+    def saved(self, snapshot: Version | None = None, older: Version | None = None) -> Saved:
+        """`newest`, beside `snapshot` and the one before it. If there is none, the checkpoints that cannot be loaded
+        count: training must not begin anew beside them."""
         newest, storage_id = self.newest()
         unusable = 0 if newest else self._unusable_step()
-        return Saved(snapshot, newest, unusable, storage_id, self.newest)
+        return Saved(snapshot, newest, unusable, storage_id, self.newest, older)
 
     def _unusable_step(self) -> int:
         there = unusable_step(self.remote, self.job) if self.remote else 0
@@ -147,17 +213,19 @@ class Disk(msgspec.Struct, frozen=True):
         to decide), FileNotFoundError if there is none.
         """
 
+        boxes = Boxes()
+
         def prepare(loaded: find.Found) -> read.Into:
             shards = ((shard.extra, shard.tensors) for shard in loaded.manifest.shards)
-            table = whole_table(shards)
+            table = state.table_for(whole_table(shards))
             came = state.adopt(table, loaded.manifest.extra["state"])
-            here = {info.name: tensor for info, tensor in zip(table, came, strict=True)}
-            return lambda info: here[info.name]
+            return boxes.into({info.name: (info, tensor) for info, tensor in zip(table, came, strict=True)})
 
         self._fetch_newer()
         loaded = read.load_newest(self.directory, self.job, prepare, remote=self.remote, progress=progress)
         if loaded is None:
             raise FileNotFoundError(f"no checkpoint of job {self.job!r} in {self.directory}")
+        boxes.cut()
         state.filled()
         said = f"checkpoint step {loaded.step} at {loaded.path}"
         return said + "".join(f"; quarantined {one}" for one in loaded.aside)
@@ -191,15 +259,22 @@ class Store:
     """All saved states within reach of one worker: the agent's memory and, if there are checkpoints, the disk."""
 
     def __init__(
-        self, session: Session, disk: Disk | None, state: State, generation: int, restore: str = "newest"
+        self,
+        session: Session,
+        disk: Disk | None,
+        state: State,
+        generation: int,
+        restore: str = "newest",
+        place: tuple[int, int] = (0, 1),
     ) -> None:
-        """`restore` as in `state_source.choose`; 'snapshot' leaves out snapshots taken for memory only."""
-        self._session = session
+        """`restore` as in `state_source.choose`; 'snapshot' leaves out snapshots taken for memory only. `place`: (rank,
+        world size)."""
+        self._session, self._place = session, place
         self._disk = disk
         self._state: State | None = state
         self._generation = generation
         self._saved_only = restore == "snapshot"
-        self._kept = HeldSnapshots([])
+        self._kept: Kept = []
         self._answers: queue.SimpleQueue[list[int] | None] = queue.SimpleQueue()
         """None: descriptors were lost on the way."""
         self._closed = False
@@ -208,7 +283,10 @@ class Store:
         """The agent answers once pending writes are on disk. Raises GenerationEnded, RuntimeError if this process has
         no room for the descriptors of the answer: older state must not be taken for the newest."""
         self._session.on(messages.InMemorySnapshot, self._on_kept)
-        self._session.send(messages.RequestSnapshot(generation=self._generation, saved=self._saved_only))
+        key = self._state.shard_key() if self._state is not None else 0
+        self._session.send(
+            messages.RequestSnapshot(generation=self._generation, saved=self._saved_only, own_parts=key != 0)
+        )
         self._session.wait(lambda: not self._answers.empty(), self._generation, ASK_S)
         descriptors = [] if self._answers.empty() else self._answers.get_nowait()
         if descriptors is None:
@@ -216,8 +294,11 @@ class Store:
                 "the snapshot in the agent's memory cannot be received: this process has too many open files "
                 "(RLIMIT_NOFILE, ulimit -n)"
             )
-        self._kept = HeldSnapshots([Arena.from_fd(descriptor, warm=False) for descriptor in descriptors])
-        return self._disk.saved(self._kept.version()) if self._disk else Saved(self._kept.version())
+        arenas = [Arena.from_fd(descriptor, warm=False) for descriptor in descriptors]
+        whole = HeldSnapshots(arenas)
+        self._kept = kept_in(arenas, key, *self._place) if key else [(whole.version(), whole)]
+        newest, older = (*(version for version, _ in self._kept[:2]), None, None)[:2]
+        return self._disk.saved(newest, older) if self._disk else Saved(newest, older=older)
 
     def _on_kept(self, message: messages.Message, descriptors: list[int]) -> None:
         """In the monitor thread. Closes the descriptors of an answer that came too late or for an earlier
@@ -236,18 +317,26 @@ class Store:
             with contextlib.suppress(queue.Empty):  # the other thread was faster
                 _close_all(self._answers.get_nowait() or ())
 
-    def load(self, origin: Origin) -> str:
+    def load(self, origin: Origin, version: Version) -> str:
         assert self._state is not None, "loaded after close"
         if origin is Origin.SNAPSHOT:
-            return self._kept.load(self._state, self._session.copied)
+            return dict(self._kept)[version].load(self._state, self._session.copied)
         assert self._disk is not None, "a job without a checkpoint directory offers no checkpoint"
         return self._disk.load(self._state, self._session.copied)
+
+    def discard_newer(self, version: Version) -> None:
+        """Another rank lacks them, so that all have gone back to `version`. To stay, they would be kept in place of
+        what all ranks have."""
+        for kept, snapshot in self._kept:
+            if kept is not None and kept > version:
+                snapshot.clear()
 
     def close(self) -> None:
         self._closed = True
         self._state = None  # the session holds `_on_kept`, and so this
         self._drop_answers()
-        self._kept.close()
+        for _, snapshot in self._kept:
+            snapshot.close()
 
 
 def _close_all(descriptors: Iterable[int]) -> None:

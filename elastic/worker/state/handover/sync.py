@@ -42,14 +42,16 @@ class Saved(NamedTuple):
     storage_id: int = 0
     """See `Offer`."""
     look_again: LookAgain = lambda _: (None, 0)
+    older: state_source.Version | None = None
+    """The snapshot before the newest one; see `Offer`."""
 
 
 SavedVersions = Callable[[], Saved]
 """May take a while."""
 
-Load = Callable[[Origin], str]
-"""Load this rank's newest snapshot or checkpoint into the state (adopt, fill, filled). Returns a description, such
-as 'checkpoint step 40 at /ckpt/step-40'. Raises if nothing can be loaded."""
+Load = Callable[[Origin, state_source.Version], str]
+"""Load this rank's snapshot of that version, or its newest checkpoint, into the state (adopt, fill, filled). Returns a
+description, such as 'checkpoint step 40 at /ckpt/step-40'. Raises if nothing can be loaded."""
 
 Logged = Callable[[], Sequence[LoggedRow]]
 
@@ -74,7 +76,16 @@ class SyncResult(msgspec.Struct, frozen=True):
     """With the state: rows of `job.log` that rank 0 may lack."""
     reached: int
     """The newest step that any rank has a record of as committed."""
+    key: int
+    """See `Offer`."""
+    leads: bool
+    """The lowest rank of that key."""
+    keys: int
+    """Number of different keys."""
 
+
+LOOKS, LOOK_S = 25, 0.2
+"""How often, and how long apart, a rank looks for a checkpoint that another rank has seen."""
 
 EARLY_TENSORS = 1000
 """From so many tensors on, the source sends its list of them before it checks that they are still those: meanwhile the
@@ -125,6 +136,8 @@ class Handover:
     """Step of the newest checkpoint that the job is known to have had."""
     known_commit: state_source.Version = (0, 0)
     """Version of the newest commit that this rank's agent has a record of."""
+    discard: Callable[[state_source.Version], None] = lambda _: None
+    """Discards what `load` could load and is newer than this."""
     logged: Logged = tuple
     """Returns the rows of `job.log` that this rank has."""
     check: Callable[[], None] = lambda: None
@@ -137,6 +150,7 @@ class Handover:
         begun_s, state = time.monotonic(), self.state
         offer = state_source.Offer(
             rank=self.rank,
+            key=state.shard_key(),
             version=state.version,
             clean=state.clean(),
             established=state.established,
@@ -145,21 +159,24 @@ class Handover:
             described=len(state.last_described()),
         )
         offers, saved = _gather(offer, self.world_size), Saved()
-        if self.saved is not None and (self.restore != "newest" or not _live(offers, self.generation)):
+        if self.saved is not None and (self.restore != "newest" or not state_source.all_live(offers, self.generation)):
             saved = self.saved()
             self.check()
             offer = msgspec.structs.replace(
                 offer,
                 snapshot=saved.snapshot,
+                older=saved.older,
                 checkpoint=saved.checkpoint,
                 storage_id=saved.storage_id,
                 known_step=max(self.known_step, saved.unusable_step),
             )
             offers = _gather(offer, self.world_size)
+            offer, offers = self._seen_by_all(offer, offers, saved.look_again)
         with gc_pause.paused():
             choice, source = self._chosen(offer, offers, saved.look_again)
             source, nbytes, rows = self._bring(choice, source, offers[choice.source].described)
         self.check()
+        self.discard(choice.version)
         return SyncResult(
             step=state.step,
             origin=choice.origin,
@@ -169,7 +186,27 @@ class Handover:
             source_rank=choice.source,
             logged=rows,
             reached=state_source.reached(offers),
+            key=offer.key,
+            keys=len({each.key for each in offers}),
+            leads=all(each.rank >= self.rank for each in offers if each.key == offer.key),
         )
+
+    def _seen_by_all(
+        self, offer: state_source.Offer, offers: list[state_source.Offer], look_again: LookAgain
+    ) -> tuple[state_source.Offer, list[state_source.Offer]]:
+        """Where each rank loads a part of its own: a checkpoint that was completed after a rank has looked is seen by
+        that one, too."""
+        for _ in range(LOOKS):
+            newest = max((each.checkpoint or _NONE for each in offers), default=_NONE)
+            if offer.key == 0 or all((each.checkpoint or _NONE) == newest for each in offers):
+                break
+            if (offer.checkpoint or _NONE) < newest:
+                time.sleep(LOOK_S)
+                checkpoint, storage_id = look_again(())
+                offer = msgspec.structs.replace(offer, checkpoint=checkpoint, storage_id=storage_id)
+            offers = _gather(offer, self.world_size)
+            self.check()
+        return offer, offers
 
     def _chosen(
         self, own: state_source.Offer, offers: Sequence[state_source.Offer], look_again: LookAgain
@@ -185,17 +222,18 @@ class Handover:
         before = state_source.counted_before(offers, self.restore, self.generation)
         while True:
             try:
-                choice = state_source.choose(offers, self.restore, before)
+                choices = state_source.choose(offers, self.restore, before)
             except state_source.NoStateError:
                 if damaged is not None:
                     raise damaged from None  # it lists the checkpoints
                 raise
-            if choice.origin is not Origin.CHECKPOINT or choice.source in loaded:
+            choice = choices[own.key]
+            reads = [each for each in choices.values() if each.origin is Origin.CHECKPOINT]
+            if all(each.source in loaded for each in reads):
                 return choice, source
-            loaded.add(choice.source)
-            if own.rank == choice.source:
+            if own.rank == choice.source and choice in reads:
                 try:
-                    source = self._loaded(choice.origin)
+                    source = self._loaded(choice)
                     version = self.state.version
                 except NoGoodCheckpoint as error:
                     print(f"elastic: {error}", file=sys.stderr, flush=True)
@@ -203,21 +241,28 @@ class Handover:
                 known_step = max(own.known_step, choice.version[1])
                 clean = own.clean and version is None and self.state.clean()
                 own = msgspec.structs.replace(own, clean=clean, checkpoint=version, known_step=known_step)
-            storage_id = offers[choice.source].storage_id
+            at = {each.source: offers[each.source].storage_id for each in reads}
             offers = _gather(own, len(offers))
             self.check()
-            if (version := offers[choice.source].checkpoint) != choice.version:
-                passed.append(state_source.UnreadableRange(storage_id, version or _NONE, choice.version))
+            failed = [each for each in reads if offers[each.source].checkpoint != each.version]
+            loaded.update(at)
+            if failed:
+                passed += [
+                    state_source.UnreadableRange(at[each.source], offers[each.source].checkpoint or _NONE, each.version)
+                    for each in failed
+                ]
+                if len(choices) > 1:  # what one key cannot be had from is of no use to the others
+                    loaded.clear()
                 # Else each rank of a shared folder would offer the damaged one, and load it.
                 if own.rank not in loaded:
                     newest, storage_id = look_again(passed)
                     own = msgspec.structs.replace(own, checkpoint=newest, storage_id=storage_id)
                 offers = _gather(own, len(offers))
 
-    def _loaded(self, origin: Origin) -> str:
+    def _loaded(self, choice: state_source.Choice) -> str:
         if self.load is None:
             raise AssertionError("a rank without `load` offers nothing to load")
-        return self.load(origin)
+        return self.load(choice.origin, choice.version)
 
     def _bring(self, choice: state_source.Choice, source: str, described: int) -> Given:
         """`described`: see `Offer`; of the source."""
@@ -228,7 +273,7 @@ class Handover:
             if choice.origin is Origin.SETUP:
                 self.state.establish(self.generation)
             elif choice.origin is Origin.SNAPSHOT:
-                source = self._loaded(choice.origin)
+                source = self._loaded(choice)
         elif self.rank not in choice.needs:
             return source, 0, ()
         if self.rank == choice.source:
@@ -297,12 +342,6 @@ class Handover:
         self.state.filled()
         rows = [row.from_json() for row in head.logged]
         return head.source, sum(info.nbytes for info in theirs.table), rows
-
-
-def _live(offers: Sequence[state_source.Offer], generation: int) -> bool:
-    """Whether any rank has live state that counts. That of an older generation may belong to a node that was
-    partitioned while the others trained on and saved."""
-    return any(offer.clean and offer.established and offer.version[0] >= generation - 1 for offer in offers)
 
 
 def _gather(offer: state_source.Offer, world_size: int) -> list[state_source.Offer]:

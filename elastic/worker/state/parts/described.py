@@ -12,6 +12,7 @@ from elastic.checkpoint.memory.memcpy import device_type, movable
 from elastic.contract.worker.tensor_table import TensorInfo
 from elastic.worker.link.misuse import MisuseTypeError
 
+from .boxes import WHOLE, Box, is_sharded, local
 from .copies import writable
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
@@ -23,8 +24,8 @@ class Described:
 
     __slots__ = ("_dtype", "_place", "_pointer", "_shape", "_stride", "_tensor", "address", "device", "info")
 
-    def __init__(self, name: str, tensor: torch.Tensor) -> None:
-        self.info = _info(name, tensor)
+    def __init__(self, name: str, tensor: torch.Tensor, box: Box = WHOLE) -> None:
+        self.info = _info(name, tensor, box)
         self.device = device_type(tensor)
         """Type of its device."""
         self._pointer = tensor.data_ptr()
@@ -57,9 +58,9 @@ class Described:
         )
 
 
-def _info(name: str, tensor: torch.Tensor) -> TensorInfo:
+def _info(name: str, tensor: torch.Tensor, box: Box) -> TensorInfo:
     if (code := CODES.get(tensor.dtype)) is not None and type(tensor) in _PLAIN and tensor.layout is torch.strided:
-        return TensorInfo(name, code, tuple(tensor.shape), tensor.nbytes)
+        return TensorInfo(name, code, tuple(tensor.shape), tensor.nbytes, *box)
     # A subclass that dispatches by itself has its bytes elsewhere: DTensor, 8-bit optimizer states, NF4 weights.
     other = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
     if tensor.is_quantized or tensor.layout is not torch.strided or other:
@@ -70,7 +71,7 @@ def _info(name: str, tensor: torch.Tensor) -> TensorInfo:
             f"are whole on each rank can be kept; keep it dense (tensor.to_dense(), tensor.dequantize()) in the state "
             f"and make the other form of it where it is used"
         )
-    return TensorInfo(name, code_of(tensor.dtype), tuple(tensor.shape), nbytes_of(tensor))
+    return TensorInfo(name, code_of(tensor.dtype), tuple(tensor.shape), nbytes_of(tensor), *box)
 
 
 def _place(tensor: torch.Tensor) -> object:
@@ -83,8 +84,9 @@ def fitting(own: torch.Tensor | None, info: TensorInfo, device: str, like: torch
     """`own` if the bytes of `info` can be written into it, else new storage on a device of type `device`."""
     dtype = dtype_of(info.dtype)
     if own is not None:
-        fits = own.dtype == dtype and own.shape == info.shape and device_type(own) == device
-        if fits and writable(own):
+        here = local(own)
+        fits = here.dtype == dtype and here.shape == info.shape and device_type(here) == device
+        if fits and writable(here):
             return own
     if like is None:
         return torch.empty(info.shape, dtype=dtype, device=torch.device(device))
@@ -95,15 +97,16 @@ class Like:
     """Makes new storage for what an optimizer keeps for a parameter: with thousands of tensors, half of the time to
     make one would be questions about the parameter."""
 
-    __slots__ = ("_code", "_shape", "_tensor", "device")
+    __slots__ = ("_boxed", "_code", "_shape", "_tensor", "device")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor, self._code, self.device = tensor, CODES.get(tensor.dtype), device_type(tensor)
-        self._shape = tensor.shape if writable(tensor) else None
+        here, self._boxed = local(tensor), is_sharded(tensor)
+        self._tensor, self._code, self.device = tensor, CODES.get(here.dtype), device_type(here)
+        self._shape = here.shape if writable(here) else None
 
     def empty(self, info: TensorInfo, device: str) -> torch.Tensor:
         """With the parameter's memory layout if it has its shape, on a device of type `device`."""
-        fits = device == self.device and info.shape == self._shape
+        fits = device == self.device and info.shape == self._shape and (bool(info.of) or not self._boxed)
         if fits and info.dtype == self._code:
             return torch.empty_like(self._tensor)
         dtype = dtype_of(info.dtype)

@@ -1,0 +1,87 @@
+"""A rank of a sharded job is killed: how long until every rank has committed a new step, and how many steps are lost.
+
+2 nodes × 2 workers on this machine, gloo: FSDP2 over 4 ranks, HSDP 2 × 2, FSDP 2 × TP 2; SIGKILL of a random rank at a
+random step. Beside it, in the same run, FSDP2 under stock torchrun, resuming from torch's distributed
+checkpoint (DCP) taken every 20 steps; and the step time of both without a failure, in turns (see recovery.py).
+`fsdp_lost_over_snapshot_steps`: steps lost in the mean, over the steps between two snapshots in memory.
+
+    python benchmarks/sharded.py [--quick] [--seed N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import random
+import statistics
+from dataclasses import replace
+from typing import Any
+
+import recovery
+from _harness import HERE, SMOKE, Record, Recovery, kill_and_measure, machine, spread, workplace
+from recovery import WORLD, say
+
+recovery.SCRIPT = HERE / "_sharded_train.py"
+SNAPSHOT_S = 1.0
+"""As elasticd takes them where a copy is cheap."""
+
+
+FULL = replace(recovery.FULL, kills=20, torchrun_kills=5, rounds=4, turns=8)
+QUICK = replace(recovery.QUICK, kills=4)
+
+
+def series(
+    cluster: recovery.Cluster, folder: pathlib.Path, mesh: str, kills: int, rng: random.Random
+) -> tuple[list[Recovery], float]:
+    """(recoveries, seconds of a step)."""
+    record = Record(folder / mesh)
+    cluster.submit(mesh, record, "--mesh", mesh)
+    found = []
+    try:
+        record.wait_step(15, WORLD, 90.0)
+        for number in range(kills):
+            reached = max(c.step for c in record.newest().values())
+            record.wait_step(reached + rng.randint(15, 50), WORLD, 60.0)
+            found.append(one := kill_and_measure(record, WORLD, rng, 30.0))
+            say(
+                f"  {mesh} {number + 1}: rank {one.rank} at step {one.step}: {one.seconds:.3f} s, {one.steps_lost} lost"
+            )
+        return found, statistics.median(record.step_times_s(skip=15))
+    finally:
+        cluster.stop(mesh)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="under two minutes")
+    parser.add_argument("--smoke", action="store_true", help=SMOKE)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--keep", action="store_true", help="keep the folder with the logs")
+    args = parser.parse_args()
+    plan = recovery.SMALLEST if args.smoke else QUICK if args.quick else FULL
+    rng = random.Random(args.seed)
+    print(f"machine: {machine()}; seed {args.seed}")
+    result: dict[str, Any] = {}
+    with workplace(args.keep) as (folder, processes):
+        cluster = recovery.Cluster(folder, processes)
+        for mesh in ("fsdp", "hsdp", "tp"):
+            found, step_s = series(cluster, folder, mesh, plan.kills, rng)
+            seconds, lost = [one.seconds for one in found], [one.steps_lost for one in found]
+            print(f"{mesh}: {spread(seconds)} s, steps lost {spread(lost, 0)}, a step takes {step_s * 1e3:.0f} ms")
+            result[f"{mesh}_kill_s"] = round(statistics.median(seconds), 3)
+            result[f"{mesh}_lost"] = sum(lost)
+            result[f"{mesh}_lost_over_snapshot_steps"] = round(statistics.mean(lost) * step_s / SNAPSHOT_S, 2)
+        say("steady state, in turn:")
+        recovery.report_steady(recovery.steady(cluster, folder, processes, plan), rng, result)
+        say("torchrun and DCP:")
+        stock = recovery.torchrun(folder, processes, plan.torchrun_kills, rng, recovery.SHARE_OFF, "dcp", 90.0)
+    print(f"torchrun and DCP: {spread([o.seconds for o in stock])} s, lost {spread([o.steps_lost for o in stock], 0)}")
+    result["torchrun_s"] = round(statistics.median(one.seconds for one in stock), 3)
+    result["torchrun_lost"] = sum(one.steps_lost for one in stock)
+    result["torchrun_ratio"] = round(result["torchrun_s"] / result["fsdp_kill_s"], 1)
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
