@@ -57,6 +57,7 @@ BENCHMARKS = {
     "faults": Benchmark(("--quick",)),
     "overhead": Benchmark(("--quick",), ("elastic/worker/**/*.py", "elastic/checkpoint/**/*.py")),
     "recovery": Benchmark(("--quick",)),
+    "sharded": Benchmark(("--quick",)),
     "scale": Benchmark(
         ("--max", "1000"), ("elastic/agent/**/*.py", "elastic/recovery/**/*.py", "elastic/etcd/**/*.py")
     ),

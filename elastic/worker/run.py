@@ -226,7 +226,11 @@ class ManagedWorker:
         session.on(messages.Assign, lambda message, _: self._assigned(job, message))
         if job.device.type == "cuda":
             torch.cuda.set_device(job.device)  # initialises CUDA, while the survivors abort their group
-        if not self._sharded:
+        if self._sharded:
+            # torch 2.15: in a forked process a backward after DTensor's first use may abort while it sets the number of
+            # threads of its pool.
+            torch.set_num_threads(torch.get_num_threads())
+        else:
             self._build(job)
         session.beat(Doing.WAITING)
         session.send(messages.Ready())

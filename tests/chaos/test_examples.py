@@ -34,6 +34,12 @@ def test_example_survives_kills(name: str, args: Any, kills: tuple[str, ...], tm
     check_survives(name, args, tmp_path, *kills, env={"EPOCHS": "1"})
 
 
+def test_sharded_example_goes_back_to_a_snapshot_and_ends_the_same(tmp_path: pathlib.Path) -> None:
+    """Each rank's own part, compared with the same rank's of an undisturbed run."""
+    args = {"epochs": 1, "samples": 2560, "width": 16}
+    check_survives("fsdp.py", args, tmp_path, "commit:1:30", alike=False, goes_back=True)
+
+
 def test_plain_example_goes_on_from_its_own_checkpoint(tmp_path: pathlib.Path) -> None:
     """Epochs have 157 steps: the kill is in the second one, of which rank 0 has made a step too."""
     kills: dict[str, tuple[str, ...]] = {"killed": ("step:1:160",), "whole": ()}

@@ -57,16 +57,20 @@ def check_survives(
     env: dict[str, str] | None = None,
     deadline_s: float = 60.0,
     alike: bool = True,
+    goes_back: bool = False,
 ) -> None:
     """A killed worker costs no step and no other process, and the state at the end is that of an undisturbed run.
-    `alike`: all ranks have the same state, also its plain values."""
+    `alike`: all ranks have the same state, also its plain values. `goes_back`: it costs the steps since a snapshot."""
     with contextlib.ExitStack() as stack:  # both at once: for half of their time jobs wait
         disturbed = stack.enter_context(job_of(name, args, env or {}, folder / "killed", kills))
         undisturbed = stack.enter_context(job_of(name, args, env or {}, folder / "whole", ()))
         whole = ran(undisturbed, folder / "whole", deadline_s)
         killed = ran(disturbed, folder / "killed", deadline_s)
     assert (killed.kills, whole.kills) == (set(kills), set()), "what was to be killed was"
-    assert killed.incidents == [(0, "live")] * len(kills), killed.incidents
+    if goes_back:
+        assert [str(source).partition(" ")[0] for _, source in killed.incidents] == ["snapshot"] * len(kills)
+    else:
+        assert killed.incidents == [(0, "live")] * len(kills), killed.incidents
     assert not whole.incidents
     assert (len(killed.pids), len(whole.pids)) == (2 + len(kills), 2), "no survivor was replaced"
     assert killed.last == whole.last, f"{killed.last} rather than {whole.last}"
