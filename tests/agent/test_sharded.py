@@ -21,9 +21,19 @@ pytestmark = [pytest.mark.etcd, pytest.mark.chaos]
 SCRIPT = Path(__file__).parents[1] / "support" / "train_sharded.py"
 
 
-def make(mesh: str, die: str = "", *, steps: int = 60, step_ms: float = 20.0, clip: int = 1, **spec: Any) -> Job:
+def make(
+    mesh: str, die: str = "", *, steps: int = 60, step_ms: float = 20.0, clip: int = 1, stages: int = 0, **spec: Any
+) -> Job:
     job = Job(script=SCRIPT, spec=spec)
-    args = {"record": job.record, "steps": steps, "step-ms": step_ms, "mesh": mesh, "die": die, "clip": clip}
+    args = {
+        "record": job.record,
+        "steps": steps,
+        "step-ms": step_ms,
+        "mesh": mesh,
+        "die": die,
+        "clip": clip,
+        "stages": stages,
+    }
     given = tuple(str(x) for key, value in args.items() for x in (f"--{key}", value) if value != "")
     job.spec = type(job.spec)(**{**{f: getattr(job.spec, f) for f in job.spec.__struct_fields__}, "args": given})
     return job
@@ -137,3 +147,11 @@ def test_a_standby_takes_the_place_of_the_dead_rank() -> None:
         job.wait_phase(Phase.SUCCEEDED)
         assert job.weights() == {undisturbed("hsdp")}
         assert job.incidents()[0].steps_lost == 0
+
+
+def test_a_rank_with_tensors_of_its_own_is_refused_before_a_checkpoint_lacks_them(tmp_path: Path) -> None:
+    with make("fsdp", stages=1, checkpoint={"dir": str(tmp_path), "every_steps": 1}) as job:
+        state = eventually(lambda: job.state() if job.state().phase.over else None, 60.0, "the end")
+        assert state.phase is Phase.FAILED
+        assert "Pipeline stages" in str(state.reason)
+        assert not list(tmp_path.glob("step-*"))

@@ -17,7 +17,9 @@ import torch
 import xxhash
 
 from elastic.worker.comm.ddp import GradientWeight
+from elastic.worker.link.misuse import MisuseRuntimeError
 from elastic.worker.state.handover import shared_values
+from elastic.worker.state.parts.boxes import is_sharded
 from elastic.worker.state.state import State
 
 ELEMENTS = 1 << 16
@@ -79,12 +81,13 @@ class Replicas:
         values = _differing(_values(_compared(state)), rank, world_size, unexchanged)
         table = _differing(_table(state), rank, world_size)
         drift = values if values.names else _differing(_values(self._window(state)), rank, world_size, unexchanged)
-        exchanges = self._gradients.exchanges
+        exchanges = self._gradients.exchanges or state.is_sharded
         # State that a rank lacks may be that of parameters which it has not stepped yet: their values then differ too.
         if table.names and (table.unlike or not values.own):
-            text, error = table.text(SHARDED + STEPPED_ON_SOME * (not table.unlike), step), table.unlike or exchanges
+            reason = PARTS if state.is_sharded else SHARDED + STEPPED_ON_SOME * (not table.unlike)
+            text, error = table.text(reason, step), table.unlike or exchanges
         elif values.own:
-            text, error = values.text(UNEXCHANGED, step), exchanges
+            text, error = values.text(PARTS if state.is_sharded else UNEXCHANGED, step), exchanges
         elif drift.names and not self._warned_drift:
             text, error = drift.text(DRIFTS, step), False
         elif not self._warned_plain and (plain := _differing(_plain(state), rank, world_size)).names:
@@ -95,7 +98,7 @@ class Replicas:
         else:
             return
         if error and not self._only_say:
-            raise RuntimeError(text)
+            raise MisuseRuntimeError(text) if state.is_sharded else RuntimeError(text)
         self._warned_drift = True
         self._warned = bool(table.names or values.own)
         if rank == 0:
@@ -110,11 +113,11 @@ def _digest(rows: Rows) -> int:
 
 
 def _compared(state: State) -> dict[str, torch.Tensor]:
-    """The parameters that an optimizer of the state may step, by name."""
+    """The parameters that an optimizer of the state may step and that are whole on each rank, by name."""
     return {
         name: param
         for name, param in state.stepped()
-        if param.requires_grad and param.numel() and param.layout is torch.strided
+        if param.requires_grad and param.numel() and param.layout is torch.strided and not is_sharded(param)
     }
 
 
@@ -150,7 +153,9 @@ def _sample(tensor: torch.Tensor, stride: int) -> torch.Tensor:
 
 
 def _table(state: State) -> Rows:
-    return {name: f"{tensor.dtype} {list(tensor.shape)}" for name, tensor in state.optimizer_tensors()}
+    """Of a DTensor the shape is that of the whole. Where each rank has a part, also the names of all other tensors."""
+    rows = {name: f"{tensor.dtype} {list(tensor.shape)}" for name, tensor in state.optimizer_tensors()}
+    return {**{info.name: "" for info in state.table()}, **rows} if state.is_sharded else rows
 
 
 def _plain(state: State) -> Rows:
@@ -215,6 +220,12 @@ SHARDED = (
     "a part of its state on each rank, and a rank that is lost would take its part with it, as elastic restores a "
     "replacement from one other rank. Use the form of the optimizer that runs on all parameters on each rank, with "
     "job.ddp"
+)
+
+PARTS = (
+    "state.{names} is not the same on each rank after step {step} ({ranks} against rank 0): in a sharded state each "
+    "tensor is there on all ranks, and all that is no DTensor is alike on them. Pipeline stages, and experts that are "
+    "plain parameters of one rank, cannot be restored yet; what fully_shard or parallelize_module shards can"
 )
 
 STEPPED_ON_SOME = (

@@ -295,7 +295,7 @@ class Job(JobCalls):
         if self._fingerprint_every and step % self._fingerprint_every == 0:
             self._compare_replicas(state)
         waits = self._checkpoint_scheduler is not None and self._checkpoint_scheduler.exchanges_at(step)
-        digest = self._replicas.digest(state) if waits and self._alike else (0, 0)
+        digest = self._replicas.digest(state) if waits and self.world_size > 1 else (0, 0)
         if waits:
             self._link.contributed()
         if self._checkpoint_scheduler is not None and self._checkpoint_scheduler.after(
