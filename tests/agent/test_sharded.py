@@ -89,6 +89,20 @@ def test_deaths_within_a_step(place: str) -> None:
         assert len(list(job.record.glob("died.*"))) == 2
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(("first", "then"), [("fsdp", "tp"), ("tp", "whole"), ("whole", "hsdp"), ("hsdp", "fsdp")])
+def test_a_checkpoint_is_read_at_any_other_sharding(first: str, then: str, tmp_path: Path) -> None:
+    """By the next job, which has nothing left to do."""
+    steps = {"steps": 30, "step_ms": 0.0, "checkpoint": {"dir": str(tmp_path), "every_steps": 10}}
+    with make(first, **steps) as job:
+        job.wait_phase(Phase.SUCCEEDED)
+        (saved,) = job.weights()
+    with make(then, **steps, nodes="1", workers_per_node=2) as job:
+        job.wait_phase(Phase.SUCCEEDED)
+        assert job.weights() == {saved}
+        assert {line["entered"] for line in job.lines() if "entered" in line} == {30}
+
+
 def worlds(job: Job) -> dict[int, int]:
     """generation -> world size."""
     return {line["generation"]: line["world_size"] for line in job.commits()}

@@ -26,7 +26,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--record", type=pathlib.Path, required=True)
 parser.add_argument("--steps", type=int, default=60)
 parser.add_argument("--step-ms", type=float, default=20.0)
-parser.add_argument("--mesh", default="fsdp", choices=("fsdp", "hsdp", "tp"))
+parser.add_argument("--mesh", default="fsdp", choices=("fsdp", "hsdp", "tp", "whole"))
 parser.add_argument("--clip", type=int, default=1, help="clip the gradients, which exchanges within each shard group")
 parser.add_argument("--stages", type=int, default=0, help="each rank has another module, as a stage of a pipeline")
 parser.add_argument("--die", default="", help="RANK:STEP:PLACE, comma-separated; a death strikes once")
@@ -60,7 +60,17 @@ class Net(nn.Module):
 def setup(job: elastic.Job) -> elastic.State:
     reduce.job = job
     torch.manual_seed(3)
-    net, world = Net(), dist.get_world_size()
+    net = Net()
+    if ARGS.mesh != "whole":
+        shard(job, net)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    optimizer.register_step_post_hook(lambda *_: strike(job, "optimizer"))
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, ARGS.steps)
+    return elastic.State(model=net, optimizer=optimizer, schedule=schedule)
+
+
+def shard(job: elastic.Job, net: Net) -> None:
+    world = dist.get_world_size()
     if ARGS.mesh == "hsdp":
         mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
     elif ARGS.mesh == "tp":
@@ -79,10 +89,6 @@ def setup(job: elastic.Job) -> elastic.State:
     net.blocks[1].register_forward_hook(
         lambda _module, _args, out: out.register_hook(lambda grad: strike(job, "backward")) and None
     )
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
-    optimizer.register_step_post_hook(lambda *_: strike(job, "optimizer"))
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, ARGS.steps)
-    return elastic.State(model=net, optimizer=optimizer, schedule=schedule)
 
 
 def train(job: elastic.Job, state: elastic.State) -> None:
@@ -92,11 +98,12 @@ def train(job: elastic.Job, state: elastic.State) -> None:
             log.write(json.dumps({**line, "rank": job.rank, "pid": os.getpid(), "at_s": time.monotonic()}) + "\n")
 
         say(entered=state.step, generation=job.generation)
+        model = job.ddp(state.model) if ARGS.mesh == "whole" else state.model
         while state.step < ARGS.steps:
             strike.step, reduce.count = state.step, 0
             part = job.rank // 2 if ARGS.mesh == "tp" else job.rank  # ranks of one tensor group take the same samples
             x = torch.randint(0, VOCABULARY, (8,), generator=torch.Generator().manual_seed(state.step * 1000 + part))
-            loss = F.cross_entropy(state.model(x), x)
+            loss = F.cross_entropy(model(x), x)
             loss.backward()
             if ARGS.mesh != "tp" and ARGS.clip:
                 nn.utils.clip_grad_norm_(state.model.parameters(), 1.0)
@@ -141,4 +148,4 @@ def reduce(*args: Any, **options: Any) -> Any:
 reduce.count, reduce.job, reduce.torch = 0, None, dist.all_reduce
 dist.all_reduce = reduce
 
-elastic.run(setup, train, sharded=True)
+elastic.run(setup, train, sharded=ARGS.mesh != "whole")

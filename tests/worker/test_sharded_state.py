@@ -50,16 +50,19 @@ def built(model: nn.Module) -> elastic.State:
 
 def shards(rank: int, world_size: int, port: int, *, of: str) -> Any:
     formed(rank, world_size, port)
-    if of == "hsdp":
-        mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("replicate", "shard"))
+    if of in ("hsdp", "both"):
+        names = ("replicate", "shard") if of == "hsdp" else ("data", "tensor")
+        mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=names)
     else:
         mesh = init_device_mesh("cpu", (world_size,))
-    model, anew = net(8 if of == "tp" else 7), net(8 if of == "tp" else 7)
+    width = 8 if of in ("tp", "both") else 7  # tensor parallelism needs columns that divide
+    model, anew = net(width), net(width)
     for each in (model, anew):
-        if of == "tp":  # torch's own needs columns that divide
-            parallelize_module(each, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-        else:
-            fully_shard(each, mesh=mesh)
+        if of in ("tp", "both"):
+            parallel = mesh["tensor"] if of == "both" else mesh
+            parallelize_module(each, parallel, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        if of != "tp":
+            fully_shard(each, mesh=mesh["data"] if of == "both" else mesh)
     state = built(model)
     parked, before = state.parked(), state.shard_key()
     other = elastic.State(model=anew, optimizer=torch.optim.AdamW(anew.parameters(), lr=1e-2))
@@ -85,7 +88,9 @@ def refusal(call: Any) -> Any:
         return f"{type(error).__name__}: {error}"
 
 
-@pytest.mark.parametrize(("of", "world_size", "keys"), [("fsdp", 3, 3), ("fsdp", 4, 4), ("hsdp", 4, 2), ("tp", 2, 2)])
+@pytest.mark.parametrize(
+    ("of", "world_size", "keys"), [("fsdp", 3, 3), ("fsdp", 4, 4), ("hsdp", 4, 2), ("tp", 2, 2), ("both", 4, 4)]
+)
 def test_the_boxes_of_all_ranks_fill_each_tensor_and_come_back(of: str, world_size: int, keys: int) -> None:
     """Also with fewer rows than ranks, and rows that do not divide."""
     found = run_ranks(shards, world_size=world_size, of=of)
@@ -99,7 +104,7 @@ def test_the_boxes_of_all_ranks_fill_each_tensor_and_come_back(of: str, world_si
     assert {box.name for box in boxes} >= {"model.0.weight", "optimizer.state.0.exp_avg"}
     with pytest.raises(manifest.BadManifest, match=f"the boxes of {boxes[0].name} do not fill it"):
         manifest._check_boxes(box for box in boxes if (box.name, box.at) != (boxes[0].name, boxes[0].at))
-    if of == "tp":
+    if of in ("tp", "both"):
         assert "mesh=mesh['data']" in found[1]["data"]
     else:
         assert [tuple(each["data"]) for each in found] == [(rank, world_size) for rank in range(world_size)]
