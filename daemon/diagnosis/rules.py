@@ -105,8 +105,8 @@ RULES = (
               r"etcd\b.*(authentication failed|permission denied|invalid user name or password|certificate|handshake)",
          fix="check etcd.user and etcd.password_file, and the certificates, on the node that is named"),
     Rule("etcd_unavailable", Class.ETCD, "etcd was unavailable", says=r"(?i)etcdserver: |\bEtcdUnavailable\b",
-         fix="bring etcd back (a majority of its members); training goes on meanwhile, and the recovery follows by "
-              "itself"),
+         fix="bring etcd back (a majority of its members; if some are lost for good: docs/etcd.md); what trains goes "
+              "on meanwhile, and the recovery follows by itself"),
     # ── what a node lacks ───────────────────────────────────────────────────────────────────────────────────
     Rule("shortage", Class.LIMIT, "its node lacks what a worker needs to be started", kinds=("shortage",),
          fix="raise what is named there: LimitNOFILE, TasksMax, memory, or space on the disk of the job's folder; the "

@@ -125,7 +125,9 @@ def of_job(snapshot: Snapshot, job: Job, row: answers.Job, waits: Text, still: S
     line, contact = _alive(snapshot, job, row, waits, still, wall_s), snapshot.contact
     if contact.connected:
         return line
-    return f"{line}; etcd unreachable: {contact.error or 'no answer'} (training goes on, a recovery waits for etcd)"
+    runs = job.state.phase is Phase.RUNNING
+    meanwhile = "training goes on, a recovery waits for etcd" if runs else "it waits for etcd, too"
+    return f"{line}; etcd unreachable: {contact.error or 'no answer'} ({meanwhile})"
 
 
 def _over(cluster: Cluster, job: Job, wall_s: float) -> str:

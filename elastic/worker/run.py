@@ -35,7 +35,7 @@ from .comm.group import Group, cuda_failure
 from .comm.kept_group import group_is_over, kept_group
 from .link import misuse
 from .state.parts.boxes import Accepted, local
-from .state.state import State
+from .state.state import Parked, State
 from .state.state_source import StateLostError
 
 
@@ -168,6 +168,8 @@ class ManagedWorker:
         self, session: Session, setup: Setup, train: Train, settings: WorkerConfig, *, sharded: bool = False
     ) -> None:
         Accepted.sharded = self._sharded = sharded
+        self._parked: tuple[int, Parked] | None = None
+        """(key, this rank's part) from before `setup` until all ranks have the state: the group may break within it."""
         self._told = False
         """What protects the job was said."""
         self._session = session
@@ -346,6 +348,7 @@ class ManagedWorker:
                 reached=synced.reached,
             )
         )
+        self._parked = None
         self._tell_protection(form, synced)
         session.check(form.generation, state.step)
         if self._checkpoint_scheduler is not None:
@@ -468,16 +471,17 @@ class ManagedWorker:
 
     def _build_in_group(self, job: Job, form: messages.Form, *, anew: bool = False) -> None:
         """Run `setup` in the formed group. This rank's part goes on, unless `anew`, if its boxes are still the same."""
-        parked = None
-        if hasattr(self, "_state") and self._state.established and self._state.clean() and not anew:
-            parked = self._state.shard_key(), self._state.parked()
+        if anew:
+            self._parked = None
+        elif hasattr(self, "_state") and self._state.established and self._state.clean():
+            self._parked = self._state.shard_key(), self._state.parked()
         self._drop(job)
         torch_private.forget_sharding()
         job.rank, job.world_size = form.rank, form.world_size
         self._build(job)
         self._session.check(form.generation, -1)
-        if parked is not None and parked[0] == self._state.shard_key():
-            self._state.unpark(parked[1])
+        if self._parked is not None and self._parked[0] == self._state.shard_key():
+            self._state.unpark(self._parked[1])
 
     def _moved(self, generation: int) -> None:
         """One more piece of the state has been received or sent. Raises GenerationEnded."""

@@ -101,17 +101,17 @@ def drain(
     waits for another node.
     """
     data = client.get(f"/v1/nodes/{name(node)}/drain")
-    if not as_json:
-        for row in read(data, DrainPreview).jobs:
-            click.echo(f"{'! ' if row.effect == 'stops' else ''}{row.text}", err=not dry_run)
+    rows = [] if as_json else [f"{'! ' * (row.effect == 'stops')}{row.text}" for row in read(data, DrainPreview).jobs]
     if dry_run:
         if as_json:
             print_json(data)
-        elif not data["jobs"]:
-            click.echo(safe_text.line(f"no job runs on {node}"))
+        for row in rows if rows or as_json else [safe_text.line(f"no job runs on {node}")]:
+            click.echo(row)
         return
     body: Json = {"deadline_s": deadline_s} | ({"reason": reason} if reason else {})
     answer = client.post(f"/v1/nodes/{name(node)}/drain", body) | {"jobs": data["jobs"]}
+    for row in rows:  # only now: it may have been refused
+        click.echo(row, err=True)
     down = answer.get("state") in WITHOUT_DAEMON
     if down and answer["state"] in ABSENT:
         text = f"{node} is {answer['state']} {answer['reason']}; it takes no new work if it comes back"

@@ -253,7 +253,16 @@ def causes(facts: Facts) -> tuple[Cause, ...]:
 
 
 def _gone(facts: Facts, account: IncidentAccount) -> list[Cause]:
-    return [gone for gone in account.gone if facts.has(account.failed_in(gone))]
+    """What `account` has seen to be gone. Not a node of the generation which stepped next that was thought to be lost
+    before it did so: its ranks have stepped."""
+    stepped = account.last if account.outcome is Outcome.STEPPING and account.last > account.first else 0
+    missing = {absence.node for absence in account.absent or ()}
+
+    def mistaken(gone: Cause) -> bool:
+        known = account.absent is not None and gone.node not in missing
+        return known and gone.kind in UNPROVEN and gone.generation == stepped != 0
+
+    return [gone for gone in account.gone if facts.has(account.failed_in(gone)) and not mistaken(gone)]
 
 
 def _cause(generation: int, node: str, kind: str, ranks: Iterable[int], detail: Text) -> Cause:
