@@ -55,10 +55,10 @@ def test_manifest_truncated_at_any_length_is_rejected() -> None:
             m.decode(raw[:length])
 
 
-@pytest.mark.parametrize("format_", [m.FORMAT - 1, m.FORMAT + 1])
+@pytest.mark.parametrize("format_", [m.FORMAT - 1, m.WITH_BOXES + 1])
 def test_manifest_of_another_format_is_not_called_damaged(format_: int) -> None:
     raw = m.encode(manifest()).replace(b'"format":2', b'"format":%d' % format_)
-    with pytest.raises(m.BadManifest, match=f"format {format_}; this version reads 2") as error:
+    with pytest.raises(m.BadManifest, match=f"format {format_}; this version reads 2 and 3") as error:
         m.decode(raw)
     assert error.value.reason == "other-format"
 

@@ -21,9 +21,11 @@ from elastic.checkpoint.memory.buffers import Buffers
 from elastic.contract.worker.tensor_table import TensorInfo
 from elastic.worker.data.batches import batches
 from elastic.worker.job.data_ranks import data_rank, refuse_weights
+from elastic.worker.job.job import Job
 from elastic.worker.link.misuse import MisuseError
 from elastic.worker.state.handover.restore import Store, kept_in
 from elastic.worker.state.parts.boxes import Accepted
+from elastic.worker.state.parts.described import Like
 
 __all__ = ["ranks"]
 
@@ -67,10 +69,22 @@ def shards(rank: int, world_size: int, port: int, *, of: str) -> Any:
     parked, before = state.parked(), state.shard_key()
     other = elastic.State(model=anew, optimizer=torch.optim.AdamW(anew.parameters(), lr=1e-2))
     other.unpark(parked)
+    state.begin()
+    other.begin()
+    with torch.no_grad():  # an evaluation: FSDP's root stays unsharded behind it
+        model(torch.ones(4, 5))
+    state.turned()
     same = all(torch.equal(a, b) for (_, a), (_, b) in zip(state.tensors(), other.tensors(), strict=True))
     whole = tuple(TensorInfo(i.name, i.dtype, i.of or i.shape, 0) for i in state.table())
     again = other.table_for(whole)
+    unlike = False
+    for each in (state, other):  # what was made for a parameter that is whole on each rank is a DTensor, too
+        each.model(torch.ones(4, 5)).sum().backward()
+        each.optimizer.step()
+        each.optimizer.zero_grad()
+    unlike = not all(torch.equal(a, b) for (_, a), (_, b) in zip(state.tensors(), other.tensors(), strict=True))
     return {
+        "unlike": unlike,
         "table": [(i.name, i.dtype, i.shape, i.nbytes, i.of, i.at) for i in state.table()],
         "key": before,
         "same": same and other.shard_key() == before and other.version == state.version,
@@ -94,7 +108,7 @@ def refusal(call: Any) -> Any:
 def test_the_boxes_of_all_ranks_fill_each_tensor_and_come_back(of: str, world_size: int, keys: int) -> None:
     """Also with fewer rows than ranks, and rows that do not divide."""
     found = run_ranks(shards, world_size=world_size, of=of)
-    assert all(each["same"] and each["derived"] for each in found)
+    assert all(each["same"] and each["derived"] and not each["unlike"] for each in found)
     assert len({each["key"] for each in found}) == keys
     first = {each["key"]: each for each in reversed(found)}.values()
     boxes = [
@@ -191,6 +205,30 @@ def test_what_is_newer_than_what_all_have_gone_back_to_is_discarded_and_the_next
     store.discard_newer((1, 10))
     assert buffers.free() == 1
     assert old.header().complete
+
+
+def test_of_two_snapshots_of_one_step_one_gives_way() -> None:
+    """A step that was kept in memory, and saved right after it, as a planned change begins."""
+    buffers = Buffers(keep_newest=True)
+    buffers.replace([arena(10), arena(10)], busy=[1])
+    assert buffers.free() == 0
+    buffers.busy.clear()
+    assert buffers.free() is not None
+
+
+def test_a_box_of_another_parameter_is_not_made() -> None:
+    with pytest.raises(ValueError, match="its parameter here is another one"):
+        Like(torch.empty(4, 3)).empty(TensorInfo("optimizer.state.0.row", "F32", (2, 1), 8, (4, 1), (2, 0)), "cpu")
+
+
+def test_calls_that_share_out_data_as_if_each_rank_had_the_whole_model_are_refused() -> None:
+    class Sharded:
+        is_sharded = True
+
+    with pytest.raises(MisuseError, match="for ever"):
+        Job.evaluate(None, Sharded(), [], lambda batch: {}, batch_size=1)  # type: ignore[arg-type]
+    with pytest.raises(MisuseError, match=r"job\.steps"):
+        Job.streams(None, lambda *_: None, Sharded(), count=1, batch_size=1, steps=1)  # type: ignore[arg-type]
 
 
 def test_the_newest_snapshot_stays_while_the_other_buffer_is_written_to_disk() -> None:

@@ -15,8 +15,9 @@ import xxhash
 
 from elastic.contract.worker.tensor_table import Table, TensorInfo
 
-FORMAT = 2
-"""Version of the on-disk format. A reader that finds another one skips the checkpoint and reports that."""
+FORMAT, WITH_BOXES = 2, 3
+"""Versions of the on-disk format; the second one is written where tensors are boxes of a whole. A reader that finds
+another one skips the checkpoint and reports that."""
 
 PIECE_BYTES = 16 * 1024 * 1024
 """Files are written, hashed and read in pieces of this size, each with a hash of its own."""
@@ -124,7 +125,9 @@ def shard_note(shard: int, shards: int) -> str:
 def encode(record: Manifest | Shard) -> bytes:
     """The bytes of a manifest's or a note's file."""
     body = msgspec.json.encode(record)
-    return msgspec.json.encode(_File(FORMAT, digest(body), msgspec.Raw(body))) + b"\n"
+    shards = record.shards if isinstance(record, Manifest) else (record,)
+    boxes = any(tensor.of for shard in shards for tensor in shard.tensors)
+    return msgspec.json.encode(_File(WITH_BOXES if boxes else FORMAT, digest(body), msgspec.Raw(body))) + b"\n"
 
 
 def decode(raw: bytes) -> Manifest:
@@ -151,8 +154,8 @@ def _decoded(raw: bytes, decoder: msgspec.json.Decoder[R], what: str) -> R:
         file = _file.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BadManifest(f"{what}-damaged", f"the {what} cannot be read: {error}") from None
-    if file.format != FORMAT:
-        raise BadManifest("other-format", f"format {file.format}; this version reads {FORMAT}")
+    if file.format not in (FORMAT, WITH_BOXES):
+        raise BadManifest("other-format", f"format {file.format}; this version reads {FORMAT} and {WITH_BOXES}")
     body = bytes(file.body)
     if (found := digest(body)) != file.xxh3:
         raise BadManifest(f"{what}-damaged", f"the {what}'s hash is {found}, it says {file.xxh3}")

@@ -45,8 +45,9 @@ class Buffers:
     def free(self) -> int | None:
         """The buffer with the oldest content that is not being written; None: all are, or are to be kept."""
         ages = {i: _age(arena) for i, arena in enumerate(self.arenas)}
-        newest = max(ages.values(), default=_NONE)
-        kept = {i for i, age in ages.items() if self._keep_newest and age == newest != _NONE}
+        # Of two of the same step that which is being written anyway.
+        newest = max(ages, key=lambda i: (ages[i], i in self.busy), default=-1)
+        kept = {newest} if self._keep_newest and ages.get(newest) != _NONE else set()
         return min((i for i in ages if i not in self.busy | kept), key=ages.__getitem__, default=None)
 
     # ── one copy ────────────────────────────────────────────────────────────────────────────────────────────

@@ -134,6 +134,8 @@ class Saver:
         self.last = SaveStatus()
         self._slots: dict[int, _Slot] = {}
         self._writes: dict[int, tuple[int, int, int]] = {}
+        self._written_s = 0.0
+        """When the last shard was written, or failed."""
         self._committing: dict[tuple[int, int], bool] = {}
         """(generation, step) -> whether this node copies that checkpoint to the remote end."""
         self._to_copy = (0, 0)
@@ -270,6 +272,7 @@ class Saver:
 
     def _written(self, result: orders.Result) -> None:
         slot, step, buffer = self._writes.pop(result.id, (-1, result.step, 0))
+        self._written_s = time.monotonic()
         if result.error:
             self.fail(result.generation, step, result.error)
         elif (result.generation, step) not in {*self._committing, self.last.failing.last}:
@@ -356,8 +359,8 @@ class Saver:
         """Called when the writer has returned results, and on every tick."""
         now_s = time.monotonic()
         for worker_id, (generation, since_s, own_parts) in tuple(self._asking.items()):
-            waited_s = now_s - since_s
-            if (self._writes and waited_s < KEPT_WRITE_S) or (self._committing and waited_s < KEPT_COMMIT_S):
+            committing_s = now_s - max(since_s, self._written_s)
+            if (self._writes and now_s - since_s < KEPT_WRITE_S) or (self._committing and committing_s < KEPT_COMMIT_S):
                 continue
             del self._asking[worker_id]
             arenas = [arena for _, arena in self._complete_arenas()] if own_parts else self._complete_snapshot()

@@ -40,8 +40,14 @@ def _shares_work(module: torch.nn.Module) -> bool:
     """Whether ranks may work on the same samples: a parameter is sharded without FSDP, or by it and once more."""
     fsdp = any(kind.__name__ == "FSDPModule" for inner in module.modules() for kind in type(inner).__mro__)
     sharded: list[Any] = [param for param in module.parameters() if is_sharded(param)]
-    cuts = [sum(placement.is_shard() for placement in param.placements) for param in sharded]
+    cuts = [sum(not placement.is_replicate() for placement in param.placements) for param in sharded]
     return bool(sharded) and (not fsdp or max(cuts) > 1)
+
+
+def refuse_sharded(state: Any, call: str, instead: str) -> None:
+    """Raises MisuseTypeError for what shares data out to the ranks as if each had the whole model."""
+    if state.is_sharded:
+        raise MisuseTypeError(f"{call} with a sharded state: {instead}")
 
 
 def refuse_weights(options: Mapping[str, Any]) -> None:

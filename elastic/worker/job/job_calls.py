@@ -32,7 +32,7 @@ from elastic.worker.state.modes import Modes
 from elastic.worker.state.parts.data_progress import DataProgress, refuse_unlike
 
 from . import evaluation
-from .data_ranks import data_rank, refuse_weights
+from .data_ranks import data_rank, refuse_sharded, refuse_weights
 from .lr_scaling import Mode, ScaledSteps, factor
 
 if TYPE_CHECKING:
@@ -117,6 +117,10 @@ class JobCalls(abc.ABC):
         Raises RuntimeError between an optimizer's step and the commit and in `setup`, ValueError for an empty dataset
         or names that differ, TypeError for a value of several elements.
         """
+        refuse_sharded(
+            state, "job.evaluate", "its ranks take unequal numbers of batches, and would wait for each other's parts "
+            "for ever. Evaluate in the loop, the same number of batches on each rank"
+        )  # fmt: skip
         if not state.clean():
             raise MisuseRuntimeError(
                 "job.evaluate between an optimizer's step and job.commit(): a rank that is lost meanwhile would cost "
@@ -356,6 +360,9 @@ class JobCalls(abc.ABC):
         The state needs a part for them: ``elastic.State(…, streams=None)``. Guarantees and errors: `streams.streams`;
         RuntimeError within `job.epochs`.
         """
+        refuse_sharded(
+            state, "job.streams", "its batches are shared out to all ranks alike; take job.batches or job.steps"
+        )
         if state.data_progress.in_round:
             raise MisuseRuntimeError(
                 "job.streams within job.epochs: a stream has a sample for each commit, and the end of a round is one "

@@ -13,7 +13,7 @@ from elastic.checkpoint.format.plain import tensors_named
 from elastic.contract.structs import replace
 from elastic.contract.worker.tensor_table import Table, TensorInfo
 from elastic.worker.link.misuse import MisuseTypeError
-from elastic.worker.state.parts.boxes import Accepted
+from elastic.worker.state.parts.boxes import Accepted, box_of, is_sharded
 from elastic.worker.state.parts.parts import OptimizerPart, OptimizerTensors, Part
 
 from .optimizers import sharded_module
@@ -35,6 +35,19 @@ def refuse_sharded(name: str, module: torch.nn.Module) -> None:
         found = "DTensor" if any(type(p).__name__ == "DTensor" for p in module.parameters()) else ""
     if found:
         raise MisuseTypeError(sharded_module(name, found))
+
+
+def refuse_other_boxes(part: OptimizerPart) -> None:
+    """Raises TypeError for what an optimizer keeps sharded in another way than the parameter that it is for: a
+    replacement makes it like the parameter."""
+    for param, entries in part.value.state.items():
+        for key, item in entries.items() if isinstance(param, torch.Tensor) and is_sharded(param) else ():
+            if is_sharded(item) and (item.shape != param.shape or box_of(item) != box_of(param)):
+                raise MisuseTypeError(
+                    f"state.{part.name} keeps {key} of shape {list(item.shape)} for a parameter of shape "
+                    f"{list(param.shape)}, each of them sharded: it cannot be made again for a replacement. Take an "
+                    "optimizer whose state has its parameters' shapes, such as AdamW"
+                )
 
 
 def refuse_lazy(name: str, module: torch.nn.Module) -> None:

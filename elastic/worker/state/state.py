@@ -35,6 +35,7 @@ from .receive_plan import (
     mismatch,
     own_tensors,
     refuse_lazy,
+    refuse_other_boxes,
     refuse_sharded,
     reorder,
 )
@@ -92,6 +93,7 @@ class State:
         self._built: InitialLayout | None = None
         self._progress = DataProgress()
         self._sharded = Accepted.sharded
+        self._fsdp_modules: list[Any] | None = None
         for name, value in parts.items():
             if name.startswith("_") or hasattr(type(self), name):
                 raise MisuseValueError(f"state.{name}: this name is taken; choose another")
@@ -178,6 +180,7 @@ class State:
         step is then not committed."""
         if not self._whole:
             raise RuntimeError("commit of a state that was only half received")
+        self.reshard()
         self._optimizers.refuse_schedulers()
         if self._optimizers.regrouped() or self._proven < PROVEN_COMMITS:
             self._prove()
@@ -211,6 +214,7 @@ class State:
 
     def turned(self) -> None:
         """The loop asks for its next batch. Raises RuntimeError if the state was changed after the commit."""
+        self.reshard()
         if not self._changing and (name := self._point.differs()) is not None:
             raise MisuseRuntimeError(
                 f"state.{name} was changed between job.commit() and the next batch: after a failure it would be left "
@@ -269,6 +273,8 @@ class State:
             if isinstance(part, ModulePart):
                 refuse_sharded(part.name, part.value)
         self._optimizers.look_for_unkept()
+        for part in self._optimizer_parts():
+            refuse_other_boxes(part)
         extra: dict[str, Any] = {}
         self.refuse_growth(tuple(info for info, _ in self.tensors(extra)), extra)
 
@@ -357,6 +363,19 @@ class State:
         for part in self._optimizer_parts():
             for number, param in enumerate(param for group in part.groups() for param in group["params"]):
                 yield part.name, number, param
+
+    def reshard(self) -> None:
+        """A forward without a backward, as an evaluation, leaves FSDP's parameters unsharded: they are no state."""
+        for module in self._fsdp():
+            module.reshard()
+
+    def _fsdp(self) -> list[Any]:
+        if not self._sharded:
+            return []
+        if self._fsdp_modules is None:
+            found = (inner for module in self.modules() for inner in module.modules())
+            self._fsdp_modules = [m for m in found if any(kind.__name__ == "FSDPModule" for kind in type(m).__mro__)]
+        return self._fsdp_modules
 
     @property
     def is_sharded(self) -> bool:

@@ -297,7 +297,8 @@ class Store:
         arenas = [Arena.from_fd(descriptor, warm=False) for descriptor in descriptors]
         whole = HeldSnapshots(arenas)
         self._kept = kept_in(arenas, key, *self._place) if key else [(whole.version(), whole)]
-        newest, older = (*(version for version, _ in self._kept[:2]), None, None)[:2]
+        # Replicas on one node have both kept the same steps.
+        newest, older = (*dict.fromkeys(version for version, _ in self._kept), None, None)[:2]
         return self._disk.saved(newest, older) if self._disk else Saved(newest, older=older)
 
     def _on_kept(self, message: messages.Message, descriptors: list[int]) -> None:

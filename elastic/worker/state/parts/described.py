@@ -12,7 +12,7 @@ from elastic.checkpoint.memory.memcpy import device_type, movable
 from elastic.contract.worker.tensor_table import TensorInfo
 from elastic.worker.link.misuse import MisuseTypeError
 
-from .boxes import WHOLE, Box, is_sharded, local
+from .boxes import WHOLE, Box, box_of, local
 from .copies import writable
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
@@ -100,18 +100,21 @@ class Like:
     __slots__ = ("_boxed", "_code", "_shape", "_tensor", "device")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        here, self._boxed = local(tensor), is_sharded(tensor)
+        here, self._boxed = local(tensor), box_of(tensor) != WHOLE
         self._tensor, self._code, self.device = tensor, CODES.get(here.dtype), device_type(here)
         self._shape = here.shape if writable(here) else None
 
     def empty(self, info: TensorInfo, device: str) -> torch.Tensor:
-        """With the parameter's memory layout if it has its shape, on a device of type `device`."""
+        """With the parameter's memory layout if it has its shape, on a device of type `device`. Raises ValueError for a
+        box that is not the parameter's."""
         fits = device == self.device and info.shape == self._shape and (bool(info.of) or not self._boxed)
         if fits and info.dtype == self._code:
             return torch.empty_like(self._tensor)
         dtype = dtype_of(info.dtype)
         if fits:
             return torch.empty_like(self._tensor, dtype=dtype)
+        if info.of:
+            raise ValueError(f"{info.name} is a box of {list(info.of)}, and its parameter here is another one")
         if device == "cpu" and not info.shape:
             return torch.empty_like(_number(dtype))
         on = self._tensor.device if device == self.device else torch.device(device)
