@@ -79,9 +79,8 @@ def test_a_step_is_not_torn_between_the_replicas_of_different_parts() -> None:
         assert job.weights() == {undisturbed("hsdp", 0)}
 
 
-@pytest.mark.parametrize(
-    "place", [pytest.param("forward", marks=LONG), pytest.param("backward", marks=LONG), "optimizer"]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("place", ["forward", "backward", "optimizer"])
 def test_deaths_within_a_step(place: str) -> None:
     with make("fsdp", die=f"1:20:{place},3:40:{place}") as job:
         job.wait_phase(Phase.SUCCEEDED)
