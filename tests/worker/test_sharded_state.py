@@ -225,7 +225,7 @@ def test_calls_that_share_out_data_as_if_each_rank_had_the_whole_model_are_refus
     class Sharded:
         is_sharded = True
 
-    with pytest.raises(MisuseError, match="for ever"):
+    with pytest.raises(MisuseError, match="the same number of batches on each rank"):
         Job.evaluate(None, Sharded(), [], lambda batch: {}, batch_size=1)  # type: ignore[arg-type]
     with pytest.raises(MisuseError, match=r"job\.steps"):
         Job.streams(None, lambda *_: None, Sharded(), count=1, batch_size=1, steps=1)  # type: ignore[arg-type]

@@ -118,9 +118,11 @@ class JobCalls(abc.ABC):
         or names that differ, TypeError for a value of several elements.
         """
         refuse_sharded(
-            state, "job.evaluate", "its ranks take unequal numbers of batches, and would wait for each other's parts "
-            "for ever. Evaluate in the loop, the same number of batches on each rank"
-        )  # fmt: skip
+            state,
+            "job.evaluate",
+            "ranks would take unequal numbers of batches, and each forward needs the parts of all ranks. Evaluate in "
+            "the loop, the same number of batches on each rank",
+        )
         if not state.clean():
             raise MisuseRuntimeError(
                 "job.evaluate between an optimizer's step and job.commit(): a rank that is lost meanwhile would cost "
