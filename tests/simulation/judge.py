@@ -85,12 +85,10 @@ class Judge:
             w.stage is Stage.DONE for w in before.local.workers.values()
         )
         if self.only_etcd and self.commits and not after.etcd.view.state.phase.over and not done:
-            # Who hears of a planned change after its boundary lets go of a step that nobody can commit.
-            planned = after.formed.generation is not None and after.formed.generation.at_step is not None
             for effect in effects:
                 match effect:
                     case Send(message=messages.AbortGroup(generation=number)):
-                        disturbs = number in self.newest and not planned
+                        disturbs = number in self.newest and not self._left_as_planned(number)
                     case Publish():
                         number = after.formed.generation.number if after.formed.generation else 0
                         disturbs = number in self.newest and _drops(after, effect)
@@ -98,6 +96,12 @@ class Judge:
                         disturbs = isinstance(effect, Kill)
                 if disturbs:
                     raise Broken("G4", f"{node.name} disturbs training while only etcd fails: {effect}")
+
+    def _left_as_planned(self, number: int) -> bool:
+        """The others have left generation `number` at a planned boundary: who hears of it later, perhaps with what came
+        after it, lets go of a step that nobody can commit."""
+        following = min((later for later in self.plans if later > number), default=None)
+        return following is not None and self.plans[following].at_step is not None
 
     def _saved(self, agent: Agent, effects: tuple[Effect, ...]) -> None:
         """The job succeeds when its last checkpoint is on disk."""

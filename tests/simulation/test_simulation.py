@@ -96,3 +96,8 @@ def test_a_history_is_the_same_each_time() -> None:
 def test_a_node_that_joined_as_another_left_does_not_begin_anew_while_that_one_has_the_state() -> None:
     """The joining node leads alone after a death, and the progress record does not show the step before the change."""
     assert play(draw(919062492)).failure == ""
+
+
+def test_who_is_away_from_etcd_during_a_planned_change_lets_go_of_the_step_after_it() -> None:
+    """It hears of the change together with the generation that was formed without it meanwhile."""
+    assert play(draw(411649053)).failure == ""
