@@ -102,6 +102,8 @@ class Cluster:
         self.starved: set[str] = set()
         """Nodes that have been so at some time."""
         self.scaled = False
+        self.needs = setting.least
+        """Nodes: the largest minimum that the job has ever had, as a change of it may be lost with etcd's data."""
         self.stopped = False
         self._trouble: dict[str, float] = {}
         self.training = Training(self, setting.step_s, setting.steps, setting.checkpoint_every)
@@ -352,6 +354,7 @@ class Cluster:
         self.scaled = True
         if not self.etcd.up or self.keys.spec not in self.etcd.kvs:
             return
+        self.needs = max(self.needs, least)
         self.spec = msgspec.structs.replace(self.spec, nodes=f"{least}:{most}")
         self.spec_record = msgspec.structs.replace(self.spec_record, spec=self.spec)
         self._write(self.keys.spec, self.spec_record)
@@ -397,9 +400,7 @@ class Cluster:
             node.effects_left, node.starved = None, False
             self.power_on(node.index)
             node.resume()
-            if node.name in self.drained and sum(n.name not in self.drained for n in self.nodes) < (
-                self.spec.min_nodes
-            ):
+            if node.name in self.drained and sum(n.name not in self.drained for n in self.nodes) < self.needs:
                 self.undrain(node.index)
             self.clock.after(self.delay(0.5, 1.0), node.start)
             for worker in tuple(node.processes.values()):

@@ -101,3 +101,8 @@ def test_a_node_that_joined_as_another_left_does_not_begin_anew_while_that_one_h
 def test_who_is_away_from_etcd_during_a_planned_change_lets_go_of_the_step_after_it() -> None:
     """It hears of the change together with the generation that was formed without it meanwhile."""
     assert play(draw(411649053)).failure == ""
+
+
+def test_a_job_whose_lower_minimum_was_lost_with_etcds_data_goes_on_with_the_nodes_that_it_had_before() -> None:
+    """One of them is drained: it is given back, as a person would do who reads that the job waits for it."""
+    assert play(draw(484060549)).failure == ""
