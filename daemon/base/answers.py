@@ -122,7 +122,7 @@ class Cost(Answer):
     """committed steps that were done again, at least"""
     steps_at_most: int | None = None
     rank_s: float | None = None
-    """ranks × seconds without a step"""
+    """ranks × seconds without a step, from the last one before the incident to the first one after it"""
     gpu_s: float | None = None
     """the same if each rank has a GPU"""
 
@@ -200,6 +200,8 @@ class Incident(Answer):
     """the evidence"""
     wall_s: float = 0.0
     """when it began: the detection, or where all agents had died the last commit on record"""
+    still_s: float = 0.0
+    """for how long no step had been made by then, as the node knows that noticed it; 0: it is not known, or planned"""
     timeline_s: dict[str, float] = {}
     """phase → seconds since `wall_s`"""
     open: bool = False
@@ -231,6 +233,8 @@ class Incident(Answer):
     job: str = ""
     age_s: float = 0.0
     took_s: float | None = None
+    """from the last step before it to the first one after it: `still_s`, and the time since `wall_s`; null: not
+    known"""
     lost: str = "unknown"
     """the steps lost in words: "0 steps", "0 to 1 steps", "40 steps or more", "unknown\""""
     verdict: Verdict = msgspec.field(default_factory=Verdict)

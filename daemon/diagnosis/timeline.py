@@ -188,8 +188,8 @@ def _of_incident(job: Job, old: IncidentRecord | None, new: IncidentRecord) -> I
     if verdict.has_cause(new) and not (old and verdict.has_cause(old)):
         yield _event(new.wall_s, "incident.opened", job.name, new.node, f"{judged.cls}: {judged.what}")
     if not new.open and (old is None or old.open) and new.ended_wall_s:
-        took_s = max(new.timeline_s.values(), default=0.0)
-        yield _event(new.ended_wall_s, "incident.closed", job.name, new.node, f"after {took_s:.2f} s: {judged.done}")
+        took = f"after {new.took_s or 0.0:.2f} s{' without a step' if new.still_s else ''}"
+        yield _event(new.ended_wall_s, "incident.closed", job.name, new.node, f"{took}: {judged.done}")
 
 
 # ── writing them ────────────────────────────────────────────────────────────────────────────────────────────

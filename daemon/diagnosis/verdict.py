@@ -286,7 +286,7 @@ _SOURCES = {
 
 
 def _cost(record: IncidentRecord, seen: VerdictContext, open_: bool) -> Cost:
-    took_s = seen.age_s if open_ else max(record.timeline_s.values(), default=None)
+    took_s = record.still_s + seen.age_s if open_ else record.took_s
     if record.kind in ("checkpoint", "late exit"):
         took_s = 0.0
     rank_s = round(took_s * record.world_size_before, 3) if took_s is not None else None

@@ -139,15 +139,15 @@ def _spans(job: JobDetail, incidents: Sequence[Incident], points: Sequence[Point
     for row in incidents:
         before = row.generation - 1 if number is None else number
         ranks = row.world_size_before if world is None else world
-        spans.append(_generation(begin, row.wall_s, before, ranks))
-        begin = row.wall_s + (row.took_s or 0.0)
+        spans.append(_generation(begin, row.wall_s - row.still_s, before, ranks))
+        begin = row.wall_s - row.still_s + (row.took_s or 0.0)
         number, world = row.generation, row.world_size_after
     if job.step:
         spans.append(_generation(begin, axis.high, number or job.generation, world or job.world_size))
     for row in incidents:
-        took = row.took_s or 0.0
+        took, since = row.took_s or 0.0, row.wall_s - row.still_s
         title = f"{clock(row.wall_s)} {row.kind}, {length(took)}, {row.lost} lost: {row.detail}"
-        spans.append(svg.Span(row.wall_s, row.wall_s + took, _kind(row), title[:LONGEST_TEXT]))
+        spans.append(svg.Span(since, since + took, _kind(row), title[:LONGEST_TEXT]))
     return spans
 
 

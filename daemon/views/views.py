@@ -187,7 +187,7 @@ def incident(snapshot: Snapshot, job: Job, record: IncidentRecord, now: Now) -> 
         row.open, row.ended_wall_s = False, job.state.since_wall_s
     row.job, row.lost = job.name, steps_lost(record)
     row.age_s = round(max(0.0, now.wall_s - record.wall_s), 1)
-    row.took_s = row.age_s if row.open else max(record.timeline_s.values(), default=None)
+    row.took_s = round(record.still_s + row.age_s, 4) if row.open else record.took_s
     waits = str(why.waits_for(snapshot, job, newest_progress(snapshot, job), now.wall_s)) if row.open else ""
     row.verdict = verdict.judge(record, _seen(snapshot, job, row.age_s, waits))
     return row

@@ -143,12 +143,15 @@ def _opened(turn: Turn, before: Agent) -> Incident | None:
     if not (broke or replaced or halted or cut_short):
         return None
     last_committed = previous if replaced and previous is not None else generation
+    planned = (replaced and generation.at_step is not None) or (halted and not broke and _drains(turn))
+    stepped = before.progress.settled == last_committed.number and not planned
     incident = Incident(
         first=last_committed.number,
         generations=(last_committed,),
         began_s=turn.now_s,
         noticed_wall_s=turn.wall_s,
-        planned=(replaced and generation.at_step is not None) or (halted and not broke and _drains(turn)),
+        still_s=round(max(0.0, turn.now_s - before.progress.stepped_at_s), 4) if stepped else 0.0,
+        planned=planned,
         why=generation.why if replaced else turn.local.suspicion if cut_short else turn.lead.reason,
         repeat=_repeat(turn, last_committed.number),
         stepped_in=_stepped_in(turn),
@@ -184,6 +187,7 @@ def _renewed(turn: Turn, before: Agent, incident: Incident) -> Incident:
         generations=(stepped, *later) if stepped is not None else later or incident.generations[-1:],
         began_s=turn.now_s,
         noticed_wall_s=turn.wall_s,
+        still_s=0.0,
         began_wall_s=progress.step_wall_s if progress is not None and shown else 0.0,
         planned=False,
         why="",

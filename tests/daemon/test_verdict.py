@@ -358,6 +358,9 @@ def test_cost_counts_ranks_times_seconds_and_leaves_the_unknown_unknown() -> Non
     assert (unknown.steps, unknown.steps_at_most, unknown.rank_s) == (None, None, None)
     assert judge(incident(open=True), VerdictContext(age_s=10.0)).cost.rank_s == 40.0
     assert judge(incident("checkpoint", "x")).cost.rank_s == 0.0
+    late = {"still_s": 6.0}  # it was noticed only then
+    assert judge(incident(**late)).cost.rank_s == 1.0 + 4 * 6.0
+    assert judge(incident(open=True, **late), VerdictContext(age_s=10.0)).cost.rank_s == 4 * 16.0
 
 
 def test_person_is_needed_only_where_the_job_failed_or_does_not_recover() -> None:

@@ -13,6 +13,7 @@ from simulation.cluster import Cluster, Setting
 from simulation.histories import Fault, History, draw, family, play, tardy
 from simulation.node import Node
 from simulation.run import many, silent
+from simulation.training import Group
 from support import says
 from support.incidents import check_incident, on_record
 
@@ -108,6 +109,37 @@ def test_a_node_that_vanishes_is_named_though_failed_collectives_come_first() ->
     cluster = played(THREE, lambda c: c.power_off(2), until_s=20.0)
     (incident,) = failures(cluster)
     check_incident(incident, kind="lost", nodes=["n2"], ranks=[2], redone=cluster.judge.redone())
+
+
+def stand_stills(setting: Setting, act: Callable[[Cluster], None]) -> tuple[float, IncidentRecord]:
+    """For how long no step was made around the only failure, and its incident."""
+    cluster, instants_s = Cluster(setting), list[float]()
+    committed = cluster.judge.committed
+
+    def noted(group: Group) -> None:
+        instants_s.append(cluster.clock.now_s)
+        committed(group)
+
+    cluster.judge.committed = noted  # type: ignore[method-assign]
+    cluster.run(STRUCK_S)
+    act(cluster)
+    cluster.run(30.0)
+    (incident,) = failures(cluster)
+    return max(after - before for before, after in itertools.pairwise(instants_s)), incident
+
+
+@pytest.mark.parametrize("node", [0, 2])
+def test_an_incident_took_as_long_as_no_step_was_made_also_where_it_was_noticed_late(node: int) -> None:
+    """The loss of a node that only falls silent is noticed when its lease ends."""
+    true_s, incident = stand_stills(THREE, lambda c: c.power_off(node))
+    assert true_s > 4.0
+    assert incident.took_s == pytest.approx(true_s, abs=0.5), "to within a look at the workers"
+    assert incident.still_s > 4.0
+
+
+def test_an_incident_that_is_noticed_at_once_took_no_longer_than_no_step_was_made() -> None:
+    true_s, incident = stand_stills(TWO, lambda c: c.kill_worker(1, 0))
+    assert incident.took_s == pytest.approx(true_s, abs=0.3)
 
 
 def test_a_hang_is_named() -> None:

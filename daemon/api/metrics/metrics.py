@@ -166,7 +166,11 @@ GAUGES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("elasticd_job_nodes", "Nodes with a living agent.", ("members",)),
     ("elasticd_job_queue_position", "Place in the queue of a job that waits for its nodes.", ("queue_position",)),
     ("elasticd_job_progress_age_seconds", "Since progress was last reported.", ("progress_age_s",)),
-    ("elasticd_job_last_recovery_seconds", "Duration of the newest recovery.", ("last_incident", "took_s")),
+    (
+        "elasticd_job_last_recovery_seconds",
+        "From the last step before the newest incident to the first one after it.",
+        ("last_incident", "took_s"),
+    ),
     ("elasticd_job_no_progress_seconds", "While no step is made: for how long; else absent.", ("no_progress", "for_s")),
     ("elasticd_job_checkpoint_age_seconds", "Age of the newest checkpoint.", ("checkpoint", "age_s")),
     ("elasticd_job_checkpoint_step", "Step of the newest checkpoint.", ("checkpoint", "step")),

@@ -271,8 +271,7 @@ def _incident_messages(snapshot: Snapshot, job: str) -> tuple[str, ...]:
     for incident in current.incidents:
         if incident.open:
             continue
-        took_s = max(incident.timeline_s.values(), default=None)
-        took = f" in {took_s:.2f} s" if took_s is not None else ""
+        took = f" in {incident.took_s:.2f} s" if incident.took_s is not None else ""
         lost = f", {'an unknown number of steps' if incident.steps_lost is None else views.steps_lost(incident)} lost"
         became = f"world {incident.world_size_before} → {incident.world_size_after} again{took}{lost}"
         if not incident.world_size_after:

@@ -127,7 +127,8 @@ def incident(row: Incident) -> None:
     out, verdict = console(), row.verdict
     out.say(Text.assemble(clock(row.wall_s), f"  {row.job}  ", (verdict.cls, "bold"), f"  {verdict.what}"))
     _facts(out, columns.verdict_facts(verdict, row.lost))
-    for phase, at_s in sorted(row.timeline_s.items(), key=lambda item: item[1]):
+    before = {"last step": -row.still_s} if row.still_s else {}
+    for phase, at_s in sorted((before | row.timeline_s).items(), key=lambda item: item[1]):
         out.say(f"  {at_s * 1000:8.0f} ms  {phase}")
     for worker, stack in row.stacks.items():
         out.say(f"  stack of {worker}:", "bold")

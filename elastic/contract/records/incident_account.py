@@ -87,6 +87,9 @@ class Seen(Record, frozen=True, kw_only=True):
     """(generation, step) of the newest commit that was known when it began."""
     noticed_wall_s: WallS = 0.0
     """By this node's clock."""
+    still_s: Real = 0.0
+    """For how long its own ranks had made no step by then; 0: they step on to a planned boundary, or made none in the
+    generation that failed."""
     began_wall_s: WallS = 0.0
     """An estimate, if it began before this agent did; 0: when it was noticed."""
     left_wall_s: WallS = 0.0

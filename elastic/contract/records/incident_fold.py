@@ -165,6 +165,7 @@ def record(facts: Facts) -> IncidentRecord:
         id=f"{facts.first + 1:0{NUMBER_DIGITS}d}{again}",
         generation=facts.first + 1,
         wall_s=opener.began_wall_s or opener.noticed_wall_s,
+        still_s=0.0 if opener.began_wall_s else opener.still_s,
         open=closer is None and not facts.ends_in,
         repeat=facts.repeat,
         causes=named[:KEPT_CAUSES],

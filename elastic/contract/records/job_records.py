@@ -331,6 +331,8 @@ class IncidentRecord(Record, frozen=True, kw_only=True):
     """The step that was done when all state was lost and training began again from 0; 0: it did not."""
     wall_s: WallS
     """When it began: the detection; if all agents had died, the last sign of life of any of them."""
+    still_s: Real = 0.0
+    """For how long no step had been made by then, as the node knows that noticed it; 0: it is not known."""
     timeline_s: dict[str, Real] = {}
     """Phase -> seconds since `wall_s`, on the clock of the node that reports."""
     open: bool = False  # the job has not recovered yet
@@ -355,6 +357,12 @@ class IncidentRecord(Record, frozen=True, kw_only=True):
     last_lines: tuple[str, ...] = ()
     """Of the log of a worker that was killed by a signal."""
     error: WorkerError | None = None
+
+    @property
+    def took_s(self) -> float | None:
+        """From the last step before it to the first one after it, or to its end; None: that is not known."""
+        lasted_s = max(self.timeline_s.values(), default=None)
+        return None if lasted_s is None else round(self.still_s + lasted_s, 4)
 
     @property
     def text(self) -> str:
