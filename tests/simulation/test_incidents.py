@@ -1062,5 +1062,9 @@ def test_a_node_that_learns_late_of_a_planned_change_and_then_of_a_loss_tells_th
     assert play(draw(677826875)).failure == ""
 
 
+def test_an_agent_that_learns_late_of_a_failure_does_not_count_the_steps_of_the_recovery_as_lost_by_it() -> None:
+    assert play(draw(484073779)).failure == ""
+
+
 def test_one_loss_that_two_leaders_tell_is_one_incident() -> None:
     assert play(draw(225099662)).failure == ""

@@ -301,7 +301,9 @@ def cause_fields(named: Sequence[Cause], *, planned: bool = False, why: Text = "
 
 
 def _reached(facts: Facts) -> int:
-    return max((account.reached for account in facts.openers), default=(0, 0))[1]
+    """Who learnt late that it had begun may know of commits after it, too."""
+    before = (account.reached for account in facts.openers if account.reached[0] <= facts.first)
+    return max(before, default=(0, 0))[1]
 
 
 def _syncs(facts: Facts) -> list[Sync]:
