@@ -28,6 +28,9 @@ NODE_CHARS = 4_000
 job's user has written there."""
 PENDING = 1_000
 """This many events wait at most until etcd takes them; then the oldest are dropped."""
+HANDOVER_S = 60.0
+"""The daemon that tells events may be lost with its node, and another one does so only once the lease has ended. It
+then tells what it has seen for so long before, and is not on record."""
 BATCH = 50
 """etcd takes 128 operations in one transaction."""
 
@@ -45,13 +48,18 @@ def happened(before: Cluster, after: Cluster, wall_s: float) -> list[EventRecord
     return events
 
 
-def missed(cluster: Cluster) -> list[EventRecord]:
-    """Incidents that began after the newest event on record: no daemon saw them begin."""
-    newest_s = max((event.when_wall_s for event in read(cluster.events)), default=0.0)
+def missed(cluster: Cluster, seen: Sequence[EventRecord] = (), since_wall_s: float = 0.0) -> list[EventRecord]:
+    """What was `seen` since then and is not on record; and incidents that began after the newest event that is: no
+    daemon saw them begin."""
+    on_record = list(read(cluster.events))
+    told = {(e.kind, e.job, e.node, e.text) for e in on_record if e.when_wall_s >= since_wall_s}
+    newest_s = max((event.when_wall_s for event in on_record), default=0.0)
     events = [
         e for job in cluster.jobs.values() for i in job.incidents for e in _of_one(job, _of_incident(job, None, i))
     ]
-    return [event for event in events if event.when_wall_s > newest_s]
+    events = [event for event in events if event.when_wall_s > newest_s and event not in seen]
+    untold = (e for e in seen if e.when_wall_s >= since_wall_s and (e.kind, e.job, e.node, e.text) not in told)
+    return [*untold, *events]
 
 
 def of_contact(lost_wall_s: float, back_wall_s: float, error: str, node: str) -> list[EventRecord]:
@@ -145,6 +153,11 @@ def _of_job(old: Job | None, new: Job, wall_s: float) -> Iterator[EventRecord]:
         yield _event(wall_s, "node.readmitted", new.name, node, f"{new.name} may use it again")
     formed, previous = new.generation, old.generation if old else None
     if formed is not None and (previous is None or formed.number > previous.number):
+        if previous is not None and formed.before > previous.number:  # one view shows only the newest
+            first = previous.number + 1
+            missing = f"generation {first}" if first == formed.before else f"generations {first} to {formed.before}"
+            text = f"{missing}: replaced by {formed.number} before it was seen here"
+            yield _event(wall_s, "generation.formed", job=new.name, text=text)
         nodes = ", ".join(place.node for place in formed.nodes[:8]) + (" …" if len(formed.nodes) > 8 else "")
         ranks = f"{formed.world_size} rank{'' if formed.world_size == 1 else 's'}"
         text = f"generation {formed.number}: {ranks} on {nodes} ({formed.why})"
@@ -203,6 +216,8 @@ class Timeline:
         self._node = node
         self._before: Cluster | None = None
         self._caught_up = False
+        self._seen: deque[EventRecord] = deque(maxlen=PENDING)
+        """While another node was the oldest one, whose daemon tells them."""
         self._members: Members = ()
         self._lost_wall_s: float | None = None
         self._tells_outage = False
@@ -212,11 +227,16 @@ class Timeline:
 
     def look(self, cluster: Cluster, wall_s: float) -> None:
         before, self._before = self._before, cluster
+        events = happened(before, cluster, wall_s) if before is not None else []
         if not reconcile.is_oldest(cluster, self._node):
+            self._caught_up = False
+            self._seen += events
             return
-        events = [] if self._caught_up else missed(cluster)
-        self._caught_up = True
-        self._add(events + (happened(before, cluster, wall_s) if before is not None else []))
+        if not self._caught_up:
+            self._add(missed(cluster, self._seen, wall_s - HANDOVER_S))
+            self._caught_up = True
+            self._seen.clear()
+        self._add(events)
 
     def contact(self, connected: bool, error: str, wall_s: float) -> None:
         """Whether etcd can be reached, at each view."""

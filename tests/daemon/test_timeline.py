@@ -142,10 +142,44 @@ def test_only_the_daemon_of_the_oldest_node_writes() -> None:
     for line in lines.values():
         line.look(cluster(nodes=[a, b]), 1.0)
         line.look(cluster(nodes=[a, b, c]), 2.0)
-    assert [e.node for e in sent(lines["a"])] == ["c"]
+    events = sent(lines["a"])
+    assert [e.node for e in events] == ["c"]
     assert sent(lines["b"]) == []
-    lines["b"].look(cluster(nodes=[b, c]), 3.0)
+    told = {KEYS.event(e.when_wall_s, "a", "x"): encode(e) for e in events}
+    lines["b"].look(cluster(nodes=[b, c], events=told), 3.0)
     assert [(e.kind, e.node) for e in sent(lines["b"])] == [("node.gone", "a")]
+
+
+def test_what_the_daemon_that_tells_events_took_with_it_is_told_by_the_next_one() -> None:
+    """It is lost with its node, and the others see until its lease ends what nobody tells."""
+    a, b = node("a", 1), node("b", 2)
+    line = Timeline(KEYS, "b")
+    line.look(cluster(job(incidents=()), nodes=[a, b]), 100.0)
+    line.look(cluster(nodes=[a, b, node("c", 3)]), 101.0)  # long ago: it lived
+    again = msgspec.structs.replace(job().generation, number=3)  # type: ignore[type-var]
+    line.look(cluster(job(incidents=()), nodes=[a, b]), 199.0)
+    line.look(cluster(job(incidents=(), generation=again), nodes=[a, b]), 200.0)
+    assert sent(line) == []
+    line.look(cluster(job(incidents=(), generation=again), nodes=[b]), 204.0)
+    events = sent(line)
+    assert [(e.kind, e.when_wall_s) for e in events][-2:] == [("generation.formed", 200.0), ("node.gone", 204.0)]
+    assert not [e for e in events if e.when_wall_s < 150.0]
+
+
+def test_generations_that_no_view_shows_are_told() -> None:
+    """Several are formed in quick succession, and a view of etcd has the newest one alone."""
+    formed = job().generation
+    assert formed is not None
+    texts = {}
+    for number, previous in ((3, 0), (4, 0), (6, 0), (6, 2)):
+        later = msgspec.structs.replace(formed, number=number, previous=previous)
+        events = happened(cluster(job(incidents=())), cluster(job(incidents=(), generation=later)), NOW_S)
+        texts[number, previous] = [event.text.partition(" (")[0] for event in events]
+    newest = "3 ranks on a, b"
+    assert texts[3, 0] == [f"generation 3: {newest}"]
+    assert texts[4, 0] == ["generation 3: replaced by 4 before it was seen here", f"generation 4: {newest}"]
+    assert texts[6, 0] == ["generations 3 to 5: replaced by 6 before it was seen here", f"generation 6: {newest}"]
+    assert texts[6, 2] == [f"generation 6: {newest}"], "there were none: etcd had lost its data"
 
 
 def test_event_that_etcd_did_not_take_is_sent_again_with_its_key() -> None:
