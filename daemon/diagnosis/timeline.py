@@ -250,6 +250,9 @@ class Timeline:
             self._lost_wall_s, self._error = None, ""
 
     def members(self, members: Members, wall_s: float) -> None:
+        """An answer by which none is up is of an outage, which `contact` tells, and may be older than its end."""
+        if members and not any(member.ok for member in members):
+            return
         if self._before is not None and reconcile.is_oldest(self._before, self._node):
             self._add(of_members(self._members, members, wall_s))
         self._members = members

@@ -10,7 +10,7 @@ from elasticd.base.log import Log
 LOOK_S = 10.0
 """Interval between queries."""
 AGAIN_S = 2.0
-"""And while a member has failed once, and is shown as before."""
+"""And while a member has failed once, and is shown as before, or none answers: their return is to be shown at once."""
 ANSWER_S = 3.0
 """Time limit for a member's answer: TLS is slow on a busy node."""
 LOOKS = 2
@@ -41,4 +41,5 @@ class Members:
                 self._log.info("etcd.member_back", endpoint=member.endpoint)
             self._said[member.endpoint] = member.error
         self._show(tuple(members))
-        return AGAIN_S if any(0 < missed < LOOKS for missed in self._missed.values()) else LOOK_S
+        soon = any(0 < missed < LOOKS for missed in self._missed.values()) or not any(each.ok for each in members)
+        return AGAIN_S if soon else LOOK_S

@@ -59,6 +59,17 @@ def test_a_member_that_is_down_at_the_start_is_shown_at_once_and_one_in_doubt_is
     assert pauses == [LOOK_S, LOOK_S, AGAIN_S, LOOK_S]
 
 
+def test_members_that_are_all_away_are_asked_again_soon() -> None:
+    """Once etcd is back, `status` is not to say for long that none of them is up."""
+
+    class Away:
+        def members(self, within_s: float) -> list[MemberHealth]:
+            return [member(1, "connection refused"), member(2, "connection refused")]
+
+    watcher = Members(cast(Etcd, Away()), lambda found: None, structlog.get_logger())
+    assert [watcher.look() for _ in range(3)] == [AGAIN_S] * 3
+
+
 def problems(*members: MemberHealth, connected: bool = True) -> list[str]:
     snapshot = Snapshot(contact=Contact(connected=connected, members=members), registered=True)
     identity = Identity("c", "n", "1", 1, 0.0, (), False, "")

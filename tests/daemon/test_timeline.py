@@ -229,6 +229,19 @@ def test_etcd_member_that_goes_down_is_an_event() -> None:
     assert [(e.kind, e.text) for e in sent(line)] == [("etcd.member_down", "e0:2379: refused; 2 of 3 members are up")]
 
 
+def test_members_that_were_all_away_are_told_as_an_outage_alone() -> None:
+    """The answer is some seconds old when etcd is back, and it would be told at that instant."""
+    line = Timeline(KEYS, "a")
+    line.look(cluster(), 1.0)
+    good = [MemberHealth(f"e{i}:2379", "3.5.21", True, "") for i in range(3)]
+    line.members(good, 1.0)
+    line.contact(False, "refused", 2.0)
+    line.contact(True, "", 9.0)
+    line.members([MemberHealth(member.endpoint, "", False, "refused") for member in good], 9.0)
+    line.members(good, 12.0)
+    assert [e.kind for e in sent(line)] == ["etcd.lost", "etcd.back"]
+
+
 @pytest.mark.parametrize(("extra", "deleted"), [(0, 0), (1, 1), (49, 49), (500, timeline.BATCH)])
 def test_number_of_events_is_bounded(extra: int, deleted: int) -> None:
     raw = encode(EventRecord(when_wall_s=1.0, kind="x"))
