@@ -45,6 +45,7 @@ from _overhead_node import IDLE_S, idle_pss_mb, snapshots_on_over_off
 
 from elastic.checkpoint.interval import IntervalRule
 from elastic.contract.worker.beat import PAGE_BYTES
+from elastic.contract.worker.messages import CopyState
 from elastic.worker.job.job import Job
 from elastic.worker.link.session import Session
 from elastic.worker.run import AgentLink
@@ -215,6 +216,9 @@ class Idle:
         return True
 
     def wait(self, limit_s: float) -> None: ...
+
+    def copied(self) -> tuple[CopyState, int]:
+        return CopyState.REPLICAS, -1
 
     def failed(self, step: int) -> bool:
         return False

@@ -256,6 +256,8 @@ class InMemorySnapshot(Answer):
     """newest snapshot held whole in memory"""
     memory_mb: float = 0.0
     interval: str = ""
+    lost_node_costs: str = ""
+    """of a sharded job, in words; empty: it is not sharded"""
 
 
 class Resumed(Answer):

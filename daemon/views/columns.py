@@ -233,4 +233,6 @@ def _snapshot(snapshot: InMemorySnapshot | None) -> str:
         return ""
     step = f"step {snapshot.step}" if snapshot.step is not None else "none yet"
     every = f"every {snapshot.interval}" if snapshot.interval[:1].isdigit() else snapshot.interval
-    return ", ".join(part for part in (step, every, f"{snapshot.memory_mb:.0f} MB a node") if part)
+    costs = f"a lost node costs {snapshot.lost_node_costs}" if snapshot.lost_node_costs else ""
+    kept = ", ".join(part for part in (step, every, f"{snapshot.memory_mb:.0f} MB a node") if part)
+    return "; ".join(part for part in (kept, costs) if part)

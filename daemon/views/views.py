@@ -292,7 +292,10 @@ def _snapshot(progress: ProgressRecord | None) -> answers.InMemorySnapshot | Non
     if progress is None or not (progress.snapshot_mb or progress.snapshot_interval):
         return None
     return answers.InMemorySnapshot(
-        step=progress.snapshot_step, memory_mb=progress.snapshot_mb, interval=str(progress.snapshot_interval)
+        step=progress.snapshot_step,
+        memory_mb=progress.snapshot_mb,
+        interval=str(progress.snapshot_interval),
+        lost_node_costs=str(progress.snapshot_copies),
     )
 
 

@@ -23,8 +23,10 @@ from elastic.worker.job.job import Job, Setup, Train, build
 from elastic.worker.link.link import Link
 from elastic.worker.link.session import GenerationEnded, Session, is_worker
 from elastic.worker.snapshots.agent_snapshots import AgentSnapshots
+from elastic.worker.snapshots.buddy import Neighbour
 from elastic.worker.snapshots.checkpoint_scheduler import CheckpointScheduler, RankPosition
-from elastic.worker.state.handover.restore import Disk, Store
+from elastic.worker.state.handover import shared_values
+from elastic.worker.state.handover.restore import Disk, Place, Store
 from elastic.worker.state.handover.sync import Handover, SyncResult
 from elastic.worker.torch_internals import torch_private
 from elastic.worker.torch_internals.device_marks import DeviceMarks, cuda_event
@@ -187,9 +189,10 @@ class ManagedWorker:
         self._disk = (
             Disk(settings.checkpoint_dir, settings.job, settings.checkpoint_remote) if settings.checkpoint_dir else None
         )
+        self._snapshots = AgentSnapshots(session, keep_newest=sharded, required=settings.snapshots == "required")
         self._checkpoint_scheduler = (
             CheckpointScheduler(
-                AgentSnapshots(session, keep_newest=sharded),
+                self._snapshots,
                 IntervalRule(every_steps=settings.checkpoint_every_steps, every_s=settings.checkpoint_every_s)
                 if self._disk
                 else None,
@@ -349,7 +352,7 @@ class ManagedWorker:
             )
         )
         self._parked = None
-        self._tell_protection(form, synced)
+        self._protect(form, synced)
         session.check(form.generation, state.step)
         if self._checkpoint_scheduler is not None:
             self._checkpoint_scheduler.enter(_position(form, synced), state.step)
@@ -404,8 +407,8 @@ class ManagedWorker:
         store = None
         if self._checkpoint_scheduler is not None:
             known = (form.saved_generation, form.saved_step)
-            disk = replace(self._disk, known=known) if self._disk else None
-            place = form.rank, form.world_size
+            disk = replace(self._disk, known=known, one=self._sharded) if self._disk else None
+            place = Place(form.rank, form.world_size, form.local_rank, form.local_world_size)
             store = Store(session, disk, state, form.generation, form.restore, place)
         try:
             return Handover(
@@ -416,6 +419,8 @@ class ManagedWorker:
                 generation=form.generation,
                 saved=store.saved if store else None,
                 load=store.load if store else None,
+                kept_for=store.kept_for if store else None,
+                load_arena=store.load_arena if store else None,
                 discard=store.discard_newer if store and self._sharded else lambda _: None,
                 known_step=form.saved_step if self._disk else 0,
                 known_commit=form.reached,
@@ -432,10 +437,16 @@ class ManagedWorker:
         state.watch_optimizers(job.guard())
         self._state = state
 
+    def _protect(self, form: messages.Form, synced: SyncResult) -> None:
+        if self._sharded:
+            self._tell_protection(form, synced)
+        if self._sharded and self._settings.snapshots != "off":
+            self._pair(form, synced)
+
     def _tell_protection(self, form: messages.Form, synced: SyncResult) -> None:
         """Say, once and before the first step, what a failure costs this job if it is sharded, and the memory that this
         takes. An optimizer makes its own state later: two numbers a parameter, as a rule."""
-        if not self._sharded or self._told:
+        if self._told:
             return
         self._told = True
         if self._disk and not self._settings.checkpoint_shared and form.world_size > form.local_world_size:
@@ -446,16 +457,28 @@ class ManagedWorker:
         if form.rank:
             return
         model_mb = sum(t.nbytes for m in self._state.modules() for t in map(local, m.parameters())) / 1e6
-        node_mb = model_mb * form.local_world_size * (1 + 2 * bool(self._state.optimizers())) * 2
+        own_mb = model_mb * form.local_world_size * (1 + 2 * bool(self._state.optimizers())) * 2
         memory = self._settings.snapshots != "off"
         disk = "the steps since the last checkpoint" if self._disk else "all steps: the job has no checkpoint.dir"
-        worker = "the steps since the last snapshot in memory" if memory else disk
-        node = disk
+        snapshot = "the steps since the last snapshot in memory"
+        copied = memory and synced.keys == form.world_size and form.group_world_size > 1
+        worker, node = snapshot if memory else disk, snapshot if copied else disk
         if synced.keys < form.world_size:
             worker, node = "nothing while a replica of it lives", f"nothing while replicas elsewhere live, else {disk}"
-        copies = f". Two copies of each rank's part: about {node_mb:.0f} MB of memory on each node" if memory else ""
-        said = f"elastic: sharded state: a lost worker costs {worker}; a lost node {node}{copies}"
+        needs = f"Memory on each node: about {own_mb:.0f} MB for two copies of its ranks' parts"
+        needs += f", and as much for those of another node ({2 * own_mb:.0f} MB in all)" if copied else ""
+        said = f"elastic: sharded state: a lost worker costs {worker}; a lost node {node}"
+        said += f". {needs}" if memory else ""
         print(said, file=sys.stderr, flush=True)
+
+    def _pair(self, form: messages.Form, synced: SyncResult) -> None:
+        """Parts that one node alone has are copied to another from now on."""
+        buddy = self._snapshots.buddy
+        own = Neighbour(synced.key, form.group_rank, form.local_rank, buddy.listen())
+        given = msgspec.to_builtins(own)
+        cpu = torch.device("cpu")
+        everyone = shared_values.gather(given, rank=form.rank, world_size=form.world_size, device=cpu)
+        buddy.pair(form.rank, [msgspec.convert(each, Neighbour) for each in everyone])
 
     def _built_state(self, job: Job, form: messages.Form) -> State:
         if self._sharded:
@@ -514,6 +537,7 @@ def _position(form: messages.Form, synced: SyncResult) -> RankPosition:
         key=synced.key,
         leads=synced.leads,
         planner=synced.source_rank,
+        node=form.group_rank,
     )
 
 

@@ -40,8 +40,8 @@ def make(
 
 
 @functools.cache
-def undisturbed(mesh: str, clip: int = 1) -> str:
-    with make(mesh, step_ms=0.0, clip=clip) as job:
+def undisturbed(mesh: str, clip: int = 1, steps: int = 60) -> str:
+    with make(mesh, step_ms=0.0, clip=clip, steps=steps) as job:
         job.wait_phase(Phase.SUCCEEDED)
         (weights,) = job.weights()
     return weights
@@ -119,6 +119,20 @@ def test_a_lost_node_costs_the_steps_since_the_checkpoint_and_no_bit(tmp_path: P
         assert incident.steps_lost is not None
         assert incident.steps_lost < 15
         assert exported(str(tmp_path / "step-60")) == undisturbed("fsdp")
+
+
+def test_a_lost_node_costs_the_steps_since_the_snapshot_where_another_node_has_a_copy() -> None:
+    """There is no checkpoint at all: its parts come out of the other node's memory."""
+    with make("fsdp") as job:
+        job.wait_step(30)
+        job.kill_node("n1")
+        job.start_agent("n1")
+        job.wait_phase(Phase.SUCCEEDED)
+        assert job.weights() == {undisturbed("fsdp")}
+        (incident,) = job.incidents()
+        assert incident.origin == "snapshot"
+        assert incident.steps_lost is not None
+        assert incident.steps_lost < 30
 
 
 def exported(path: str) -> str:

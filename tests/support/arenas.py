@@ -82,6 +82,9 @@ class NoBackend:
 
     def wait(self, limit_s: float) -> None: ...
 
+    def copied(self) -> tuple[messages.CopyState, int]:
+        return messages.CopyState.REPLICAS, -1
+
     def failed(self, step: int) -> bool:
         return False
 

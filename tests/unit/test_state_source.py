@@ -212,6 +212,29 @@ def test_a_checkpoint_is_read_by_one_rank_of_each_part() -> None:
     ]
 
 
+def test_a_part_whose_node_is_lost_comes_from_the_node_that_has_a_copy() -> None:
+    kept = {"snapshot": (1, 20), "older": (1, 10), "checkpoint": (1, 5)}
+    offers = [
+        offer(0, (1, 27), key=1, others=((3, (1, 20)), (3, (1, 10))), **kept),
+        offer(1, (1, 27), key=2, others=((4, (1, 10)),), **kept),
+        offer(2, key=3, checkpoint=(1, 5)),
+        offer(3, key=4, checkpoint=(1, 5)),
+    ]
+    choices = state_source.choose(offers)
+    assert {(c.version, c.origin) for c in choices.values()} == {((1, 10), "snapshot")}
+    assert [(choices[key].source, choices[key].needs) for key in (1, 2, 3, 4)] == [
+        (0, ()),
+        (1, ()),
+        (0, (2,)),
+        (1, (3,)),
+    ]
+
+
+def test_a_rank_that_can_load_its_part_itself_is_nearer_than_a_copy_elsewhere() -> None:
+    offers = [offer(0, key=1, snapshot=(1, 20), others=((2, (1, 20)),)), offer(1, key=2, snapshot=(1, 20))]
+    assert state_source.choose(offers)[2].source == 1
+
+
 def test_a_part_without_any_version_is_lost_for_all() -> None:
     offers = [offer(0, (1, 27), key=1, snapshot=(1, 20)), offer(1, key=2)]
     with pytest.raises(StateLostError):
@@ -222,7 +245,7 @@ def test_a_part_without_any_version_is_lost_for_all() -> None:
 
 VERSIONS = st.sampled_from([(1, 10), (1, 11), (1, 20), (2, 11), (2, 12)])
 PARTS = st.builds(
-    lambda key, live, clean, saves, checkpoint: {
+    lambda key, live, clean, saves, checkpoint, others: {
         "key": key,
         "version": live or (0, 0),
         "clean": clean,
@@ -230,12 +253,14 @@ PARTS = st.builds(
         "snapshot": max(saves, default=None),
         "older": min(saves) if len(saves) == 2 else None,
         "checkpoint": checkpoint,
+        "others": tuple((of, version) for of, version in others if of != key),
     },
     st.integers(1, 3),
     st.none() | VERSIONS,
     st.booleans(),
     st.sets(VERSIONS, max_size=2),
     st.none() | VERSIONS,
+    st.lists(st.tuples(st.integers(1, 4), VERSIONS), max_size=2),
 )
 
 
@@ -248,6 +273,8 @@ def test_all_parts_are_of_one_version_and_no_newer_one_was_there(drawn: list[dic
     for o in offers:
         had[o.key] |= {v for v in (o.snapshot, o.older, o.checkpoint) if v is not None}
         had[o.key] |= {o.version} if o.clean and o.established else set()
+    for of, version in (each for o in offers for each in o.others):
+        had.get(of, set()).add(version)
     common = set.intersection(*had.values())
     try:
         choices = state_source.choose(offers)
@@ -260,14 +287,19 @@ def test_all_parts_are_of_one_version_and_no_newer_one_was_there(drawn: list[dic
     assert {c.version for c in choices.values()} == {max(common)}
     for key, choice in choices.items():
         source = offers[choice.source]
+        others = {o.rank for o in offers if o.key == key} - {choice.source}
+        if source.key != key:
+            assert choice.origin == "snapshot"
+            assert (key, choice.version) in source.others
+            assert set(choice.needs) == others
+            assert not any(choice.version in (offers[r].snapshot, offers[r].older) for r in others)
+            continue
         held = {
             "live": [source.version],
             "snapshot": [source.snapshot, source.older],
             "checkpoint": [source.checkpoint],
         }
-        assert source.key == key
         assert choice.version in held[choice.origin]
         assert source.clean or choice.origin != "live"
-        others = {o.rank for o in offers if o.key == key} - {choice.source}
         alike = {r for r in others if offers[r].clean and offers[r].established and offers[r].version == choice.version}
         assert set(choice.needs) == others - (alike if choice.origin == "live" else set())

@@ -182,10 +182,11 @@ def arena(step: int, key: int = 7, *, rank: int = 2, parts: int = 1) -> Arena:
 
 def test_a_rank_takes_what_is_kept_for_its_key_newest_first() -> None:
     old, new, other, partial = arena(10), arena(20), arena(20, 8, rank=3), arena(30, parts=2)
-    kept = kept_in([old, other, partial, new], 7, 2, 4)
-    assert [version for version, _ in kept] == [(1, 20), (1, 10)]
-    assert (other.fd, partial.fd) == (-1, -1)
-    for each in (old, new):
+    own, others = kept_in([old, other, partial, new], 7, 2, 4)
+    assert [version for version, _ in own] == [(1, 20), (1, 10)]
+    assert [(version, each.key) for version, each in others] == [((1, 20), 8)]
+    assert partial.fd == -1
+    for each in (old, new, other):
         each.close()
 
 
@@ -196,14 +197,15 @@ def test_a_rank_whose_setup_builds_other_boxes_than_before_is_refused() -> None:
 
 def test_what_is_newer_than_what_all_have_gone_back_to_is_discarded_and_the_next_copy_replaces_it() -> None:
     """Else the next snapshot would replace the one that all have, and for a moment no step would be common to all."""
-    old, new = arena(10), arena(20)
+    old, new, guest = arena(10), arena(20), arena(20, 8, rank=3)
     store = Store(None, None, None, 2)  # type: ignore[arg-type]
-    store._kept = kept_in([old, new], 7, 2, 4)
+    store._kept, store._others = kept_in([old, new, guest], 7, 2, 4)
     buffers = Buffers(keep_newest=True)
     buffers.replace([old, new])
     assert buffers.free() == 0
     store.discard_newer((1, 10))
     assert buffers.free() == 1
+    assert not guest.header().complete
     assert old.header().complete
 
 

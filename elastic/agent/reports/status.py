@@ -16,6 +16,7 @@ from elastic.checkpoint.saving.saver import SaveStatus
 from elastic.contract.agent_files import LEFT, AgentStatus
 from elastic.contract.records.job_records import ProgressRecord, RankRow
 from elastic.contract.records.reasons import Code, Text, codes, reason
+from elastic.contract.worker.messages import Copies, CopyState
 from elastic.recovery.facts.transitions import Stage
 from elastic.recovery.machine.model import Agent
 from elastic.util.files import replace_file
@@ -130,8 +131,27 @@ def progress(
         snapshot_step=saved.kept_step,
         snapshot_mb=round(saved.kept_mb, 3),
         snapshot_interval=saved.kept_interval,
+        snapshot_copies=_copies(agent, saved.copies),
         managed=agent.policy.managed,
     )
+
+
+_COPIES = {
+    CopyState.REPLICAS: Code.REPLICAS_ELSEWHERE,
+    CopyState.COPIED: Code.COPIED_ELSEWHERE,
+    CopyState.SENDING: Code.NOT_COPIED_YET,
+    CopyState.NO_NODE: Code.NO_NODE_FOR_COPY,
+    CopyState.NO_MEMORY: Code.NO_MEMORY_FOR_COPY,
+    CopyState.UNREACHABLE: Code.COPY_BROKEN,
+}
+
+
+def _copies(agent: Agent, copies: Copies | None) -> Text:
+    """What the loss of a node costs a sharded job."""
+    formed = agent.formed.generation
+    if copies is None or formed is None or copies.group_rank >= len(formed.nodes):
+        return ""
+    return reason(_COPIES[copies.state], step=copies.step, node=formed.nodes[copies.group_rank].node)
 
 
 def _reached(agent: Agent, step: int, loss: float | None) -> tuple[int, float | None]:

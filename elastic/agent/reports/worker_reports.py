@@ -50,8 +50,8 @@ class WorkerReports:
     def take(self, slot: int, worker_id: int, message: messages.FromWorker, agent: Agent) -> bool:
         """Whether `message` is one of these."""
         match message:
-            case messages.NeedArena(nbytes=nbytes, request=request, optional=optional):
-                self._saver.need_arena(slot, worker_id, nbytes, request=request, optional=optional)
+            case messages.NeedArena(nbytes=nbytes, request=request, optional=optional, guest=guest):
+                self._saver.need_arena(slot, worker_id, nbytes, request=request, optional=optional, guest=guest)
             case messages.RequestSnapshot(generation=generation, saved=saved, own_parts=own_parts):
                 self._saver.ask_kept(worker_id, generation, saved=saved, own_parts=own_parts)
             case messages.Filled():

@@ -80,6 +80,17 @@ class Header:
         return self.state is Fullness.COMPLETE
 
 
+class Image(msgspec.Struct, frozen=True):
+    """What a complete arena holds, but for the bytes of its tensors: enough to fill another one with those."""
+
+    fields: tuple[int, ...]
+    """Of the header, from the step on."""
+    tail: bytes
+    """The JSON texts."""
+    nbytes: int
+    """Of the tensors' bytes, and what comes before them."""
+
+
 class Arena:
     """Owns `fd` and its mapping. Every process that has the descriptor may create its own Arena over it."""
 
@@ -329,6 +340,31 @@ class Arena:
 
     def extra(self) -> dict[str, Any]:
         return msgspec.json.decode(self.extra_json(), type=dict[str, Any])
+
+    def image(self) -> tuple[Image, memoryview]:
+        """(image, the bytes of its tensors), valid until the arena is filled again. Raises IncompleteSnapshot."""
+        placed = zip(*self._placed(), strict=True)
+        end = max((at + info.nbytes for info, at in placed), default=self._ints[_DATA_AT])
+        fields = tuple(self._ints[_STEP:_FIELDS].tolist())
+        tail = os.pread(self.fd, sum(fields[_TABLE - _STEP :]), self._tail_at)
+        return Image(fields, tail, end), memoryview(self._memory)[PAGE_BYTES : PAGE_BYTES + end]
+
+    def fill_from(self, image: Image) -> memoryview:
+        """Where the bytes of `image`, of another arena, are to be written; `seal_as` ends that. Raises ArenaError if
+        this arena is too small."""
+        if image.nbytes > self.capacity:
+            raise ArenaError(f"the state takes {image.nbytes} bytes, the arena has {self.capacity}")
+        self._dirty()
+        self._layout, self._key, self._views = None, (), []
+        return memoryview(self._memory)[PAGE_BYTES : PAGE_BYTES + image.nbytes]
+
+    def seal_as(self, image: Image) -> None:
+        """All bytes were written: the arena holds the same snapshot."""
+        self._put(self._tail_at, image.tail)
+        for field, value in zip(range(_STEP, _FIELDS), image.fields, strict=True):
+            self._ints[field] = value
+        self._ints[_STATE] = Fullness.COMPLETE
+        self._ints[_SEQUENCE] += 1
 
     def view(self, *, padded: bool = False) -> memoryview:
         """The bytes of the file; `padded` up to the next page boundary, for O_DIRECT. Raises IncompleteSnapshot."""

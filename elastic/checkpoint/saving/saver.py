@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import selectors
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -95,6 +95,8 @@ class SaveStatus:
     kept_mb: float = 0.0
     """Memory that this agent has allocated for snapshots, whether or not it has been touched yet."""
     kept_interval: Text = ""
+    copies: messages.Copies | None = None
+    """How the parts of a sharded state are protected against the loss of a node."""
 
     @property
     def error(self) -> Text | None:
@@ -133,6 +135,8 @@ class Saver:
         self.writer = WriterProcess()
         self.last = SaveStatus()
         self._slots: dict[int, _Slot] = {}
+        self._guests: dict[int, _Slot] = {}
+        """Slot -> buffers for copies of the part of a rank of another node; they are never written to disk."""
         self._writes: dict[int, tuple[int, int, int]] = {}
         self._written_s = 0.0
         """When the last shard was written, or failed."""
@@ -152,18 +156,24 @@ class Saver:
 
     # ── messages from workers ───────────────────────────────────────────────────────────────────────────────
 
-    def need_arena(self, slot: int, worker_id: int, nbytes: int, *, request: int = 0, optional: bool = False) -> None:
+    def need_arena(
+        self, slot: int, worker_id: int, nbytes: int, *, request: int = 0, optional: bool = False, guest: bool = False
+    ) -> None:
         """Send this worker its buffers; those of the slot's previous worker are reused if they are large enough.
 
-        `optional`: none are sent if they would take memory that the training may need.
+        `optional`: none are sent if they would take memory that the training may need. `guest`: see `NeedArena`.
         """
-        buffers = self._slots.get(slot)
+        slots = self._guests if guest else self._slots
+        refused = messages.Arena(nbytes=0, request=request, guest=guest)
+        buffers = slots.get(slot)
         if buffers is None or not buffers.arenas or buffers.arenas[0].capacity < nbytes:
             wanted = self.buffers * nbytes * self.slots
             if optional and not plenty(wanted, available_nbytes=available_nbytes()):
-                self.last.kept_interval = why = reason(Code.LEAVES_TOO_LITTLE, mb=round(wanted / 1e6))
+                why = reason(Code.LEAVES_TOO_LITTLE, mb=round(wanted / 1e6))
+                if not guest:  # the rank whose copy it is says so
+                    self.last.kept_interval = why
                 self.report(NotKept(why))
-                self.tell(worker_id, messages.Arena(nbytes=0, request=request), ())
+                self.tell(worker_id, refused, ())
                 return
             fresh: tuple[Arena, ...] = ()
             try:
@@ -173,25 +183,30 @@ class Saver:
                 for arena in fresh:
                     arena.close()
                 self.fail(0, 0, reason(Code.NO_SHARED_MEMORY, str(error)))
-                self.tell(worker_id, messages.Arena(nbytes=0, request=request), ())
+                self.tell(worker_id, refused, ())
                 return
             if buffers is not None:
                 self._outdated = True
                 self._forget()
                 for arena in buffers.arenas:
                     arena.close()
-            buffers = self._slots[slot] = _Slot(worker_id, fresh)
+            buffers = slots[slot] = _Slot(worker_id, fresh)
             # Writes that still read the old buffers must not free the new ones.
             for ticket, (of, step, buffer) in tuple(self._writes.items()):
-                if of == slot:
+                if of == slot and not guest:
                     self._writes[ticket] = (-1, step, buffer)
             self._look_for_kept()
         buffers.worker_id = worker_id
-        self.last.kept_mb = sum(arena.capacity for one in self._slots.values() for arena in one.arenas) / 1e6
-        writing = {buffer for of, _, buffer in self._writes.values() if of == slot}
+        self.last.kept_mb = sum(arena.capacity for one in self._all() for arena in one.arenas) / 1e6
+        writing = {buffer for of, _, buffer in self._writes.values() if of == slot and not guest}
         for buffer, arena in enumerate(buffers.arenas):
-            offer = messages.Arena(nbytes=arena.capacity, request=request, buffer=buffer, busy=buffer in writing)
+            offer = messages.Arena(
+                nbytes=arena.capacity, request=request, buffer=buffer, busy=buffer in writing, guest=guest
+            )
             self.tell(worker_id, offer, (arena.fd,))
+
+    def _all(self) -> list[_Slot]:
+        return [*self._slots.values(), *self._guests.values()]
 
     def _forget(self) -> None:
         """Have the writer unmap the buffers that have been replaced; again with its next result if it is behind now."""
@@ -208,6 +223,7 @@ class Saver:
         if buffers is None or not buffers.arenas:
             return
         self.last.kept_interval = message.kept or self.last.kept_interval
+        self.last.copies = message.copies
         self._look_for_kept()
         if not message.save:
             return
@@ -345,7 +361,7 @@ class Saver:
         and as bad as the state that the job goes back from.
         """
         if saved:
-            for buffers in self._slots.values():
+            for buffers in self._all():
                 # By what the buffer holds: a worker that dies right after it has sealed one reports nothing.
                 for buffer, arena in enumerate(buffers.arenas):
                     header = arena.header()
@@ -363,7 +379,8 @@ class Saver:
             if (self._writes and now_s - since_s < KEPT_WRITE_S) or (self._committing and committing_s < KEPT_COMMIT_S):
                 continue
             del self._asking[worker_id]
-            arenas = [arena for _, arena in self._complete_arenas()] if own_parts else self._complete_snapshot()
+            complete = self._complete_arenas(self._all()) if own_parts else []
+            arenas = [arena for _, arena in complete] if own_parts else self._complete_snapshot()
             if len(arenas) > MAX_KEPT:
                 self.report(NotKept(reason(Code.TOO_MANY_PARTS, parts=len(arenas), most=MAX_KEPT)))
                 arenas = []
@@ -376,15 +393,15 @@ class Saver:
 
     def _complete_snapshot(self) -> list[Arena]:
         """The arenas of the newest snapshot of which this node has every part."""
-        complete = self._complete_arenas()
+        complete = self._complete_arenas(self._slots.values())
         newest = newest_complete([(h.generation, h.step, h.part, h.parts) for h, _ in complete])
         if newest is None:
             return []
         chosen = {h.part: arena for h, arena in complete if (h.generation, h.step, h.parts) == newest}
         return [chosen[part] for part in sorted(chosen)]
 
-    def _complete_arenas(self) -> list[tuple[Header, Arena]]:
-        arenas = [arena for buffers in self._slots.values() for arena in buffers.arenas]
+    def _complete_arenas(self, slots: Iterable[_Slot]) -> list[tuple[Header, Arena]]:
+        arenas = [arena for buffers in slots for arena in buffers.arenas]
         return [(header, arena) for arena in arenas if (header := arena.header()).complete]
 
     # ── the end ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -424,7 +441,8 @@ class Saver:
                 self.fail(generation, step, reason(Code.NOT_DURABLE))
         self._committing.clear()
         self.writer.close()
-        for buffers in self._slots.values():
+        for buffers in self._all():
             for arena in buffers.arenas:
                 arena.close()
         self._slots.clear()
+        self._guests.clear()

@@ -199,9 +199,11 @@ class JobSpec(SpecTable, frozen=True, kw_only=True):
     on the node of rank 0. Give all nodes the same shared folder; otherwise each has the part that it wrote. Empty: no
     files."""
 
-    snapshots: Literal["auto", "off"] = "auto"
+    snapshots: Literal["auto", "required", "off"] = "auto"
     """'auto': each node keeps the newest state in its agent's memory, in two buffers, as often as costs less than
-    1 % of the training time, with or without checkpoints. 'off': only what is being written to a checkpoint."""
+    1 % of the training time, with or without checkpoints; a sharded job's nodes keep copies of each other's parts as
+    well. A node without memory for that goes without. 'required': the job ends there, at its first step. 'off': only
+    what is being written to a checkpoint."""
 
     checkpoint: Checkpoint = Checkpoint()
     restarts: Restarts = Restarts()

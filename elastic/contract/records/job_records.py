@@ -421,6 +421,8 @@ class ProgressRecord(Record, frozen=True, kw_only=True):
     snapshot_mb: Real = 0.0
     """Memory used by snapshots on the leader's node."""
     snapshot_interval: Text = ""
+    snapshot_copies: Text = ""
+    """What the loss of a node costs a sharded job at present."""
     waiting_for: Text = ""
     still: Stillness | None = None  # set while no step is made
     ranks: tuple[RankRow, ...] = ()

@@ -178,6 +178,21 @@ class Code(enum.StrEnum):
     NO_SHARED_MEMORY = "no_shared_memory", "no shared memory for snapshots"
     LEAVES_TOO_LITTLE = "leaves_too_little", "no memory: {mb} MB on this node would leave too little"
     TOO_MANY_PARTS = "too_many_parts", "a snapshot of {parts} parts; one of {most} at most can be handed over"
+    REPLICAS_ELSEWHERE = "replicas_elsewhere", "no step: each part has replicas on other nodes"
+    COPIED_ELSEWHERE = "copied_elsewhere", "the steps since step {step}, of which other nodes have copies"
+    NOT_COPIED_YET = "not_copied_yet", "the steps since the last checkpoint: {node}'s parts are not copied yet"
+    NO_NODE_FOR_COPY = (
+        "no_node_for_copy",
+        "the steps since the last checkpoint: no other node to copy {node}'s parts to",
+    )
+    NO_MEMORY_FOR_COPY = (
+        "no_memory_for_copy",
+        "the steps since the last checkpoint: the node after {node} has no memory for a copy of its parts",
+    )
+    COPY_BROKEN = (
+        "copy_broken",
+        "the steps since the last checkpoint: {node} does not reach the node that is to have a copy of its parts",
+    )
     NOT_ORDERED = "not_ordered", "commit"
     NOT_DURABLE = "not_durable", "the process that was to commit it has left before it was durable"
     COPY_FAILED = "copy_failed", "copy to {remote}"

@@ -10,6 +10,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable
+from enum import StrEnum
 from typing import Any
 
 import msgspec
@@ -98,6 +99,8 @@ class Arena(ToWorker, frozen=True, kw_only=True):
     """As in the NeedArena that this answers."""
     buffer: int = 0
     """Which of them."""
+    guest: bool = False
+    """As in the NeedArena that this answers."""
     busy: bool = False
     """The previous worker filled it, and it is still being written to disk: a SaveResult will free it."""
 
@@ -137,6 +140,34 @@ class FromWorker(Message, frozen=True, kw_only=True):
     pass
 
 
+class CopyState(StrEnum):
+    """How a rank's part of a sharded state is protected against the loss of its node; the worst is the last."""
+
+    REPLICAS = "replicas"
+    """Ranks of another node have the same part."""
+    COPIED = "copied"
+    """Another node has a copy of its snapshots."""
+    SENDING = "sending"
+    """It has none yet."""
+    NO_NODE = "no node"
+    """There is no other node, or none with a rank in this one's place."""
+    NO_MEMORY = "no memory"
+    """The other node has no memory for a copy."""
+    UNREACHABLE = "unreachable"
+    """There is no connection to the other node."""
+
+
+class Copies(msgspec.Struct, frozen=True):
+    """How all ranks' parts are protected."""
+
+    state: CopyState
+    """The worst of all ranks."""
+    group_rank: int
+    """A node with such a rank."""
+    step: int
+    """The newest of which there is a copy of each part that needs one; -1: none."""
+
+
 class Managed(FromWorker, frozen=True, kw_only=True):
     """The script has called `elastic.run`: from now on this worker waits for Form, and keeps its process."""
 
@@ -153,6 +184,8 @@ class NeedArena(FromWorker, frozen=True, kw_only=True):
     """Number of the request: an answer to an earlier one, which came too late, is told by it."""
     optional: bool = False
     """The worker can do with less: create them only if the node has plenty of memory."""
+    guest: bool = False
+    """For copies of the part of a rank of another node; see `worker/snapshots/buddy.py`."""
 
 
 class RequestSnapshot(FromWorker, frozen=True, kw_only=True):
@@ -232,6 +265,8 @@ class Filled(FromWorker, frozen=True, kw_only=True):
     """The interval of snapshots that stay in memory, in words."""
     skipped: int = 0
     """Checkpoints that were due while the previous one was still being written, so far in this worker's lifetime."""
+    copies: Copies | None = None
+    """As of the snapshot before; None: the state is not sharded."""
 
 
 class BadNumbers(FromWorker, frozen=True, kw_only=True):

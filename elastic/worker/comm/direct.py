@@ -129,15 +129,18 @@ class _Receiving:
         self._sock, self._data = sock, data
 
     def wait(self) -> None:
-        view = memory_of(self._data)
-        while view:
-            try:
-                came = self._sock.recv_into(view, 0, socket.MSG_WAITALL)
-            except OSError as error:
-                raise _lost("the previous rank", error) from error
-            if not came:
-                raise _lost("the previous rank", "connection closed")
-            view = view[came:]
+        try:
+            receive_into(self._sock, memory_of(self._data))
+        except OSError as error:
+            raise _lost("the previous rank", error) from error
+
+
+def receive_into(sock: socket.socket, view: memoryview) -> None:
+    """Fill `view`. Raises OSError."""
+    while view:
+        if not (came := sock.recv_into(view, 0, socket.MSG_WAITALL)):
+            raise ConnectionError("connection closed")
+        view = view[came:]
 
 
 def _send(sock: socket.socket, data: torch.Tensor) -> None:
@@ -165,13 +168,13 @@ def connected(previous: int | None, following: int | None) -> Iterator[Transport
     with contextlib.ExitStack() as stack:
         incoming = outgoing = None
         if following is not None:  # before the own connection is made: the whole chain connects at the same time
-            listener, endpoint = _listen(stack)
+            listener, endpoint = listen(stack)
             send_bytes(msgspec.json.encode(endpoint), following)
         if previous is not None:
-            incoming = _dial(msgspec.json.decode(receive_bytes(previous), type=Endpoint), stack)
+            incoming = dial(msgspec.json.decode(receive_bytes(previous), type=Endpoint), stack)
             send_number(incoming is not None, previous)
         if following is not None:
-            outgoing = _accept(listener, endpoint.token, stack) if receive_number(following) and listener else None
+            outgoing = accept(listener, endpoint.token, stack) if receive_number(following) and listener else None
             if listener is not None:
                 listener.close()
             send_number(outgoing is not None, following)
@@ -196,7 +199,8 @@ def _sender(
     return sender
 
 
-def _listen(stack: contextlib.ExitStack) -> tuple[socket.socket | None, Endpoint]:
+def listen(stack: contextlib.ExitStack) -> tuple[socket.socket | None, Endpoint]:
+    """(a socket that listens where gloo does, what the peer must know of it); (None, an empty one): there is none."""
     for host, family in sockets.listening_at():
         try:
             listener = stack.enter_context(_registered(socket.socket(family, socket.SOCK_STREAM)))
@@ -208,10 +212,12 @@ def _listen(stack: contextlib.ExitStack) -> tuple[socket.socket | None, Endpoint
     return None, Endpoint()
 
 
-def _accept(listener: socket.socket, token: str, stack: contextlib.ExitStack) -> socket.socket | None:
+def accept(
+    listener: socket.socket, token: str, stack: contextlib.ExitStack, limit_s: float = CONNECT_S
+) -> socket.socket | None:
     """The connection that presents the token; None: none does in time. Others, which say nothing or something else, do
     not delay it."""
-    deadline_s = time.monotonic() + CONNECT_S
+    deadline_s = time.monotonic() + limit_s
     with contextlib.ExitStack() as pending, selectors.DefaultSelector() as selector:
         listener.setblocking(False)
         selector.register(listener, selectors.EVENT_READ, b"")
@@ -250,7 +256,8 @@ _unreachable: dict[str, float] = {}
 """Host -> until when it is not tried."""
 
 
-def _dial(endpoint: Endpoint, stack: contextlib.ExitStack) -> socket.socket | None:
+def dial(endpoint: Endpoint, stack: contextlib.ExitStack) -> socket.socket | None:
+    """A connection to `endpoint`, which has presented its token; None: it cannot be reached."""
     if not endpoint.host or time.monotonic() < _unreachable.get(endpoint.host, 0.0):
         return None
     try:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import queue
 import threading
 import time
@@ -19,19 +18,20 @@ import torch
 
 from elastic.checkpoint.format.errors import ArenaError
 from elastic.checkpoint.format.layout import arena_nbytes
-from elastic.checkpoint.memory.arena import Arena
 from elastic.checkpoint.memory.buffers import Buffers
 from elastic.checkpoint.memory.memcpy import WORTH_A_THREAD_BYTES
 from elastic.contract.worker import messages
 from elastic.contract.worker.beat import Doing
+from elastic.contract.worker.messages import CopyState
 from elastic.contract.worker.tensor_table import NO_REPLICAS, ReplicaTensors, Table
+from elastic.worker.link.misuse import MisuseRuntimeError
 
+from .arena_requests import ArenaRequests
+from .buddy import Buddy
 from .checkpoint_scheduler import SnapshotPart
 
-ARENA_WAIT_S = 30.0
 ASK_AGAIN_S = 60.0
 """Pause after the agent has refused memory for more than the shards to be written, because the node has not enough."""
-NO_MEMORY = -1
 
 
 class SaverLink(Protocol):
@@ -50,10 +50,13 @@ class SaverLink(Protocol):
 class AgentSnapshots:
     """Main thread only, except that `prepare` leaves its work to a thread, which `put` joins."""
 
-    def __init__(self, session: SaverLink, *, buffers: int = 2, keep_newest: bool = False) -> None:
+    def __init__(
+        self, session: SaverLink, *, buffers: int = 2, keep_newest: bool = False, required: bool = False
+    ) -> None:
         """`buffers`: how many the saver offers. `keep_newest`: see `Buffers`; where each rank has a part of its own, a
-        snapshot is of use only if all ranks have it."""
-        self._session, self._count = session, buffers
+        snapshot is of use only if all ranks have it. `required`: a node without memory ends the job."""
+        self._required = required
+        self._session = session
         self._buffers = Buffers(keep_newest=keep_newest)
         self._copied: tuple[SnapshotPart, float] | None = None
         """The copy in progress, and the seconds that starting it took."""
@@ -64,10 +67,10 @@ class AgentSnapshots:
         self._preparing: threading.Thread | None = None
         self._awaited = True
         """The main thread waits for the work done here, which then counts as progress of this worker."""
-        self._offers: queue.SimpleQueue[tuple[messages.Arena, int]] = queue.SimpleQueue()
-        self._request = 0
-        """Number of the newest request for buffers."""
-        self._results: queue.SimpleQueue[messages.SaveResult] = queue.SimpleQueue()
+        self._requests = {guest: ArenaRequests(session, buffers, guest=guest) for guest in (False, True)}
+        self.buddy = Buddy(self._requests[True], self._wake)
+        self._results: queue.SimpleQueue[messages.SaveResult | None] = queue.SimpleQueue()
+        """None: look again at what is `free`."""
         self.durable_s = 0.0
         self._failed_step = -1
         session.on(messages.Arena, self._on_arena)
@@ -75,8 +78,10 @@ class AgentSnapshots:
 
     def _on_arena(self, message: messages.Message, descriptors: list[int]) -> None:
         assert isinstance(message, messages.Arena)
-        for descriptor in descriptors or [NO_MEMORY]:
-            self._offers.put((message, descriptor))
+        self._requests[message.guest].take(message, descriptors)
+
+    def _wake(self) -> None:
+        self._results.put(None)
 
     def _on_saved(self, message: messages.Message, _: list[int]) -> None:
         assert isinstance(message, messages.SaveResult)
@@ -95,7 +100,10 @@ class AgentSnapshots:
         if not self._buffers.arenas:
             return True  # which buffers are busy is only learned when the agent sends them
         self._take_results()
-        return self._buffers.free() is not None
+        return self._buffers.free() is not None and not self.buddy.sending
+
+    def copied(self) -> tuple[CopyState, int]:
+        return self.buddy.copied
 
     def failed(self, step: int) -> bool:
         self._take_results()
@@ -116,11 +124,18 @@ class AgentSnapshots:
 
         Returns False if the agent has no memory for it, or is still writing both buffers, which the previous worker
         filled. Without memory for the other nodes' shards, only the own shard is put, if it is to be written to disk.
+        Raises MisuseRuntimeError instead where snapshots are required.
         """
         self.settle()
         self._session.beat(Doing.SAVING)
         self._prepared()
         room = self._has_room(part, optional=bool(part.beside.table) or not part.save)
+        if self._required and (not room or self.buddy.copied[0] is CopyState.NO_MEMORY):
+            whose = "the next node has no memory for copies of its part" if room else "this node has no memory for it"
+            raise MisuseRuntimeError(
+                f"rank's part of a snapshot: {whose}, 2 x {self._sized[2] / 1e6:.0f} MB, which would leave too little: "
+                'take more nodes, or snapshots = "auto", by which a failure costs the steps since the last checkpoint'
+            )
         if not room and part.save and part.beside.table:
             part = part.own()
             room = self._has_room(part, optional=False)
@@ -155,6 +170,7 @@ class AgentSnapshots:
         """As `settle` if the copy is complete or done by a GPU; otherwise it is dropped, as the other ranks wait."""
         if self._buffers.drop():
             self.settle()
+        self.buddy.leave()
 
     def settle(self) -> None:
         """Complete the copy and report the snapshot to the agent. Until it is sealed, the arena counts as half filled.
@@ -197,8 +213,10 @@ class AgentSnapshots:
                 save=part.save,
                 kept=part.kept,
                 skipped=part.skipped,
+                copies=part.copies,
             )
         )
+        self.buddy.send(arena)
         self._cold.discard(buffer)
         if self._cold:
             self._prepare_by_thread(self._warm, part.tensors)
@@ -266,31 +284,19 @@ class AgentSnapshots:
         """Get buffers of at least `nbytes` bytes from the agent. Returns False if it does not provide them."""
         self._buffers.replace(())
         self._cold = set()
-        self._request += 1
-        self._session.send(messages.NeedArena(nbytes=nbytes, request=self._request, optional=optional))
-        arenas: dict[int, Arena] = {}
-        busy: set[int] = set()
-        deadline_s = time.monotonic() + ARENA_WAIT_S
-        while len(arenas) < self._count:
+        if (answer := self._requests[False].ask(nbytes, optional=optional)) is None:
+            return False
+        arenas, busy = answer
+        self._cold = set(range(len(arenas)))
+        self._buffers.replace(arenas, busy)
+        if nbytes < WORTH_A_THREAD_BYTES:
             try:
-                offer, descriptor = self._offers.get(timeout=max(0.0, deadline_s - time.monotonic()))
-                if offer.request != self._request:
-                    if descriptor != NO_MEMORY:
-                        os.close(descriptor)  # the late answer to an earlier request that timed out or failed
-                    continue
-                if descriptor == NO_MEMORY:
-                    raise ArenaError("the agent has no memory for it")
-                arenas[offer.buffer] = arena = Arena.from_fd(descriptor, warm=False)
-                if offer.busy:
-                    busy.add(offer.buffer)
-                if nbytes < WORTH_A_THREAD_BYTES:
+                for arena in arenas:
                     arena.touch(self._touched)
-            except (queue.Empty, ArenaError):
-                for arena in arenas.values():
-                    arena.close()
+            except ArenaError:
+                self._buffers.replace(())
                 return False
-        self._cold = set() if nbytes < WORTH_A_THREAD_BYTES else set(range(len(arenas)))
-        self._buffers.replace([arenas[buffer] for buffer in sorted(arenas)], busy)
+            self._cold = set()
         return True
 
     # ── messages from the agent ─────────────────────────────────────────────────────────────────────────────
@@ -303,7 +309,9 @@ class AgentSnapshots:
                 return
             self._take(message)
 
-    def _take(self, message: messages.SaveResult) -> None:
+    def _take(self, message: messages.SaveResult | None) -> None:
+        if message is None:
+            return
         self._buffers.busy.discard(message.buffer)
         self.durable_s = message.seconds or self.durable_s
         if message.error:

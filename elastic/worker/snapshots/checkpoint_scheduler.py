@@ -30,6 +30,7 @@ from elastic.checkpoint.format.plain import tensors_named
 from elastic.checkpoint.format.shard_plan import beside_shards, split
 from elastic.checkpoint.interval import IntervalPlan, IntervalRule
 from elastic.contract.structs import replace
+from elastic.contract.worker.messages import Copies, CopyState
 from elastic.contract.worker.tensor_table import NO_REPLICAS, ReplicaTensors, Table
 from elastic.worker.link.session import GenerationEnded
 from elastic.worker.state.handover.restore import extra_of
@@ -37,6 +38,9 @@ from elastic.worker.state.state import State
 from elastic.worker.torch_internals import gc_pause
 
 from .snapshot_policy import SnapshotPolicy
+
+_STATES = tuple(CopyState)
+MAX_NODES, MAX_STEP = 1 << 32, 1 << 62
 
 FINISH_S = 60.0
 """As `finish_s` below, under an agent, which has a second buffer."""
@@ -57,6 +61,8 @@ class RankPosition(msgspec.Struct, frozen=True):
     planner: int = 0
     """The rank whose plan counts: one that has been there for long, so that it knows when the last checkpoint was and
     how often ranks fail. Rank 0 may have been replaced a moment ago."""
+    node: int = 0
+    """Position of this node among the nodes."""
 
 
 class SnapshotPart(msgspec.Struct, frozen=True):
@@ -84,6 +90,8 @@ class SnapshotPart(msgspec.Struct, frozen=True):
     """The interval of in-memory snapshots, as text."""
     skipped: int = 0
     """Number of checkpoints so far that were due and not taken."""
+    copies: Copies | None = None
+    """See `Filled`."""
     volatile: Collection[int] = ()
     """Indices of tensors that may change before the next optimizer step: copied before any work that is queued
     later."""
@@ -135,6 +143,9 @@ class SnapshotBackend(Protocol):
     def wait(self, limit_s: float) -> None:
         """Return when a buffer is free, or after `limit_s` seconds."""
 
+    def copied(self) -> tuple[CopyState, int]:
+        """How this rank's part is protected, and the newest step of which another node has a copy; -1: none."""
+
     def failed(self, step: int) -> bool:
         """Whether this rank's part of the save of `step` is known to have failed."""
 
@@ -176,6 +187,8 @@ class Agreed(NamedTuple):
     """Whether the ranks' digests, of two kinds, are not all the same."""
     cost_us: int
     """Largest cost of a snapshot of all ranks; 0: measured on none."""
+    copies: Copies | None
+    """See `Filled`."""
 
 
 class CheckpointScheduler:
@@ -203,6 +216,7 @@ class CheckpointScheduler:
         self._prepared = False
         self._layout: PartLayout | None = None
         self._saved_step = self._lost_step = -1
+        self._copies: Copies | None = None
 
     @property
     def skipped(self) -> int:
@@ -240,6 +254,7 @@ class CheckpointScheduler:
         differ, drift = agreed.differ
         policy.plan, policy.asked = agreed.plan, agreed.asked
         policy.cost.exchanged(agreed.cost_us)
+        self._copies = agreed.copies
         if not take:
             self._prepare(state)
             return differ or drift
@@ -340,12 +355,16 @@ class CheckpointScheduler:
     def _exchange(self, plan: IntervalPlan, busy: bool, digest: tuple[int, int] = (0, 0)) -> Agreed:
         asked, stop = self.policy.asked, self._backend.stops()
         if self._place.world_size == 1:
-            return Agreed(plan, busy, asked, stop, (False, False), 0)
+            return Agreed(plan, busy, asked, stop, (False, False), 0, None)
         mine = [plan.save_at, plan.keep_at, plan.agree_at, int(busy), int(asked), int(stop), self.policy.cost.own_us]
+        state, copied = self._backend.copied()
+        # The worst state, with its node; the oldest copy, negated.
+        mine += [_STATES.index(state) * MAX_NODES + self._place.node]
+        mine += [-copied if state is not CopyState.REPLICAS else -MAX_STEP]
         # Of each digest the largest and, negated, the smallest.
         numbers = torch.tensor([*mine, *digest, *(-each for each in digest)], dtype=torch.int64)
         dist.all_reduce(numbers, dist.ReduceOp.MAX)
-        save_at, keep_at, agree_at, any_busy, any_asked, any_stop, cost_us, *digests = numbers.tolist()
+        save_at, keep_at, agree_at, any_busy, any_asked, any_stop, cost_us, worst, oldest, *digests = numbers.tolist()
         most, most_drift, least, least_drift = digests
         return Agreed(
             IntervalPlan(save_at=save_at, keep_at=keep_at, agree_at=agree_at),
@@ -354,6 +373,7 @@ class CheckpointScheduler:
             any_stop > 0,
             (most != -least, most_drift != -least_drift),
             cost_us,
+            Copies(_STATES[worst // MAX_NODES], worst % MAX_NODES, -oldest) if self._place.key else None,
         )
 
     def _part(self, state: State, *, save: bool) -> SnapshotPart:
@@ -383,6 +403,7 @@ class CheckpointScheduler:
             save=save,
             kept=interval.describe_snapshots(policy.cost.seconds, warm=policy.cost.warm) if self._snapshots else "",
             skipped=policy.skipped,
+            copies=self._copies,
             volatile=layout.volatile,
         )
 

@@ -37,6 +37,8 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     """Newest snapshot this rank could load by itself."""
     older: Version | None = None
     """The one before it, if it could load that one, too: of a part of the state, another rank may lack the newest."""
+    others: tuple[tuple[int, Version], ...] = ()
+    """(key, version) of snapshots of other ranks' parts in the memory of this rank's node, which it could send."""
     checkpoint: Version | None = None
     """Newest checkpoint this rank could load by itself."""
     storage_id: int = 0
@@ -65,7 +67,8 @@ class UnreadableRange(NamedTuple):
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
     origin: Origin
     source: int
-    """The rank that has the state, or loads it, and sends it to `needs`."""
+    """The rank that has the state, or loads it, and sends it to `needs`. One of another key sends a snapshot that it
+    cannot load itself."""
     version: Version
     needs: tuple[int, ...]
     """Ranks of the same key that receive, ascending; never the source."""
@@ -123,11 +126,11 @@ def choose(offers: Sequence[Offer], restore: str = "newest", before: int = 0) ->
     alike: dict[int, list[Offer]] = {}
     for offer in offers:
         alike.setdefault(offer.key, []).append(offer)
-    best = {key: _best(replicas, restore, before) for key, replicas in alike.items()}
+    best = {key: _best(key, offers, restore, before) for key in alike}
     if common := set.intersection(*map(set, best.values())):
         newest = max(common)
         nearest = {key: versions[newest] for key, versions in best.items()}
-        return {key: _choice(_RANKING[n], -minus, newest, alike[key]) for key, (n, minus) in nearest.items()}
+        return {key: _choice(_RANKING[n], -minus, newest, alike[key]) for key, (n, _, minus) in nearest.items()}
     known_step = max(offer.known_step for offer in offers)
     if any(offer.established for offer in offers):
         kind_of_error = NoStateError if known_step else StateLostError
@@ -148,12 +151,16 @@ def choose(offers: Sequence[Offer], restore: str = "newest", before: int = 0) ->
     raise StateLostError(f"nothing to go on from: {'; '.join(map(_lacks, offers))}")
 
 
-def _best(replicas: Sequence[Offer], restore: str, before: int) -> dict[Version, tuple[int, int]]:
-    """Version -> (index of its nearest origin, rank that has it, negated)."""
-    best: dict[Version, tuple[int, int]] = {}
-    for offer in replicas:
-        for origin, version in _candidates(offer, restore, before):
-            best[version] = max((_RANKING.index(origin), -offer.rank), best.get(version, (-1, 0)))
+def _best(key: int, offers: Sequence[Offer], restore: str, before: int) -> dict[Version, tuple[int, bool, int]]:
+    """Version -> (index of its nearest origin, whether the rank that has it is of this key, that rank, negated)."""
+    best: dict[Version, tuple[int, bool, int]] = {}
+    for offer in offers:
+        own = offer.key == key
+        there = _candidates(offer, restore, before) if own else []
+        there += [(Origin.SNAPSHOT, version) for of, version in offer.others if of == key and _counts(version, before)]
+        for origin, version in there:
+            nearness = _RANKING.index(origin), own, -offer.rank
+            best[version] = max(nearness, best.get(version, (-1, False, 0)))
     return best
 
 
@@ -163,9 +170,13 @@ def _candidates(offer: Offer, restore: str, before: int) -> list[tuple[Origin, V
         candidates.append((Origin.LIVE, offer.version))
     saves = (Origin.SNAPSHOT, offer.snapshot), (Origin.SNAPSHOT, offer.older), (Origin.CHECKPOINT, offer.checkpoint)
     for origin, saved in saves:
-        if saved is not None and (not before or saved[0] < before):
+        if saved is not None and _counts(saved, before):
             candidates.append((origin, saved))
     return candidates
+
+
+def _counts(saved: Version, before: int) -> bool:
+    return not before or saved[0] < before
 
 
 def _choice(origin: Origin, source: int, version: Version, replicas: Sequence[Offer]) -> Choice:

@@ -7,7 +7,7 @@ import os
 import queue
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -64,6 +64,16 @@ class HeldSnapshots:
         header = self._arenas[0].header()
         return (header.generation, header.step) if header.complete else None
 
+    @property
+    def key(self) -> int:
+        """See `extra_of`."""
+        return int(self._arenas[0].extra().get("key", 0))
+
+    def arena(self) -> Arena:
+        """Of a rank's own part."""
+        (arena,) = self._arenas
+        return arena
+
     @gc_pause.paused()
     def load(self, state: State, progress: Progress = unreported) -> str:
         """Copy it into `state`; returns a description. Raises IncompleteSnapshot if an arena is being overwritten."""
@@ -90,29 +100,35 @@ class HeldSnapshots:
 Kept = list[tuple[Version | None, HeldSnapshots]]
 
 
-def kept_in(arenas: Sequence[Arena], key: int, rank: int, world_size: int) -> Kept:
-    """(version, snapshot) of what `arenas` hold for a rank of `key`, the newest first. Others are closed. Raises
-    MisuseRuntimeError if `rank` of as many ranks had other boxes."""
-    kept: Kept = []
+def kept_in(arenas: Sequence[Arena], key: int, rank: int, world_size: int) -> tuple[Kept, Kept]:
+    """(version, snapshot) of what `arenas` hold for a rank of `key`, the newest first; and for ranks of other keys.
+    Incomplete ones are closed. Raises MisuseRuntimeError if `rank` of as many ranks had other boxes."""
+    own: Kept = []
+    others: Kept = []
     for arena in arenas:
-        snapshot = HeldSnapshots([arena])
-        place = arena.header()
-        if place.complete and (place.shard, place.shards) == (rank, world_size) and arena.extra().get("key") != key:
+        snapshot, header = HeldSnapshots([arena]), arena.header()
+        if not header.complete or header.parts != 1 or not snapshot.key:
+            arena.close()
+        elif snapshot.key == key:
+            own.append((snapshot.version(), snapshot))
+        elif (header.shard, header.shards) == (rank, world_size):
             raise MisuseRuntimeError(
                 f"setup() has built other boxes of the state for rank {rank} of {world_size} than it had before: the "
                 "meshes, the sharding and the model's shapes must follow from the ranks and the job's arguments alone"
             )
-        header = arena.header()
-        if (
-            header.complete
-            and header.parts == 1
-            and arena.extra().get("key") == key
-            and (version := snapshot.version())
-        ):
-            kept.append((version, snapshot))
         else:
-            arena.close()
-    return sorted(kept, key=lambda each: each[0] or (-1, -1), reverse=True)
+            others.append((snapshot.version(), snapshot))
+    return sorted(own, key=lambda each: each[0] or (-1, -1), reverse=True), others
+
+
+class Place(NamedTuple):
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+
+
+ALONE = Place()
 
 
 class Boxes:
@@ -154,11 +170,13 @@ class Disk(msgspec.Struct, frozen=True):
     remote: str = ""
     known: Version = (0, 0)
     """The newest checkpoint that the job is known to have had; (0, 0): none."""
+    one: bool = False
+    """All ranks see the same folder, and what is damaged for one is so for all."""
 
     def newest(self, passed: Sequence[UnreadableRange] = ()) -> tuple[Version | None, int]:
         """The version that `load` would most likely load, and the id of its storage; reads names and manifests only.
         `passed`: what other ranks have found damaged."""
-        storage_id = _storage_id(self.directory)
+        storage_id = _hashed(self.directory) if self.one else _storage_id(self.directory)
         versions = _not_passed(find.peek(self.directory, self.job), storage_id, passed)
         if self.remote and (not versions or versions[0] < self.known):
             there = _not_passed(self._at_remote(optional=bool(versions)), _hashed(self.remote), passed)
@@ -194,12 +212,17 @@ class Disk(msgspec.Struct, frozen=True):
         said = f"the checkpoint in {self.directory} is older than that of step {step}, which the job has had"
         print(f"elastic: {said}: {why}", file=sys.stderr, flush=True)
 
-    def saved(self, snapshot: Version | None = None, older: Version | None = None) -> Saved:
-        """`newest`, beside `snapshot` and the one before it. If there is none, the checkpoints that cannot be loaded
-        count: training must not begin anew beside them."""
+    def saved(
+        self,
+        snapshot: Version | None = None,
+        older: Version | None = None,
+        others: tuple[tuple[int, Version], ...] = (),
+    ) -> Saved:
+        """`newest`, beside `snapshot`, the one before it, and those of `others`. If there is none, the checkpoints that
+        cannot be loaded count: training must not begin anew beside them."""
         newest, storage_id = self.newest()
         unusable = 0 if newest else self._unusable_step()
-        return Saved(snapshot, newest, unusable, storage_id, self.newest, older)
+        return Saved(snapshot, newest, unusable, storage_id, self.newest, older, others)
 
     def _unusable_step(self) -> int:
         there = unusable_step(self.remote, self.job) if self.remote else 0
@@ -265,16 +288,16 @@ class Store:
         state: State,
         generation: int,
         restore: str = "newest",
-        place: tuple[int, int] = (0, 1),
+        place: Place = ALONE,
     ) -> None:
-        """`restore` as in `state_source.choose`; 'snapshot' leaves out snapshots taken for memory only. `place`: (rank,
-        world size)."""
+        """`restore` as in `state_source.choose`; 'snapshot' leaves out snapshots taken for memory only."""
         self._session, self._place = session, place
         self._disk = disk
         self._state: State | None = state
         self._generation = generation
         self._saved_only = restore == "snapshot"
         self._kept: Kept = []
+        self._others: Kept = []
         self._answers: queue.SimpleQueue[list[int] | None] = queue.SimpleQueue()
         """None: descriptors were lost on the way."""
         self._closed = False
@@ -295,11 +318,27 @@ class Store:
                 "(RLIMIT_NOFILE, ulimit -n)"
             )
         arenas = [Arena.from_fd(descriptor, warm=False) for descriptor in descriptors]
-        whole = HeldSnapshots(arenas)
-        self._kept = kept_in(arenas, key, *self._place) if key else [(whole.version(), whole)]
+        if key:
+            self._kept, self._others = kept_in(arenas, key, self._place.rank, self._place.world_size)
+        else:
+            whole = HeldSnapshots(arenas)
+            self._kept = [(whole.version(), whole)]
         # Replicas on one node have both kept the same steps.
         newest, older = (*dict.fromkeys(version for version, _ in self._kept), None, None)[:2]
-        return self._disk.saved(newest, older) if self._disk else Saved(newest, older=older)
+        # The ranks of a node see the same: they share it out, so that several of them send.
+        local_rank, local_world_size = self._place.local_rank, self._place.local_world_size
+        shared = [(each.key, at) for at, each in self._others if at and each.key % local_world_size == local_rank]
+        others = tuple(dict.fromkeys(shared))
+        return self._disk.saved(newest, older, others) if self._disk else Saved(newest, older=older, others=others)
+
+    def kept_for(self, key: int, version: Version) -> Arena:
+        """A snapshot that `saved` has named among `others`."""
+        return next(each.arena() for at, each in self._others if at == version and each.key == key)
+
+    def load_arena(self, arena: Arena) -> str:
+        assert self._state is not None, "loaded after close"
+        HeldSnapshots([arena]).load(self._state, self._session.copied)
+        return f"snapshot step {self._state.step} in another node's memory"
 
     def _on_kept(self, message: messages.Message, descriptors: list[int]) -> None:
         """In the monitor thread. Closes the descriptors of an answer that came too late or for an earlier
@@ -328,7 +367,7 @@ class Store:
     def discard_newer(self, version: Version) -> None:
         """Another rank lacks them, so that all have gone back to `version`. To stay, they would be kept in place of
         what all ranks have."""
-        for kept, snapshot in self._kept:
+        for kept, snapshot in (*self._kept, *self._others):
             if kept is not None and kept > version:
                 snapshot.clear()
 
@@ -336,7 +375,7 @@ class Store:
         self._closed = True
         self._state = None  # the session holds `_on_kept`, and so this
         self._drop_answers()
-        for _, snapshot in self._kept:
+        for _, snapshot in (*self._kept, *self._others):
             snapshot.close()
 
 

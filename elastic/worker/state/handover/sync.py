@@ -12,6 +12,7 @@ import msgspec
 import torch
 
 from elastic.checkpoint.format.errors import NoGoodCheckpoint
+from elastic.checkpoint.memory.arena import Arena, Image
 from elastic.checkpoint.memory.memcpy import device_type
 from elastic.contract.origin import Origin
 from elastic.contract.worker.messages import LoggedRow
@@ -44,6 +45,8 @@ class Saved(NamedTuple):
     look_again: LookAgain = lambda _: (None, 0)
     older: state_source.Version | None = None
     """The snapshot before the newest one; see `Offer`."""
+    others: tuple[tuple[int, state_source.Version], ...] = ()
+    """See `Offer`."""
 
 
 SavedVersions = Callable[[], Saved]
@@ -52,6 +55,9 @@ SavedVersions = Callable[[], Saved]
 Load = Callable[[Origin, state_source.Version], str]
 """Load this rank's snapshot of that version, or its newest checkpoint, into the state (adopt, fill, filled). Returns a
 description, such as 'checkpoint step 40 at /ckpt/step-40'. Raises if nothing can be loaded."""
+
+LoadArena = Callable[[Arena], str]
+"""Load a snapshot of this rank's part, which came from another node. Returns a description."""
 
 Logged = Callable[[], Sequence[LoggedRow]]
 
@@ -117,6 +123,14 @@ class StateHeader(msgspec.Struct, frozen=True):
     """As JSON; see `SyncResult`."""
 
 
+class ImageHeader(msgspec.Struct, frozen=True):
+    """Header sent before the contents of a snapshot that its sender cannot load itself. As MessagePack."""
+
+    image: Image
+    logged: tuple[LoggedRow, ...] = ()
+    """As JSON; see `SyncResult`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Handover:
     """A group has formed: `run`, which all ranks call, makes every rank's `state` the newest there is, over torch's
@@ -136,6 +150,9 @@ class Handover:
     """Step of the newest checkpoint that the job is known to have had."""
     known_commit: state_source.Version = (0, 0)
     """Version of the newest commit that this rank's agent has a record of."""
+    kept_for: Callable[[int, state_source.Version], Arena] | None = None
+    """Returns the snapshot of another key that was offered."""
+    load_arena: LoadArena | None = None
     discard: Callable[[state_source.Version], None] = lambda _: None
     """Discards what `load` could load and is newer than this."""
     logged: Logged = tuple
@@ -166,6 +183,7 @@ class Handover:
                 offer,
                 snapshot=saved.snapshot,
                 older=saved.older,
+                others=saved.others,
                 checkpoint=saved.checkpoint,
                 storage_id=saved.storage_id,
                 known_step=max(self.known_step, saved.unusable_step),
@@ -173,8 +191,9 @@ class Handover:
             offers = _gather(offer, self.world_size)
             offer, offers = self._seen_by_all(offer, offers, saved.look_again)
         with gc_pause.paused():
-            choice, source = self._chosen(offer, offers, saved.look_again)
-            source, nbytes, rows = self._bring(choice, source, offers[choice.source].described)
+            choices, source = self._chosen(offer, offers, saved.look_again)
+            choice = choices[offer.key]
+            source, nbytes, rows = self._bring_all(choices, source, offers)
         self.check()
         self.discard(choice.version)
         return SyncResult(
@@ -210,8 +229,8 @@ class Handover:
 
     def _chosen(
         self, own: state_source.Offer, offers: Sequence[state_source.Offer], look_again: LookAgain
-    ) -> tuple[state_source.Choice, str]:
-        """The source, and, on that rank, the description of the checkpoint it has loaded; '' if it has loaded none yet.
+    ) -> tuple[dict[int, state_source.Choice], str]:
+        """The sources, and the description of the checkpoint that this rank has loaded; '' if it has loaded none yet.
 
         Only loading shows that a checkpoint is damaged. The one before it may be older than what another rank has, so
         all ranks choose again, by what was really loaded. All make the same number of exchanges.
@@ -230,7 +249,7 @@ class Handover:
             choice = choices[own.key]
             reads = [each for each in choices.values() if each.origin is Origin.CHECKPOINT]
             if all(each.source in loaded for each in reads):
-                return choice, source
+                return choices, source
             if own.rank == choice.source and choice in reads:
                 try:
                     source = self._loaded(choice)
@@ -264,6 +283,20 @@ class Handover:
             raise AssertionError("a rank without `load` offers nothing to load")
         return self.load(choice.origin, choice.version)
 
+    def _bring_all(
+        self, choices: dict[int, state_source.Choice], source: str, offers: Sequence[state_source.Offer]
+    ) -> Given:
+        given: Given = source, 0, ()
+        own = offers[self.rank].key
+        # In the same order on all ranks: one may send a part of another key, and receive its own.
+        for key, choice in sorted(choices.items()):
+            if offers[choice.source].key == key:
+                given = self._bring(choice, source, offers[choice.source].described) if key == own else given
+            elif self.rank in (choice.source, *choice.needs):
+                came = self._pass_on(key, choice)
+                given = came if key == own else given
+        return given
+
     def _bring(self, choice: state_source.Choice, source: str, described: int) -> Given:
         """`described`: see `Offer`; of the source."""
         # What a rank has loaded meanwhile is in other tensors than those that it has listed.
@@ -281,6 +314,31 @@ class Handover:
                 self._give(source, choice, early=early)
             return source, 0, ()
         return self._take(choice, early=early)
+
+    def _pass_on(self, key: int, choice: state_source.Choice) -> Given:
+        """The rank that has a snapshot of another key sends it, as it is, to the ranks of that key."""
+        chain = (choice.source, *choice.needs)
+        previous, following = _neighbours(chain, self.rank)
+        if previous is None:
+            assert self.kept_for is not None
+            arena = self.kept_for(key, choice.version)
+            image, data = arena.image()
+            rows = tuple(row.as_json() for row in self.logged()) if 0 in choice.needs else ()
+            p2p.send_bytes(msgspec.msgpack.encode(ImageHeader(image, rows)), following)
+            _relay([torch.frombuffer(data, dtype=torch.uint8)], chain, self.rank, self.check)
+            self.check()
+            return "", 0, ()
+        raw = p2p.receive_bytes(previous)
+        p2p.send_bytes(raw, following)
+        head = msgspec.msgpack.decode(raw, type=ImageHeader)
+        arena = Arena.create(head.image.nbytes, warm=False)
+        try:
+            _relay([torch.frombuffer(arena.fill_from(head.image), dtype=torch.uint8)], chain, self.rank, self.check)
+            arena.seal_as(head.image)
+            assert self.load_arena is not None
+            return self.load_arena(arena), head.image.nbytes, [row.from_json() for row in head.logged]
+        finally:
+            arena.close()
 
     def _give(self, source: str, choice: state_source.Choice, *, early: bool) -> None:
         extra: dict[str, Any] = {}

@@ -1,0 +1,242 @@
+"""A second copy of a rank's snapshots in another node's memory: who has whose, what arrives, what does not."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from support import arenas
+from support.wait import eventually
+
+from elastic.checkpoint.format.layout import arena_nbytes
+from elastic.checkpoint.memory.arena import Arena
+from elastic.contract.worker import messages
+from elastic.contract.worker.messages import CopyState
+from elastic.contract.worker.tensor_table import ReplicaTensors, TensorInfo
+from elastic.worker.comm import direct
+from elastic.worker.link.misuse import MisuseError
+from elastic.worker.snapshots import buddy
+from elastic.worker.snapshots.agent_snapshots import AgentSnapshots
+from elastic.worker.snapshots.arena_requests import ArenaRequests
+from elastic.worker.snapshots.buddy import Buddy, Neighbour, Sender, buddy_of, needs_copy
+from elastic.worker.snapshots.checkpoint_scheduler import SnapshotPart
+
+SIZE = 3_000_000
+"""Elements: more than one slice."""
+
+
+def at(*places: tuple[int, int, int]) -> list[Neighbour]:
+    """(key, node, local rank) of each rank."""
+    return [Neighbour(key, node, local, direct.Endpoint()) for key, node, local in places]
+
+
+def test_each_part_that_is_on_one_node_alone_goes_to_the_same_place_of_the_next() -> None:
+    fsdp = at((1, 0, 0), (2, 0, 1), (3, 1, 0), (4, 1, 1), (5, 2, 0), (6, 2, 1))
+    assert all(needs_copy(rank, fsdp) for rank in range(6))
+    assert [buddy_of(rank, fsdp) for rank in range(6)] == [2, 3, 4, 5, 0, 1]
+
+
+def test_replicas_on_two_nodes_need_none_and_of_those_on_one_the_lowest_sends() -> None:
+    hsdp = at((1, 0, 0), (2, 0, 1), (1, 1, 0), (2, 1, 1))
+    assert not any(needs_copy(rank, hsdp) for rank in range(4))
+    within = at((1, 0, 0), (1, 0, 1), (2, 1, 0), (2, 1, 1))
+    assert [needs_copy(rank, within) for rank in range(4)] == [True, False, True, False]
+
+
+def test_without_another_node_or_a_rank_in_that_place_there_is_none() -> None:
+    assert buddy_of(0, at((1, 0, 0), (2, 0, 1))) is None
+    assert buddy_of(1, at((1, 0, 0), (2, 0, 1), (3, 1, 0))) is None
+
+
+class Agent:
+    """Of the node that receives."""
+
+    def __init__(self) -> None:
+        self.full = False
+        self.asked = 0
+        self.arenas: list[Arena] = []
+        self.requests = ArenaRequests(self, 2, guest=True)
+
+    def send(self, message: messages.Message) -> None:
+        assert isinstance(message, messages.NeedArena)
+        assert (message.guest, message.optional) == (True, True)
+        self.asked += 1
+        if self.full:
+            self.requests.take(messages.Arena(nbytes=0, request=message.request, guest=True), [])
+            return
+        if not self.arenas or self.arenas[0].capacity < message.nbytes:
+            self.arenas = [Arena.create(message.nbytes) for _ in range(2)]
+        for buffer, arena in enumerate(self.arenas):
+            offer = messages.Arena(nbytes=arena.capacity, request=message.request, buffer=buffer, guest=True)
+            self.requests.take(offer, [os.dup(arena.fd)])
+
+
+@pytest.fixture
+def loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct.sockets, "listening_at", lambda: [("127.0.0.1", socket.AF_INET)])
+
+
+@contextlib.contextmanager
+def paired(agent: Agent) -> Iterator[tuple[Buddy, threading.Event]]:
+    """(that of rank 0, what is set when a copy is settled); rank 1, of another node, has the copies."""
+    settled = threading.Event()
+    sender, receiver = Buddy(ArenaRequests(agent, 2, guest=True), settled.set), Buddy(agent.requests, lambda: None)
+    try:
+        endpoint = receiver.listen()
+        everyone = [Neighbour(7, 0, 0, direct.Endpoint()), Neighbour(8, 1, 0, endpoint)]
+        receiver.pair(1, everyone)
+        sender.pair(0, everyone)
+        yield sender, settled
+    finally:
+        sender.leave()
+        receiver.leave()
+    eventually(lambda: "elastic-buddy" not in [thread.name for thread in threading.enumerate()], 10.0, "their end")
+
+
+def snapshot(step: int) -> Arena:
+    table = (TensorInfo("model.w", "F32", (SIZE,), 4 * SIZE),)
+    beside = ReplicaTensors((TensorInfo("model.n", "I64", (3,), 24),), (1,))
+    made = Arena.create(arena_nbytes(table, beside.table))
+    made.layout(table, shard=0, shards=2, beside=beside, part=0, parts=1)
+    made.fill([torch.full((SIZE,), float(step)), torch.arange(3)]).finish()
+    made.seal(step, 1, {"state": {"step": step}, "positions": [0], "key": 7})
+    return made
+
+
+def copied(sender: Buddy, settled: threading.Event, arena: Arena) -> tuple[CopyState, int]:
+    settled.clear()
+    sender.send(arena)
+    assert settled.wait(30)
+    assert not sender.sending
+    return sender.copied
+
+
+@pytest.mark.usefixtures("loopback")
+def test_the_two_newest_snapshots_are_in_the_other_nodes_memory() -> None:
+    agent = Agent()
+    with paired(agent) as (sender, settled):
+        assert sender.copied == (CopyState.SENDING, -1)
+        for step in (10, 20, 30):
+            assert copied(sender, settled, snapshot(step)) == (CopyState.COPIED, step)
+    assert sorted(arena.header().step for arena in agent.arenas) == [20, 30]
+    newest = max(agent.arenas, key=lambda arena: arena.header().step)
+    header = newest.header()
+    assert (header.generation, header.shard, header.shards, header.part, header.parts) == (1, 0, 2, 0, 1)
+    assert newest.extra() == {"state": {"step": 30}, "positions": [0], "key": 7}
+    tensors = newest.tensors()
+    assert torch.equal(tensors["model.w"], torch.full((SIZE,), 30.0))
+    assert torch.equal(tensors["model.n"], torch.arange(3))
+
+
+@pytest.mark.usefixtures("loopback")
+def test_a_node_without_memory_says_so_and_is_asked_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    agent = Agent()
+    agent.full = True
+    with paired(agent) as (sender, settled):
+        assert copied(sender, settled, snapshot(10)) == (CopyState.NO_MEMORY, -1)
+        assert agent.asked == 1
+        assert copied(sender, settled, snapshot(20)) == (CopyState.NO_MEMORY, -1)
+        assert agent.asked == 1
+    monkeypatch.setattr(buddy, "ASK_AGAIN_S", 0.0)
+    with paired(agent) as (sender, settled):
+        assert copied(sender, settled, snapshot(30)) == (CopyState.NO_MEMORY, -1)
+        agent.full = False
+        assert copied(sender, settled, snapshot(30)) == (CopyState.COPIED, 30)
+
+
+@pytest.mark.usefixtures("loopback")
+def test_a_copy_that_is_damaged_on_the_way_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    agent = Agent()
+    with paired(agent) as (sender, settled):
+        assert copied(sender, settled, snapshot(10)) == (CopyState.COPIED, 10)
+        receive = direct.receive_into
+
+        def flips(sock: socket.socket, view: memoryview) -> None:
+            receive(sock, view)
+            if len(view) == buddy.SLICE_BYTES:
+                view[5] ^= 1
+
+        monkeypatch.setattr(direct, "receive_into", flips)
+        assert copied(sender, settled, snapshot(20)) == (CopyState.UNREACHABLE, 10)
+        assert copied(sender, settled, snapshot(30)) == (CopyState.UNREACHABLE, 10)  # training goes on
+    assert [arena.header().step for arena in agent.arenas if arena.header().complete] == [10]
+
+
+@pytest.mark.usefixtures("loopback")
+def test_a_generation_that_ends_within_a_copy_leaves_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    agent = Agent()
+    held, go = threading.Event(), threading.Event()
+    with paired(agent) as (sender, settled):
+        assert copied(sender, settled, snapshot(10)) == (CopyState.COPIED, 10)
+        receive = direct.receive_into
+
+        def stands(sock: socket.socket, view: memoryview) -> None:
+            if len(view) == buddy.SLICE_BYTES:
+                held.set()
+                assert go.wait(30)
+            receive(sock, view)
+
+        monkeypatch.setattr(direct, "receive_into", stands)
+        sender.send(snapshot(20))
+        assert held.wait(30)
+        assert sender.sending
+        sender.leave()
+        go.set()
+    assert [arena.header().step for arena in agent.arenas if arena.header().complete] == [10]
+
+
+@pytest.mark.usefixtures("loopback")
+def test_a_node_that_is_not_reached_costs_the_copies_and_nothing_else() -> None:
+    settled = threading.Event()
+    sender = Buddy(ArenaRequests(Agent(), 2, guest=True), settled.set)
+    nobody = direct.Endpoint("127.0.0.1", 1, "x" * direct.TOKEN_BYTES)
+    sender.pair(0, [Neighbour(7, 0, 0, direct.Endpoint()), Neighbour(8, 1, 0, nobody)])
+    direct._unreachable.clear()
+    eventually(lambda: sender.copied == (CopyState.UNREACHABLE, -1), 10.0, "the refusal")
+    assert copied(sender, settled, snapshot(10)) == (CopyState.UNREACHABLE, -1)
+    sender.leave()
+    direct._unreachable.clear()
+
+
+def part(step: int) -> SnapshotPart:
+    return SnapshotPart(
+        step=step,
+        commit_generation=1,
+        shard=0,
+        shards=1,
+        table=(TensorInfo("model.w", "F32", (2,), 8),),
+        tensors=[torch.ones(2)],
+        extra={},
+        interval="",
+        part=0,
+        parts=1,
+        save=False,
+    )
+
+
+def test_the_next_snapshot_waits_until_the_last_one_is_copied() -> None:
+    snapshots = AgentSnapshots(arenas.Agent(), keep_newest=True)
+    sender = snapshots.buddy._sender = Sender(snapshots._wake)
+    assert snapshots.put(part(10))
+    assert not snapshots.free()
+    threading.Timer(0.1, sender._settled, (CopyState.COPIED, 10)).start()
+    snapshots.wait(30.0)
+    assert snapshots.free()
+    assert snapshots.copied() == (CopyState.COPIED, 10)
+
+
+@pytest.mark.parametrize("where", ["here", "there"])
+def test_where_snapshots_are_required_a_node_without_memory_ends_the_job(where: str) -> None:
+    agent = arenas.Agent()
+    agent.no_memory = where == "here"
+    snapshots = AgentSnapshots(agent, keep_newest=True, required=True)
+    if where == "there":
+        sender = snapshots.buddy._sender = Sender(snapshots._wake)
+        sender.copied = CopyState.NO_MEMORY, -1
+    with pytest.raises(MisuseError, match="the next node has no memory" if where == "there" else "this node has"):
+        snapshots.put(part(10))
