@@ -397,6 +397,7 @@ class Account(SlotTime):
 
 class RankTime(Answer):
     ranks: int = 0
+    """of all nodes that the job has had: they may be more than its world has now"""
     rank_wall_s: float = 0.0
     """the sum of their wall times"""
     wall_s: float = 0.0

@@ -138,13 +138,15 @@ def text(goodput: answers.Goodput | answers.RankTime | None) -> str:
     return f"{percent(goodput.goodput)} of {age(goodput.wall_s, '.1f')}" + (f"; badput: {causes}" if causes else "")
 
 
-def summed_text(ranks_time: answers.RankTime | None) -> str:
-    """'97.1 % of 4 ranks over 2.0 h; badput: …', of what `summed` makes. '' if not known."""
+def summed_text(ranks_time: answers.RankTime | None, world_size: int) -> str:
+    """'97.1 % of 4 ranks over 2.0 h; badput: …', of what `summed` makes. '' if not known. `world_size`: now."""
     if ranks_time is None:
         return ""
     of, _, causes = text(ranks_time).partition(";")
     share, _, lasted = of.partition(" of ")
     ranks = f"{ranks_time.ranks} rank{'' if ranks_time.ranks == 1 else 's'}"
+    if ranks_time.ranks > world_size > 0:
+        ranks += ", past ones included,"
     return f"{share} of {ranks} over {lasted}" + (f";{causes}" if causes else "")
 
 

@@ -114,10 +114,11 @@ def _of_one(job: Job, events: Iterator[EventRecord], wall_s: float = 0.0) -> lis
 def _of_nodes(before: Cluster, after: Cluster, wall_s: float) -> Iterator[EventRecord]:
     for name in sorted(before.nodes.keys() - after.nodes.keys()):
         jobs = ", ".join(sorted(j.name for j in after.jobs.values() if name in j.members and not j.over))
-        still = f"; its agents of {jobs} are still there" if jobs else ""
         row = after.known.get(name)
         how = "its elasticd was stopped" if row and row.left else "its lease expired: node lost, or elasticd killed"
-        yield _event(wall_s, "node.gone", node=name, text=f"{how}{still}")
+        # Those of a lost node may end a moment later.
+        held = f"; the leases of its agents of {jobs} have not" if jobs and not (row and row.left) else ""
+        yield _event(wall_s, "node.gone", node=name, text=f"{how}{held}")
     for name, node in sorted(after.nodes.items()):
         yield from _of_node(before.nodes.get(name), node, wall_s)
 

@@ -268,12 +268,13 @@ def of_node(snapshot: Snapshot, row: answers.Node, me: str, wall_s: float) -> st
     name = row.node
     node = snapshot.cluster.nodes.get(name)
     if node is None:
-        waits = "; its drain waits for elasticd" if name in snapshot.cluster.drains else ""
+        drains = name in snapshot.cluster.drains and row.state != "off"  # then it has ended
+        waits = "; its drain waits for elasticd" if drains else ""
         cordon = snapshot.cluster.cordons.get(name)
         waits += f"; cordoned: {cordon.reason}" if cordon else ""
         if not row.jobs:
             return f"{row.state} {row.reason}{waits}"
-        return f"elasticd is down on this node; its agents of {', '.join(row.jobs)} keep running{waits}"
+        return f"elasticd does not answer there; its agents of {', '.join(row.jobs)} have not lost their leases{waits}"
     parts = [*_blocked(snapshot.cluster, node, wall_s), *_disputes(snapshot.cluster, name)]
     past = {job.name for job in snapshot.cluster.jobs.values() if job.over or _has_stepped_with(job, name)}
     starting = [agent for agent in _agents_of(snapshot, name, node) if agent.job not in past]

@@ -124,7 +124,7 @@ def job_facts(job: JobDetail) -> Facts:
         ("logged", ", ".join(f"{name} {v if isinstance(v, str) else f'{v:.6g}'}" for name, v in logged.items())),
         ("step time", step_time.text(job.step_time)),
         ("goodput", goodput.text(job.goodput) or (goodput.UNKNOWN if job.managed is False else "")),
-        ("rank time", goodput.summed_text(job.rank_time)),
+        ("rank time", goodput.summed_text(job.rank_time, job.world_size)),
         ("checkpoint", _checkpoint_long(job.checkpoint)),
         ("resumed", f"from step {job.resumed.step}: {job.resumed.source}" if job.resumed else ""),
         ("snapshot", _snapshot(job.snapshot)),

@@ -94,7 +94,7 @@ def nodes(snapshot: Snapshot, me: str, wall_s: float) -> list[answers.Node]:
         if record is not None:
             row.address, row.hostname, row.version = record.address, record.hostname, record.version
         if node is None:
-            down = "no daemon", "its elasticd does not answer; the agents there go on"
+            down = "no daemon", "its elasticd does not answer; its agents have not lost their leases"
             row.state, row.reason = down if jobs else why.absence(cluster, name, wall_s)
             row.away_since_wall_s = (cluster.known[name].away_wall_s or None) if name in cluster.known else None
         else:

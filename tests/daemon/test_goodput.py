@@ -57,9 +57,9 @@ def test_what_all_ranks_did_is_summed_and_each_is_shown_when_the_job_is_over() -
     told = {"a": ranks("a", {"stepping": 890, "form": 105}, {"stepping": 995}), "b": ranks("b", {"waiting": 995})}
     known = job(ranks=told)
     summed = views.job_detail(snapshot(known), known, NOW).rank_time
-    assert goodput.summed_text(summed) == (
-        "63.3 % of 3 ranks over 1 s; badput: waiting for nodes 33.2 %, forming groups 3.5 %"
-    )
+    spent = "over 1 s; badput: waiting for nodes 33.2 %, forming groups 3.5 %"
+    assert goodput.summed_text(summed, 3) == f"63.3 % of 3 ranks {spent}"
+    assert goodput.summed_text(summed, 2) == f"63.3 % of 3 ranks, past ones included, {spent}"
     assert (summed.rank_wall_s, summed.accounts) == (3.0, [])
     over = job(ranks=told, state=JobState(phase=Phase.SUCCEEDED))
     data = views.job_detail(snapshot(over), over, NOW)

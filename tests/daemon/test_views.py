@@ -183,7 +183,9 @@ def test_status_lists_problems() -> None:
     assert (gone["health"], gone["etcd"]["age_s"]) == ("degraded", 60.0)
     assert "not registered" in status(registered=False)["problems"][0]
     assert status(registered=False, stays_out="x")["problems"] == ["this node stays out of the cluster: x"]
-    assert status(job())["problems"] == ["b: elasticd is down on this node; its agents of train keep running"]
+    assert status(job())["problems"] == [
+        "b: elasticd does not answer there; its agents of train have not lost their leases"
+    ]
 
 
 def test_an_agent_that_says_nothing_is_a_problem() -> None:

@@ -228,7 +228,7 @@ def test_node_says_who_cannot_reach_it_and_which_jobs_exclude_it() -> None:
         f"excluded for train until about {clock(1550.0)}, because workers of train failed there once"
     )
     assert of_node(job=job()) == "ready: 2 of 2 slots used"
-    down = "elasticd is down on this node; its agents of train keep running"
+    down = "elasticd does not answer there; its agents of train have not lost their leases"
     assert of_node(job=job(), name="b") == down
     apart = seen(job())
     drained = replace(apart, cluster=replace(apart.cluster, drains={"b": DrainRecord(reason="x", since_wall_s=1.0)}))
