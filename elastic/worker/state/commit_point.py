@@ -15,6 +15,7 @@ import torch
 
 from elastic.worker.state.guards.optimizer_marks import OptimizerMarks
 from elastic.worker.state.guards.watch import TensorWatch, versions
+from elastic.worker.state.parts.boxes import local
 from elastic.worker.state.parts.copies import Copy, Mark, counted, equal, mark, unmarked, writable
 from elastic.worker.state.parts.object_parts import ValuePart
 from elastic.worker.state.parts.parts import OptimizerPart, Part, Slot
@@ -246,9 +247,13 @@ class SavedTensors:
         if self._slots:
             self._take()
 
+    def _now(self) -> list[torch.Tensor | None]:
+        """Of DTensors what is in this rank's memory."""
+        return [None if (held := slot.holder.get(slot.key)) is None else local(held) for slot in self._slots]
+
     @torch.no_grad()
     def _take(self) -> None:
-        tensors = [slot.holder.get(slot.key) for slot in self._slots]
+        tensors = self._now()
         if len(tensors) != len(self._tensors) or not all(map(operator.is_, tensors, self._tensors)):
             self._begin(tensors)
         elif any(copy.shape != tensor.shape for pair in self._always for copy, tensor in zip(*pair, strict=True)):
@@ -284,7 +289,7 @@ class SavedTensors:
     def changed(self) -> str | None:
         """Name of the first entry that is another tensor or has other contents. A tensor whose version counter has
         moved is compared with its copy, which waits for the device."""
-        now = [slot.holder.get(slot.key) for slot in self._slots]
+        now = self._now()
         for slot, tensor, before in zip(self._slots, now, self._tensors, strict=False):
             if tensor is not before:
                 return slot.name
@@ -299,8 +304,7 @@ class SavedTensors:
     @torch.no_grad()
     def put_back(self) -> None:
         marks = dict(zip(self._counted, self._marks, strict=True))
-        for i, (slot, copy) in enumerate(zip(self._slots, self._copies, strict=False)):
-            tensor = slot.holder.get(slot.key)
+        for i, (slot, copy, tensor) in enumerate(zip(self._slots, self._copies, self._now(), strict=False)):
             if copy is None:
                 slot.holder[slot.key] = None
             elif tensor is not None and tensor is self._tensors[i] and i in marks and unmarked(tensor, marks[i]):

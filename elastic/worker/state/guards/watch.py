@@ -13,6 +13,8 @@ from collections.abc import Sequence
 
 import torch
 
+from elastic.worker.state.parts.boxes import is_sharded
+
 WINDOW = 1024
 """Number of tensors sampled at a time; with more tensors, the next window each time."""
 
@@ -66,14 +68,16 @@ class TensorWatch:
             self._sample = window.sample()
 
     def stepped(self, tensors: Sequence[torch.Tensor]) -> list[int]:
-        """Indices of the tensors whose version counter has moved, or that are other objects now. Fast."""
+        """Indices of the tensors whose version counter has moved, or that are other objects now. Fast. A DTensor with
+        the whole tensor in its place, as within FSDP's backward, counts as unchanged."""
         if len(tensors) != len(self._tensors):
             return list(range(len(self._tensors)))
         now = versions(tensors)
         if now == self._versions and all(map(operator.is_, tensors, self._tensors)):
             return []
         pairs = zip(now, self._versions, tensors, self._tensors, strict=True)
-        return [i for i, (a, b, new, old) in enumerate(pairs) if a != b or new is not old]
+        moved = [(i, new, old) for i, (a, b, new, old) in enumerate(pairs) if a != b or new is not old]
+        return [i for i, new, old in moved if is_sharded(new) or not is_sharded(old)]
 
     def differs(self, tensors: Sequence[torch.Tensor]) -> list[int]:
         """As `changed`, but a tensor that was changed and changed back counts as unchanged, as far as the sample

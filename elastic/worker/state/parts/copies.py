@@ -18,6 +18,7 @@ import xxhash
 
 from elastic.checkpoint.format.json_values import Codecs, decode
 
+from .boxes import local
 from .json_codec import encode
 
 COMPARED_BYTES = 16 * 1024 * 1024
@@ -226,7 +227,9 @@ def writable(tensor: torch.Tensor) -> bool:
 
 
 def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether both are bit-identical. Waits for the device."""
+    """Whether both are bit-identical; of DTensors what is in this rank's memory, as torch would ask the other ranks.
+    Waits for the device."""
+    a, b = local(a), local(b)
     alike = a.dtype == b.dtype and a.shape == b.shape and a.device == b.device
     return alike and torch.equal(_bytes(a), _bytes(b))
 

@@ -1,0 +1,120 @@
+"""Sharded state, kind of loop by kind of loop: after two deaths, each rank's part is as plain torch trains it without
+any. The deaths strike at a rank, a step and a place that are drawn by the loop's name."""
+
+from __future__ import annotations
+
+import functools
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import procs, scratch
+from support.agents import Job
+from support.wait import eventually
+
+from elastic.contract.records.job_records import Phase
+
+pytestmark = [pytest.mark.etcd, pytest.mark.chaos]
+
+SCRIPT = Path(__file__).parents[1] / "support" / "train_sharded_loops.py"
+STEPS = 16
+PLACES = ("forward", "gather", "backward", "reduce", "optimizer", "commit", "committed")
+
+CORE = (
+    "accumulate+clip+schedule+ema",
+    "fp16+clip+uneven+frozen",
+    "hsdp+bf16+accumulate_hsdp+dropout+ema_values",
+    "tp+sgd+recompute+counted",
+    "lora+meta+columns+adagrad",
+    "in_backward+tied+offload",
+)
+"""Each feature that is cheap, in few jobs."""
+
+LONG = (
+    *("accumulate", "accumulate_scaled", "accumulate_each", "hsdp+accumulate_scaled+clip", "clip", "schedule"),
+    *(
+        "ema",
+        "ema_values",
+        "hsdp+ema",
+        "hsdp+ema_values",
+        "tp+ema",
+        "fp16",
+        "hsdp+fp16+clip",
+        "bf16",
+        "bf16+accumulate",
+    ),
+    *("frozen", "tied", "hsdp+tied", "lora", "hsdp+lora", "uneven", "hsdp+uneven", "tp+uneven", "columns"),
+    *("recompute", "unsharded", "offload", "meta", "hsdp+meta", "dropout", "counted", "hsdp+counted"),
+    *("changes_first+ema_values", "hsdp+changes_first+ema_values", "hsdp+changes_first+ema_object", "tp+changes_first"),
+    *("sgd", "adagrad", "foreach", "fused", "amsgrad", "muon", "hsdp+muon", "in_backward", "hsdp+in_backward"),
+    *("tp", "tp+fused", "tp+schedule+accumulate_each", "tp_alone", "tp_alone+sgd"),
+    *("compile", "hsdp+compile", "tp+compile", "inductor"),
+)
+
+
+def job_of(of: str, *, die: str = "", steps: int = STEPS, step_ms: float = 10.0, **spec: Any) -> Job:
+    job = Job(script=SCRIPT, spec=spec)
+    given = ("--record", job.record, "--steps", steps, "--step-ms", step_ms, "--of", of, "--die", die)
+    spec = {name: getattr(job.spec, name) for name in job.spec.__struct_fields__}
+    job.spec = type(job.spec)(**{**spec, "args": tuple(map(str, given))})
+    return job
+
+
+@functools.cache
+def undisturbed(of: str) -> dict[str, str]:
+    """Rank -> digest of what it has in the end, in plain torch."""
+    folder = Path(scratch.folder("plain"))
+    argv = [str(SCRIPT), "--plain", "--record", str(folder), "--of", of, "--steps", str(STEPS), "--step-ms", "0"]
+    try:
+        with procs.Procs() as started, open(folder / "out", "ab") as output:
+            code = started.python(argv, output=output).wait(100)
+        assert code == 0, (folder / "out").read_text()[-3000:]
+        return finals(folder)
+    finally:
+        shutil.rmtree(folder)
+
+
+def finals(folder: Path) -> dict[str, str]:
+    return {path.name: path.read_text() for path in folder.glob("final-*.txt")}
+
+
+def drawn(of: str, *, node: bool) -> list[str]:
+    draw = random.Random(of)
+    features = set(of.split("+"))
+    places = [place for place in PLACES if not (place == "optimizer" and "fp16" in features)]  # which may skip the step
+    if "tp_alone" in features:
+        places = [place for place in places if place not in ("gather", "reduce")]
+    steps = sorted(draw.sample(range(4, STEPS - 1), 3 if node else 2))
+    where = [draw.choice(places) for _ in steps]
+    if node:
+        where[1] = "node"
+    return [f"{draw.randrange(4)}:{step}:{place}" for step, place in zip(steps, where, strict=True)]
+
+
+def assert_alike(of: str, folder: Path, *, node: bool = False) -> None:
+    """Two ranks die, with `node` a node between them, and every rank ends with the bits of plain torch."""
+    deaths = drawn(of, node=node)
+    with job_of(of, die=",".join(deaths), checkpoint={"dir": str(folder), "every_steps": 2}) as job:
+        if node:
+            marker = job.record / f"died.{deaths[1]}"
+            eventually(lambda: marker.exists() or job.state().phase.over, 60.0, f"the wait before {deaths[1]}")
+            job.kill_node("n1")
+            job.start_agent("n1")
+        job.wait_phase(Phase.SUCCEEDED)
+        assert {path.name for path in job.record.glob("died.*")} == {f"died.{death}" for death in deaths}
+        entered = {line["generation"]: line["entered"] for line in job.lines() if "entered" in line}
+        assert all(step > 0 for generation, step in entered.items() if generation > 1), "nothing was restored"
+        assert finals(job.record) == undisturbed(of)
+
+
+@pytest.mark.parametrize("of", CORE)
+def test_a_loop_is_bit_identical_after_deaths(of: str, tmp_path: Path) -> None:
+    assert_alike(of, tmp_path, node=of.startswith("lora"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("of", LONG)
+def test_a_loop_is_bit_identical_after_deaths_of_ranks_and_a_node(of: str, tmp_path: Path) -> None:
+    assert_alike(of, tmp_path, node=True)
