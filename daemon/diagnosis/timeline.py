@@ -115,10 +115,9 @@ def _of_nodes(before: Cluster, after: Cluster, wall_s: float) -> Iterator[EventR
     for name in sorted(before.nodes.keys() - after.nodes.keys()):
         jobs = ", ".join(sorted(j.name for j in after.jobs.values() if name in j.members and not j.over))
         row = after.known.get(name)
-        how = "its elasticd was stopped" if row and row.left else "its lease expired: node lost, or elasticd killed"
-        # Those of a lost node may end a moment later.
-        held = f"; the leases of its agents of {jobs} have not" if jobs and not (row and row.left) else ""
-        yield _event(wall_s, "node.gone", node=name, text=f"{how}{held}")
+        held = f", those of its agents of {jobs} have not" if jobs else ""  # of a lost node they do a moment later
+        how = f"its lease expired{held}: node lost, or elasticd killed"
+        yield _event(wall_s, "node.gone", node=name, text="its elasticd was stopped" if row and row.left else how)
     for name, node in sorted(after.nodes.items()):
         yield from _of_node(before.nodes.get(name), node, wall_s)
 

@@ -48,7 +48,7 @@ def test_nodes_come_go_restart_and_fall_sick() -> None:
     assert events_of(cluster(nodes=[a]), cluster(nodes=[a, b])) == [("node.came", "", "b")]
     assert events_of(cluster(nodes=[a, b]), cluster(nodes=[a])) == [("node.gone", "", "b")]
     gone = happened(cluster(job(), nodes=[a, b]), cluster(job(), nodes=[a]), NOW_S)[0]
-    assert gone.text.endswith("; the leases of its agents of train have not")
+    assert gone.text == "its lease expired, those of its agents of train have not: node lost, or elasticd killed"
     assert events_of(cluster(nodes=[a]), cluster(nodes=[node("a", started_wall_s=6.0)])) == [
         ("node.restarted", "", "a")
     ]
