@@ -143,6 +143,8 @@ def job_row(snapshot: Snapshot, job: Job, now: Now) -> answers.Job:
         incidents=len(job.incidents),
         last_incident=incident(snapshot, job, job.incidents[-1], now) if job.incidents else None,
     )
+    if row.no_progress is not None:  # the mean of its window would fade for seconds
+        row.steps_per_s = 0.0
     row.health = _health(job, row, _starts(job, row, progress, now))
     row.why = why.of_job(snapshot, job, row, waits, progress.still if progress else None, now.wall_s)
     return row

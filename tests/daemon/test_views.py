@@ -218,6 +218,7 @@ def test_a_job_that_makes_no_step_is_not_healthy_unless_that_was_declared() -> N
     seen = status(job(progress=progress(still=still)))
     assert seen["jobs"][0]["health"] == "degraded"
     assert seen["jobs"][0]["no_progress"] == still | {"for_s": 60.0, "declared": False}
+    assert (seen["jobs"][0]["steps_per_s"], status(job())["jobs"][0]["steps_per_s"]) == (0.0, 9.877)
     assert status(job(progress=progress(still=still | {"declared": True})))["jobs"][0]["health"] == "healthy"
     assert status(job())["jobs"][0]["no_progress"] is None
     text = metrics.exposition(lambda: snapshot(job(progress=progress(still=still))), IDENTITY)().decode()
