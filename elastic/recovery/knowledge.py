@@ -231,10 +231,8 @@ def _learn_loss(turn: Turn, before: Agent, view: JobView) -> None:
     turn.etcd = replace(turn.etcd, wiped_until_s=until_s, asked={})
     turn.lead = replace(turn.lead, publishing=0)
     turn.etcd = replace(turn.etcd, lost_at=before.formed.generation.number if before.formed.generation else 0)
-    # What is told of the last incident is lost; or it has begun by what is in a backup, and its end is to be told anew.
-    last = before.incidents.last
-    begun = last is not None and any(account.first == last.account.first for account in view.accounts)
-    turn.incidents = replace(turn.incidents, last=last if begun else None, unwritten=begun)
+    # What is told of the last incident is lost, or a backup has its beginning alone: it is to be told anew.
+    turn.incidents = replace(turn.incidents, unwritten=before.incidents.last is not None)
 
 
 def _learn_step(turn: Turn, before: Agent, view: JobView) -> None:

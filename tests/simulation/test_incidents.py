@@ -505,6 +505,17 @@ def test_an_incident_during_which_etcd_is_wiped_is_on_record(node: int, after_s:
     assert not incident.open
 
 
+def test_the_newest_incident_is_on_record_again_where_etcd_has_lost_its_data_after_it() -> None:
+    """The agents write back that the job was restarted once: without the incident nobody could tell why."""
+    cluster = played(THREE, lambda c: c.kill_worker(1, 0), until_s=12.0)
+    (told,) = incidents(cluster)
+    cluster.wipe_etcd()
+    cluster.run(30.0)
+    (again,) = incidents(cluster)
+    assert (again.id, again.causes, again.open, again.steps_lost) == (told.id, told.causes, False, told.steps_lost)
+    assert cluster.state().restarts == 1
+
+
 def test_an_incident_that_a_lost_leader_has_left_open_is_over_once_a_later_generation_steps() -> None:
     """None of the agents that are there now knows of it."""
     cluster = played(TWO, until_s=STRUCK_S)
