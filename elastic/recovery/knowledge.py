@@ -369,6 +369,9 @@ def _released(turn: Turn, worker: Worker, message: messages.GroupClosed | messag
     left = message.generation if isinstance(message, messages.GroupClosed) and message.between else worker.left
     turn.move(replace(worker, step=message.step, left=left, consistent=message.clean), Trigger.GROUP_CLOSED)
     turn.reaches(worker.synced, message.step)
+    # Exactly: a look at the page shows a commit late, or not at all if the group closes before the next one.
+    if message.stepless_s is not None and turn.progress.reached == (worker.synced, message.step):
+        turn.progress = replace(turn.progress, stepped_at_s=turn.now_s - message.stepless_s)
     current = turn.formed.generation
     if current is None or current.number != message.generation:
         if failed and _may_be_behind(turn, failed):

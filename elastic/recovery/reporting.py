@@ -143,15 +143,12 @@ def _opened(turn: Turn, before: Agent) -> Incident | None:
     if not (broke or replaced or halted or cut_short):
         return None
     last_committed = previous if replaced and previous is not None else generation
-    planned = (replaced and generation.at_step is not None) or (halted and not broke and _drains(turn))
-    stepped = before.progress.settled == last_committed.number and not planned
     incident = Incident(
         first=last_committed.number,
         generations=(last_committed,),
         began_s=turn.now_s,
         noticed_wall_s=turn.wall_s,
-        still_s=round(max(0.0, turn.now_s - before.progress.stepped_at_s), 4) if stepped else 0.0,
-        planned=planned,
+        planned=(replaced and generation.at_step is not None) or (halted and not broke and _drains(turn)),
         why=generation.why if replaced else turn.local.suspicion if cut_short else turn.lead.reason,
         repeat=_repeat(turn, last_committed.number),
         stepped_in=_stepped_in(turn),
@@ -238,6 +235,9 @@ def _observed(turn: Turn, before: Agent, event: Event, incident: Incident) -> In
     for record in (*view.broken_before, view.broken, turn.formed.broken_record):
         if record is not None:
             incident = incident.with_report(record)
+    still_s = incident.began_s - turn.progress.stepped_at_s
+    if turn.progress.settled == incident.first and still_s >= 0.0 and not incident.planned:  # else it steps again
+        incident = replace(incident, still_s=round(still_s, 4))
     incident = _with_generation(turn, before, incident)
     incident = incident.with_left(worker.left for worker in turn.local.workers.values())
     if isinstance(event, WorkerSaid) and isinstance(event.message, Synced):

@@ -9,6 +9,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import torch
@@ -131,8 +132,10 @@ class AgentLink(Link):
 
     def committed(self, step: int, step_s: float, loss: float | None) -> None:
         self._between = True
+        now_s = time.monotonic()
         self._session.step, self._session.step_s = step, step_s
-        self._session.page.committed(step, step_s, loss, time.monotonic())
+        self._session.committed_in, self._session.committed_s = self.generation, now_s
+        self._session.page.committed(step, step_s, loss, now_s)
         if self.device is not None:
             self.device.committed()
         if self._first:
@@ -514,17 +517,16 @@ class ManagedWorker:
     def _released(self, form: messages.Form, failure: BaseException, altered: str) -> None:
         session = self._session
         step, clean = (self._state.step, self._state.clean()) if hasattr(self, "_state") else (0, False)
+        stepped = session.committed_in == form.generation
+        stepless_s = time.monotonic() - session.committed_s if stepped else None
+        said: dict[str, Any] = {"step": step, "clean": clean, "stepless_s": stepless_s}
         if not altered and (session.over(form.generation) or isinstance(failure, GenerationEnded)):
             between = not self._trains or (isinstance(failure, GenerationEnded) and failure.between)
-            session.send(messages.GroupClosed(generation=form.generation, step=step, clean=clean, between=between))
+            session.send(messages.GroupClosed(generation=form.generation, between=between, **said))
             return
         message = f"{type(failure).__name__}: {failure}"[:COMPLAINT_CHARS]
         complaint = failure.why if isinstance(failure, FormError) else message
-        session.send(
-            messages.CollectiveFailed(
-                generation=form.generation, step=step, clean=clean, error=complaint, altered=altered
-            )
-        )
+        session.send(messages.CollectiveFailed(generation=form.generation, error=complaint, altered=altered, **said))
 
 
 def _position(form: messages.Form, synced: SyncResult) -> RankPosition:

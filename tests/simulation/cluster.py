@@ -361,7 +361,7 @@ class Cluster:
 
     def stop_job(self) -> None:
         self.stopped = True
-        if self.etcd.up and self.keys.spec in self.etcd.kvs:
+        if self.etcd.up and self.keys.spec in self.etcd.kvs and not self.state().phase.over:  # that would be refused
             self._write(self.keys.state, msgspec.structs.replace(self.state(), phase=Phase.STOPPING))
 
     def plant_bug(self, rank: int, misuse: int = 0) -> None:

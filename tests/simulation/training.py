@@ -227,6 +227,7 @@ class Group:
     """The newest step that its ranks, or their agents, knew of when it formed."""
     fresh: bool = True
     """No step of this generation is committed yet."""
+    committed_s: float = 0.0
     yields: bool = False
     save: bool = False
     stop: bool = False
@@ -401,6 +402,7 @@ class Group:
         if before in training.spoiled or step == training.spoil_at:
             training.spoiled.add(self.chain)
             training.spoil_at = 0
+        self.committed_s = self.training.cluster.clock.now_s
         self.training.cluster.judge.committed(self)
 
     def _leavers(self) -> None:
@@ -439,7 +441,8 @@ class Group:
         if error is not None:
             worker.doing = "idle"
             at = self.generation, worker.version[1]
-            said = {"between": between and not error, "clean": worker.whole}
+            stepless_s = (cluster.clock.now_s - self.committed_s) * worker.node.rate if not self.fresh else None
+            said = {"between": between and not error, "clean": worker.whole, "stepless_s": stepless_s}
             worker.say(says.group_closed(worker.slot, worker.worker_id, *at, error, **said))
             cluster.clock.after(0.001, worker.look)
 

@@ -46,13 +46,18 @@ def group_closed(
     *,
     between: bool = False,
     clean: bool = True,
+    stepless_s: float | None = None,
 ) -> WorkerSaid:
     """With `error` or `altered`: a collective has failed there."""
     message: messages.GroupClosed | messages.CollectiveFailed
     if error or altered:
-        message = messages.CollectiveFailed(generation=generation, step=step, clean=clean, error=error, altered=altered)
+        message = messages.CollectiveFailed(
+            generation=generation, step=step, clean=clean, error=error, altered=altered, stepless_s=stepless_s
+        )
     else:
-        message = messages.GroupClosed(generation=generation, step=step, clean=clean, between=between)
+        message = messages.GroupClosed(
+            generation=generation, step=step, clean=clean, between=between, stepless_s=stepless_s
+        )
     return WorkerSaid(slot, worker_id, message)
 
 

@@ -234,6 +234,8 @@ class GroupClosed(FromWorker, frozen=True, kw_only=True):
     """False: the state was being changed when the group was aborted, and must not be a source."""
     between: bool = False
     """This rank has left between two steps: it took no part in one after `step`, so no rank can have committed that."""
+    stepless_s: float | None = None
+    """For how long it has committed none; None: it has committed none in this generation."""
 
 
 class CollectiveFailed(FromWorker, frozen=True, kw_only=True):
@@ -245,6 +247,8 @@ class CollectiveFailed(FromWorker, frozen=True, kw_only=True):
     error: Text
     altered: str = ""
     """The key of a value in the generation's store that this rank has refused; empty: it has refused none."""
+    stepless_s: float | None = None
+    """As in GroupClosed."""
 
 
 class Filled(FromWorker, frozen=True, kw_only=True):

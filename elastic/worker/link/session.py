@@ -95,6 +95,8 @@ class Session:
         """Number of committed steps, for the monitor thread."""
         self.step_s = 0.0
         """How long the newest one took."""
+        self.committed_in, self.committed_s = 0, 0.0
+        """The generation in which it was committed here, and the instant."""
 
     @staticmethod
     def from_environment(environment: Mapping[str, str]) -> Session | None:
