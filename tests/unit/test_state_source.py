@@ -264,7 +264,7 @@ PARTS = st.builds(
 )
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=2000, deadline=None, report_multiple_bugs=False)
 @given(st.lists(PARTS, min_size=1, max_size=6))
 def test_all_parts_are_of_one_version_and_no_newer_one_was_there(drawn: list[dict[str, Any]]) -> None:
     """Never torn, never from where it is not, never older than need be."""
