@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -274,18 +274,29 @@ class Recovery:
 
 
 def kill_and_measure(
-    record: Record, world_size: int, rng: random.Random, limit_s: float, number: int = signal.SIGKILL
+    record: Record,
+    world_size: int,
+    rng: random.Random,
+    limit_s: float,
+    number: int = signal.SIGKILL,
+    strike: Callable[[int], None] | None = None,
+    spared: Collection[int] = (),
 ) -> Recovery:
-    """Kill the worker of a random rank now. A rank is back with its first commit after those of the old processes'
-    group: in a newer generation, or (where there are no generations) by a process that was not there before.
-    Raises TooLate after `limit_s`."""
+    """Kill the worker of a random rank now, or `strike` its process, but none of the processes `spared`.
+
+    A rank is back with its first commit after those of the old processes' group: in a newer generation, or (where there
+    are no generations) by a process that was not there before. Raises TooLate after `limit_s`.
+    """
     record.update()
     before = record.newest()
-    victim = before[rng.randrange(world_size)]
+    victim = rng.choice([before[rank] for rank in range(world_size) if before[rank].pid not in spared])
     generation = max(c.generation for c in before.values())
     old_pids = {c.pid for c in before.values()}
     at_s, wall_s = time.monotonic(), time.time()
-    kill(victim.pid, number)
+    if strike is None:
+        kill(victim.pid, number)
+    else:
+        strike(victim.pid)
     back: dict[int, Commit] = {}
     new_at_s: list[float] = []
     mark = len(record.commits)

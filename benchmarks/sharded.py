@@ -1,8 +1,9 @@
 """A rank of a sharded job is killed: how long until every rank has committed a new step, and how many steps are lost.
 
-2 nodes × 2 workers on this machine, gloo: FSDP2 over 4 ranks, HSDP 2 × 2, FSDP 2 × TP 2; SIGKILL of a random rank at a
-random step. Beside it, in the same run, FSDP2 under stock torchrun, resuming from torch's distributed
-checkpoint (DCP) taken every 20 steps; and the step time of both without a failure, in turns (see recovery.py).
+2 nodes × 2 workers on this machine, gloo: FSDP2 over 4 ranks, HSDP 2 × 2, FSDP 2 × TP 2; SIGKILL of a random rank at
+a random step; under FSDP2 of all processes of a node, where a third node is spare. Beside it, in the same run, FSDP2
+under stock torchrun, resuming from torch's distributed checkpoint (DCP) taken every 20 steps; and the step time of both
+without a failure, in turns (see recovery.py).
 `fsdp_lost_over_snapshot_steps`: steps lost in the mean, over the steps between two snapshots in memory.
 
     python benchmarks/sharded.py [--quick] [--seed N]
@@ -19,7 +20,19 @@ from dataclasses import replace
 from typing import Any
 
 import recovery
-from _harness import HERE, SMOKE, Record, Recovery, kill_and_measure, machine, spread, workplace
+from _harness import (
+    HERE,
+    SMOKE,
+    Node,
+    Processes,
+    Record,
+    Recovery,
+    kill,
+    kill_and_measure,
+    machine,
+    spread,
+    workplace,
+)
 from recovery import WORLD, say
 
 recovery.SCRIPT = HERE / "_sharded_train.py"
@@ -52,6 +65,36 @@ def series(
         cluster.stop(mesh)
 
 
+def nodes(
+    cluster: recovery.Cluster, folder: pathlib.Path, processes: Processes, kills: int, rng: random.Random
+) -> list[Recovery]:
+    """All processes of a node are killed at once; a spare node takes its place. Node a has etcd, and stays."""
+    spare = Node(folder, processes, "c", slots=2, etcd=cluster.a.etcd)
+    spare.start()
+    record = Record(folder / "nodes")
+    cluster.submit("nodes", record, "--mesh", "fsdp")
+    found: list[Recovery] = []
+    try:
+        record.wait_step(15, WORLD, 90.0)
+        while len(found) < kills:
+            reached = max(c.step for c in record.newest().values())
+            record.wait_step(reached + rng.randint(60, 90), WORLD, 60.0)
+            trees = {node: processes.pids(node.tag) for node in (cluster.a, cluster.b, spare)}
+
+            def strike(pid: int, trees: dict[Node, list[int]] = trees) -> None:
+                for each in next(pids for pids in trees.values() if pid in pids):
+                    kill(each)
+
+            found.append(one := kill_and_measure(record, WORLD, rng, 60.0, strike=strike, spared=trees[cluster.a]))
+            say(f"  node of rank {one.rank} at step {one.step}: {one.seconds:.3f} s, {one.steps_lost} lost")
+            lost = next(node for node in (cluster.b, spare) if not set(trees[node]) & set(processes.pids(node.tag)))
+            processes.end(lost.tag)
+            lost.start()
+        return found
+    finally:
+        cluster.stop("nodes")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="under two minutes")
@@ -73,6 +116,10 @@ def main() -> None:
             result[f"{mesh}_lost"] = sum(lost)
             if mesh != "hsdp":
                 result[f"{mesh}_lost_over_snapshot_steps"] = round(statistics.mean(lost) * step_s / SNAPSHOT_S, 2)
+        lost_nodes = nodes(cluster, folder, processes, max(1, plan.kills // 2), rng)
+        seconds, lost = [one.seconds for one in lost_nodes], [one.steps_lost for one in lost_nodes]
+        print(f"node of fsdp: {spread(seconds)} s, steps lost {spread(lost, 0)}")
+        result["node_kill_s"], result["node_lost"] = round(statistics.median(seconds), 3), sum(lost)
         say("steady state, in turn:")
         recovery.report_steady(recovery.steady(cluster, folder, processes, plan), rng, result)
         say("torchrun and DCP:")

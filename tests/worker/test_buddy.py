@@ -23,7 +23,7 @@ from elastic.worker.link.misuse import MisuseError
 from elastic.worker.snapshots import buddy
 from elastic.worker.snapshots.agent_snapshots import AgentSnapshots
 from elastic.worker.snapshots.arena_requests import ArenaRequests
-from elastic.worker.snapshots.buddy import Buddy, Neighbour, Sender, buddy_of, needs_copy
+from elastic.worker.snapshots.buddy import Buddy, Neighbour, Sender, buddies
 from elastic.worker.snapshots.checkpoint_scheduler import SnapshotPart
 
 SIZE = 3_000_000
@@ -37,20 +37,19 @@ def at(*places: tuple[int, int, int]) -> list[Neighbour]:
 
 def test_each_part_that_is_on_one_node_alone_goes_to_the_same_place_of_the_next() -> None:
     fsdp = at((1, 0, 0), (2, 0, 1), (3, 1, 0), (4, 1, 1), (5, 2, 0), (6, 2, 1))
-    assert all(needs_copy(rank, fsdp) for rank in range(6))
-    assert [buddy_of(rank, fsdp) for rank in range(6)] == [2, 3, 4, 5, 0, 1]
+    assert buddies(fsdp) == {0: 2, 1: 3, 2: 4, 3: 5, 4: 0, 5: 1}
 
 
 def test_replicas_on_two_nodes_need_none_and_of_those_on_one_the_lowest_sends() -> None:
     hsdp = at((1, 0, 0), (2, 0, 1), (1, 1, 0), (2, 1, 1))
-    assert not any(needs_copy(rank, hsdp) for rank in range(4))
+    assert buddies(hsdp) == {}
     within = at((1, 0, 0), (1, 0, 1), (2, 1, 0), (2, 1, 1))
-    assert [needs_copy(rank, within) for rank in range(4)] == [True, False, True, False]
+    assert buddies(within) == {0: 2, 2: 0}
 
 
 def test_without_another_node_or_a_rank_in_that_place_there_is_none() -> None:
-    assert buddy_of(0, at((1, 0, 0), (2, 0, 1))) is None
-    assert buddy_of(1, at((1, 0, 0), (2, 0, 1), (3, 1, 0))) is None
+    assert buddies(at((1, 0, 0), (2, 0, 1))) == {0: None, 1: None}
+    assert buddies(at((1, 0, 0), (2, 0, 1), (3, 1, 0))) == {0: 2, 1: None, 2: 0}
 
 
 class Agent:

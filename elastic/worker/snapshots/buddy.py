@@ -51,19 +51,23 @@ class Neighbour(msgspec.Struct, frozen=True):
     """Where this rank receives copies."""
 
 
-def needs_copy(rank: int, everyone: Sequence[Neighbour]) -> bool:
-    """Whether no other node has the part of `rank`, and no lower rank of its own node sends it."""
-    own = everyone[rank]
-    alike = [number for number, each in enumerate(everyone) if each.key == own.key]
-    return alike[0] == rank and all(everyone[number].node == own.node for number in alike)
-
-
-def buddy_of(rank: int, everyone: Sequence[Neighbour]) -> int | None:
-    """The rank in the same place on the next node; None: there is no such rank."""
-    own, nodes = everyone[rank], 1 + max(each.node for each in everyone)
-    place = (own.node + 1) % nodes, own.local_rank
-    there = (number for number, each in enumerate(everyone) if (each.node, each.local_rank) == place)
-    return next((number for number in there if number != rank), None)
+def buddies(everyone: Sequence[Neighbour]) -> dict[int, int | None]:
+    """Each rank that sends -> the rank in the same place on the next node; None: there is no such rank. Of the ranks of
+    a key the lowest sends, if they are all on one node."""
+    lowest: dict[int, int] = {}
+    apart: set[int] = set()
+    places = {(each.node, each.local_rank): rank for rank, each in enumerate(everyone)}
+    nodes = 1 + max(each.node for each in everyone)
+    for rank, each in enumerate(everyone):
+        if everyone[lowest.setdefault(each.key, rank)].node != each.node:
+            apart.add(each.key)
+    found: dict[int, int | None] = {}
+    for key, rank in lowest.items():
+        if key not in apart:
+            own = everyone[rank]
+            there = places.get(((own.node + 1) % nodes, own.local_rank))
+            found[rank] = there if there != rank else None
+    return found
 
 
 class Buddy:
@@ -97,11 +101,11 @@ class Buddy:
 
     def pair(self, rank: int, everyone: Sequence[Neighbour]) -> None:
         """Begin to send snapshots to this rank's buddy, and to receive those of the rank that it is the buddy of."""
-        senders = [number for number in range(len(everyone)) if needs_copy(number, everyone)]
-        if self._listener is not None and any(buddy_of(number, everyone) == rank for number in senders):
+        senders = buddies(everyone)
+        if self._listener is not None and rank in senders.values():
             self._receiver = _started(self._guests.receive, self._listener, self._token)
         self._state = CopyState.REPLICAS if rank not in senders else CopyState.NO_NODE
-        if rank in senders and (buddy := buddy_of(rank, everyone)) is not None:
+        if (buddy := senders.get(rank)) is not None:
             self._state = CopyState.UNREACHABLE
             sender = Sender(self._wake)
             if _started(sender.run, everyone[buddy].endpoint):

@@ -7,7 +7,7 @@ state is on every rank, there is one key.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -126,7 +126,7 @@ def choose(offers: Sequence[Offer], restore: str = "newest", before: int = 0) ->
     alike: dict[int, list[Offer]] = {}
     for offer in offers:
         alike.setdefault(offer.key, []).append(offer)
-    best = {key: _best(key, offers, restore, before) for key in alike}
+    best = _best(alike, offers, restore, before)
     if common := set.intersection(*map(set, best.values())):
         newest = max(common)
         nearest = {key: versions[newest] for key, versions in best.items()}
@@ -151,16 +151,22 @@ def choose(offers: Sequence[Offer], restore: str = "newest", before: int = 0) ->
     raise StateLostError(f"nothing to go on from: {'; '.join(map(_lacks, offers))}")
 
 
-def _best(key: int, offers: Sequence[Offer], restore: str, before: int) -> dict[Version, tuple[int, bool, int]]:
-    """Version -> (index of its nearest origin, whether the rank that has it is of this key, that rank, negated)."""
-    best: dict[Version, tuple[int, bool, int]] = {}
+Nearness = tuple[int, bool, int]
+"""(index of the origin, whether the rank that has it is of the key, that rank, negated): the largest is the nearest."""
+
+
+def _best(
+    keys: Iterable[int], offers: Sequence[Offer], restore: str, before: int
+) -> dict[int, dict[Version, Nearness]]:
+    """Key -> version -> where the nearest is."""
+    best: dict[int, dict[Version, Nearness]] = {key: {} for key in keys}
     for offer in offers:
-        own = offer.key == key
-        there = _candidates(offer, restore, before) if own else []
-        there += [(Origin.SNAPSHOT, version) for of, version in offer.others if of == key and _counts(version, before)]
-        for origin, version in there:
-            nearness = _RANKING.index(origin), own, -offer.rank
-            best[version] = max(nearness, best.get(version, (-1, False, 0)))
+        there = [(offer.key, origin, version) for origin, version in _candidates(offer, restore, before)]
+        there += [(key, Origin.SNAPSHOT, version) for key, version in offer.others if _counts(version, before)]
+        for key, origin, version in there:
+            if (versions := best.get(key)) is not None:
+                nearness = _RANKING.index(origin), key == offer.key, -offer.rank
+                versions[version] = max(nearness, versions.get(version, nearness))
     return best
 
 
