@@ -412,9 +412,10 @@ class ManagedWorker:
             known = (form.saved_generation, form.saved_step)
             disk = replace(self._disk, known=known, one=self._sharded) if self._disk else None
             place = Place(form.rank, form.world_size, form.local_rank, form.local_world_size)
-            store = Store(session, disk, state, form.generation, form.restore, place)
+            room_for = self._snapshots.room_for
+            store = Store(session, disk, state, form.generation, form.restore, place, room_for)
         try:
-            return Handover(
+            synced = Handover(
                 state,
                 rank=form.rank,
                 world_size=form.world_size,
@@ -423,6 +424,7 @@ class ManagedWorker:
                 saved=store.saved if store else None,
                 load=store.load if store else None,
                 kept_for=store.kept_for if store else None,
+                arena_for=store.arena_for if store else None,
                 load_arena=store.load_arena if store else None,
                 discard=store.discard_newer if store and self._sharded else lambda _: None,
                 known_step=form.saved_step if self._disk else 0,
@@ -430,6 +432,9 @@ class ManagedWorker:
                 logged=job.rows.kept,
                 check=lambda: self._moved(form.generation),
             ).run()
+            if store and (nbytes := store.own_nbytes()):
+                self._snapshots.room_for(nbytes)
+            return synced
         finally:
             if store:
                 store.close()
@@ -476,12 +481,11 @@ class ManagedWorker:
 
     def _pair(self, form: messages.Form, synced: SyncResult) -> None:
         """Parts that one node alone has are copied to another from now on."""
-        buddy = self._snapshots.buddy
-        own = Neighbour(synced.key, form.group_rank, form.local_rank, buddy.listen())
+        own = Neighbour(synced.key, form.group_rank, form.local_rank, self._snapshots.buddy.listen())
         given = msgspec.to_builtins(own)
         cpu = torch.device("cpu")
         everyone = shared_values.gather(given, rank=form.rank, world_size=form.world_size, device=cpu)
-        buddy.pair(form.rank, [msgspec.convert(each, Neighbour) for each in everyone])
+        self._snapshots.pair(form.rank, [msgspec.convert(each, Neighbour) for each in everyone])
 
     def _built_state(self, job: Job, form: messages.Form) -> State:
         if self._sharded:

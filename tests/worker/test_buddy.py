@@ -229,6 +229,27 @@ def test_the_next_snapshot_waits_until_the_last_one_is_copied() -> None:
     assert snapshots.copied() == (CopyState.COPIED, 10)
 
 
+def test_a_generation_begins_with_a_copy_of_the_newest_snapshot() -> None:
+    """Also a new worker in the place of one that has died within its copy; what the buddy has is not sent again."""
+    agent, own = Agent(), arenas.Agent()
+    assert AgentSnapshots(own, keep_newest=True).put(part(10))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(direct.sockets, "listening_at", lambda: [("127.0.0.1", socket.AF_INET)])
+        for times in range(2):
+            again = AgentSnapshots(own, keep_newest=True)
+            assert again.room_for(own.arenas[0].capacity) is not None
+            receiver = Buddy(agent.requests, lambda: None)
+            everyone = [Neighbour(7, 0, 0, direct.Endpoint()), Neighbour(8, 1, 0, receiver.listen())]
+            receiver.pair(1, everyone)
+            again.pair(0, everyone)
+            again.wait(30.0)
+            assert again.copied() == (CopyState.COPIED, 10)
+            again.leave()
+            receiver.leave()
+            assert agent.asked == times + 1
+    assert [arena.header().sequence for arena in agent.arenas if arena.header().complete] == [2]
+
+
 @pytest.mark.parametrize("where", ["here", "there"])
 def test_where_snapshots_are_required_a_node_without_memory_ends_the_job(where: str) -> None:
     agent = arenas.Agent()

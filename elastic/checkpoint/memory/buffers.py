@@ -44,11 +44,20 @@ class Buffers:
 
     def free(self) -> int | None:
         """The buffer with the oldest content that is not being written; None: all are, or are to be kept."""
-        ages = {i: _age(arena) for i, arena in enumerate(self.arenas)}
+        ages = self._ages()
         # Of two of the same step that which is being written anyway.
         newest = max(ages, key=lambda i: (ages[i], i in self.busy), default=-1)
         kept = {newest} if self._keep_newest and ages.get(newest) != _NONE else set()
         return min((i for i in ages if i not in self.busy | kept), key=ages.__getitem__, default=None)
+
+    def newest(self) -> Arena | None:
+        """That with the newest content; None: there is none."""
+        ages = self._ages()
+        newest = max(ages, key=ages.__getitem__, default=-1)
+        return self.arenas[newest] if ages.get(newest, _NONE) != _NONE else None
+
+    def _ages(self) -> dict[int, tuple[int, int]]:
+        return {i: _age(arena) for i, arena in enumerate(self.arenas)}
 
     # ── one copy ────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -18,6 +18,7 @@ import torch
 
 from elastic.checkpoint.format.errors import ArenaError
 from elastic.checkpoint.format.layout import arena_nbytes
+from elastic.checkpoint.memory.arena import Arena
 from elastic.checkpoint.memory.buffers import Buffers
 from elastic.checkpoint.memory.memcpy import WORTH_A_THREAD_BYTES
 from elastic.contract.worker import messages
@@ -27,7 +28,7 @@ from elastic.contract.worker.tensor_table import NO_REPLICAS, ReplicaTensors, Ta
 from elastic.worker.link.misuse import MisuseRuntimeError
 
 from .arena_requests import ArenaRequests
-from .buddy import Buddy
+from .buddy import Buddy, Neighbour
 from .checkpoint_scheduler import SnapshotPart
 
 ASK_AGAIN_S = 60.0
@@ -298,6 +299,21 @@ class AgentSnapshots:
                 return False
             self._cold = set()
         return True
+
+    def room_for(self, nbytes: int) -> Arena | None:
+        """Map the buffers, with what the slot's previous worker has left in them. Returns the one to be filled next;
+        None: the node has no memory for `nbytes`."""
+        if not self._buffers.fits(nbytes):
+            self._make_room(nbytes, optional=True)
+        free = self._buffers.free()
+        return self._buffers.arenas[free] if free is not None else None
+
+    def pair(self, rank: int, everyone: Sequence[Neighbour]) -> None:
+        """A generation has the state. Before the next snapshot replaces anything, there is a copy of the newest one:
+        the last generation may have ended before."""
+        self.buddy.pair(rank, everyone)
+        if (newest := self._buffers.newest()) is not None:
+            self.buddy.send(newest)
 
     # ── messages from the agent ─────────────────────────────────────────────────────────────────────────────
 

@@ -38,6 +38,8 @@ SLICE_BYTES = 4 << 20
 LENGTH_BYTES = 8
 MAX_HEAD_BYTES = 256 << 20
 JOIN_S = 2.0
+_NO, _YES, _THERE = b"\0", b"\1", b"\2"
+"""The receiver's answers; `_THERE`: it has that copy already."""
 
 
 class Neighbour(msgspec.Struct, frozen=True):
@@ -175,15 +177,15 @@ def _sent(sock: socket.socket, arena: Arena) -> CopyState:
     image, data = arena.image()
     raw = msgspec.msgpack.encode(image)
     sock.sendall(len(raw).to_bytes(LENGTH_BYTES, "little") + raw, socket.MSG_NOSIGNAL)
-    if not _answer(sock):
-        return CopyState.NO_MEMORY
+    if (answer := _answer(sock)) != _YES:
+        return CopyState.COPIED if answer == _THERE else CopyState.NO_MEMORY
     digest = xxhash.xxh3_64()
     for at in range(0, len(data), SLICE_BYTES):
         piece = data[at : at + SLICE_BYTES]
         sock.sendall(piece, socket.MSG_NOSIGNAL)
         digest.update(piece)
     sock.sendall(digest.digest(), socket.MSG_NOSIGNAL)
-    if not _answer(sock):
+    if _answer(sock) != _YES:
         raise ConnectionError("the copy arrived damaged")
     return CopyState.COPIED
 
@@ -203,10 +205,10 @@ class Guests:
             while sock is not None:
                 image = msgspec.msgpack.decode(_head(sock), type=Image)
                 arena = self._room(image.nbytes)
-                sock.sendall(b"\1" if arena is not None else b"\0", socket.MSG_NOSIGNAL)
-                if arena is not None:
-                    whole = _fill(sock, arena, image)
-                    sock.sendall(b"\1" if whole else b"\0", socket.MSG_NOSIGNAL)
+                there = any(_holds(each, image) for each in self._buffers.arenas)
+                sock.sendall(_THERE if there else _NO if arena is None else _YES, socket.MSG_NOSIGNAL)
+                if arena is not None and not there:
+                    sock.sendall(_YES if _fill(sock, arena, image) else _NO, socket.MSG_NOSIGNAL)
 
     def _room(self, nbytes: int) -> Arena | None:
         """The buffer with the older copy. None: the node has no memory for it."""
@@ -252,7 +254,11 @@ def _head(sock: socket.socket) -> bytearray:
     return raw
 
 
-def _answer(sock: socket.socket) -> bool:
+def _answer(sock: socket.socket) -> bytes:
     answer = bytearray(1)
     direct.receive_into(sock, memoryview(answer))
-    return answer == b"\1"
+    return bytes(answer)
+
+
+def _holds(arena: Arena, image: Image) -> bool:
+    return arena.header().complete and arena.image()[0] == image

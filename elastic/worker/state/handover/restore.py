@@ -6,7 +6,7 @@ import contextlib
 import os
 import queue
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -289,15 +289,18 @@ class Store:
         generation: int,
         restore: str = "newest",
         place: Place = ALONE,
+        room_for: Callable[[int], Arena | None] = lambda _: None,
     ) -> None:
-        """`restore` as in `state_source.choose`; 'snapshot' leaves out snapshots taken for memory only."""
-        self._session, self._place = session, place
+        """`restore` as in `state_source.choose`; 'snapshot' leaves out snapshots taken for memory only. `room_for`
+        returns a buffer for so many bytes of this rank's part, in the agent's memory."""
+        self._session, self._place, self._room_for = session, place, room_for
         self._disk = disk
         self._state: State | None = state
         self._generation = generation
         self._saved_only = restore == "snapshot"
         self._kept: Kept = []
         self._others: Kept = []
+        self._key = 0
         self._answers: queue.SimpleQueue[list[int] | None] = queue.SimpleQueue()
         """None: descriptors were lost on the way."""
         self._closed = False
@@ -306,7 +309,7 @@ class Store:
         """The agent answers once pending writes are on disk. Raises GenerationEnded, RuntimeError if this process has
         no room for the descriptors of the answer: older state must not be taken for the newest."""
         self._session.on(messages.InMemorySnapshot, self._on_kept)
-        key = self._state.shard_key() if self._state is not None else 0
+        key = self._key = self._state.shard_key() if self._state is not None else 0
         self._session.send(
             messages.RequestSnapshot(generation=self._generation, saved=self._saved_only, own_parts=key != 0)
         )
@@ -334,6 +337,17 @@ class Store:
     def kept_for(self, key: int, version: Version) -> Arena:
         """A snapshot that `saved` has named among `others`."""
         return next(each.arena() for at, each in self._others if at == version and each.key == key)
+
+    def own_nbytes(self) -> int:
+        """Size of the buffers of this rank's part in this node's memory; 0: there are none."""
+        return max((each.arena().capacity for _, each in self._kept), default=0) if self._key else 0
+
+    def arena_for(self, nbytes: int) -> Arena:
+        """For a snapshot that comes from another node: it stays in the memory of this one, if that has room."""
+        if (arena := self._room_for(nbytes)) is None:
+            arena = Arena.create(nbytes, warm=False)
+            self._others.append((None, HeldSnapshots([arena])))  # closed with the others
+        return arena
 
     def load_arena(self, arena: Arena) -> str:
         assert self._state is not None, "loaded after close"

@@ -152,6 +152,8 @@ class Handover:
     """Version of the newest commit that this rank's agent has a record of."""
     kept_for: Callable[[int, state_source.Version], Arena] | None = None
     """Returns the snapshot of another key that was offered."""
+    arena_for: Callable[[int], Arena] | None = None
+    """Returns an arena for so many bytes."""
     load_arena: LoadArena | None = None
     discard: Callable[[state_source.Version], None] = lambda _: None
     """Discards what `load` could load and is newer than this."""
@@ -331,14 +333,12 @@ class Handover:
         raw = p2p.receive_bytes(previous)
         p2p.send_bytes(raw, following)
         head = msgspec.msgpack.decode(raw, type=ImageHeader)
-        arena = Arena.create(head.image.nbytes, warm=False)
-        try:
-            _relay([torch.frombuffer(arena.fill_from(head.image), dtype=torch.uint8)], chain, self.rank, self.check)
-            arena.seal_as(head.image)
-            assert self.load_arena is not None
-            return self.load_arena(arena), head.image.nbytes, [row.from_json() for row in head.logged]
-        finally:
-            arena.close()
+        assert self.arena_for is not None
+        assert self.load_arena is not None
+        arena = self.arena_for(head.image.nbytes)
+        _relay([torch.frombuffer(arena.fill_from(head.image), dtype=torch.uint8)], chain, self.rank, self.check)
+        arena.seal_as(head.image)
+        return self.load_arena(arena), head.image.nbytes, [row.from_json() for row in head.logged]
 
     def _give(self, source: str, choice: state_source.Choice, *, early: bool) -> None:
         extra: dict[str, Any] = {}
