@@ -542,6 +542,7 @@ def _position(form: messages.Form, synced: SyncResult) -> RankPosition:
         form.local_world_size,
         key=synced.key,
         leads=synced.leads,
+        staged=synced.staged,
         planner=synced.source_rank,
         node=form.group_rank,
     )

@@ -22,7 +22,7 @@ SCRIPT = Path(__file__).parents[1] / "support" / "train_sharded.py"
 
 
 def make(
-    mesh: str, die: str = "", *, steps: int = 60, step_ms: float = 20.0, clip: int = 1, stages: int = 0, **spec: Any
+    mesh: str, die: str = "", *, steps: int = 60, step_ms: float = 20.0, clip: int = 1, expert: int = 0, **spec: Any
 ) -> Job:
     job = Job(script=SCRIPT, spec=spec)
     args = {
@@ -32,7 +32,7 @@ def make(
         "mesh": mesh,
         "die": die,
         "clip": clip,
-        "stages": stages,
+        "expert": expert,
     }
     given = tuple(str(x) for key, value in args.items() for x in (f"--{key}", value) if value != "")
     job.spec = type(job.spec)(**{**{f: getattr(job.spec, f) for f in job.spec.__struct_fields__}, "args": given})
@@ -176,9 +176,9 @@ def test_a_standby_takes_the_place_of_the_dead_rank() -> None:
         assert job.incidents()[0].steps_lost == 0
 
 
-def test_a_rank_with_tensors_of_its_own_is_refused_before_a_checkpoint_lacks_them(tmp_path: Path) -> None:
-    with make("fsdp", stages=1, checkpoint={"dir": str(tmp_path), "every_steps": 1}) as job:
+def test_other_weights_under_one_name_are_refused_before_a_checkpoint_lacks_them(tmp_path: Path) -> None:
+    with make("fsdp", expert=1, checkpoint={"dir": str(tmp_path), "every_steps": 1}) as job:
         state = eventually(lambda: job.state() if job.state().phase.over else None, 60.0, "the end")
         assert state.phase is Phase.FAILED
-        assert "Pipeline stages" in str(state.reason)
+        assert "state.model.expert.weight is not the same on rank 1 as on rank 0" in str(state.reason)
         assert not list(tmp_path.glob("step-*"))

@@ -28,7 +28,7 @@ parser.add_argument("--steps", type=int, default=60)
 parser.add_argument("--step-ms", type=float, default=20.0)
 parser.add_argument("--mesh", default="fsdp", choices=("fsdp", "hsdp", "tp", "whole"))
 parser.add_argument("--clip", type=int, default=1, help="clip the gradients, which exchanges within each shard group")
-parser.add_argument("--stages", type=int, default=0, help="each rank has another module, as a stage of a pipeline")
+parser.add_argument("--expert", type=int, default=0, help="each rank has other weights under one name")
 parser.add_argument("--die", default="", help="RANK:STEP:PLACE, comma-separated; a death strikes once")
 ARGS = parser.parse_args()
 WIDTH, VOCABULARY = 24, 61
@@ -83,8 +83,9 @@ def shard(job: elastic.Job, net: Net) -> None:
     for block in net.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(net, mesh=mesh)
-    if ARGS.stages:
-        net.add_module(f"stage{dist.get_rank()}", nn.Linear(3, 3))
+    if ARGS.expert:
+        net.add_module("expert", nn.Linear(3, 3))
+        nn.init.constant_(net.expert.weight, dist.get_rank())
     net.blocks[1].register_forward_pre_hook(lambda *_: strike(job, "forward"))
     net.blocks[1].register_forward_hook(
         lambda _module, _args, out: out.register_hook(lambda grad: strike(job, "backward")) and None

@@ -175,12 +175,19 @@ def _check(manifest: Manifest) -> None:
         if shard.job not in ("", manifest.job):
             raise BadManifest("manifest-damaged", f"{shard.file} is of job {shard.job!r}, not {manifest.job!r}")
         _check_shard(shard)
-    _check_boxes(tensor for shard in manifest.shards for tensor in shard.tensors)
+    first = manifest.shards[0]
+    if "key" not in first.extra:
+        _check_boxes(tensor for shard in manifest.shards for tensor in shard.tensors)
+        return
+    for shard in manifest.shards:  # each has whole tensors of its own, under one name
+        _check_boxes(shard.tensors, filled=False)
+    if not first.extra.get("staged"):
+        _check_boxes(tensor for shard in manifest.shards for tensor in shard.tensors if tensor.of or shard is first)
 
 
-def _check_boxes(tensors: Iterable[TensorInfo]) -> None:
-    """A whole tensor is there once; the boxes of one fill it and do not overlap. A box may be there more than once:
-    each of its replicas has saved it."""
+def _check_boxes(tensors: Iterable[TensorInfo], *, filled: bool = True) -> None:
+    """A whole tensor is there once; the boxes of one do not overlap and, if it is to be `filled`, fill it. A box may be
+    there more than once: each of its replicas has saved it."""
     boxes: dict[str, dict[tuple[int, ...], TensorInfo]] = {}
     for tensor in tensors:
         known = boxes.setdefault(tensor.name, {})
@@ -192,7 +199,7 @@ def _check_boxes(tensors: Iterable[TensorInfo]) -> None:
         held = list(found.values())
         if len({(box.of, box.dtype) for box in held}) > 1:
             raise BadManifest("manifest-damaged", f"the boxes of {name} are of unlike tensors")
-        if held[0].of and (sum(map(elements, held)) != math.prod(held[0].of) or _overlapping(held)):
+        if filled and held[0].of and (sum(map(elements, held)) != math.prod(held[0].of) or _overlapping(held)):
             raise BadManifest("manifest-damaged", f"the boxes of {name} do not fill it")
 
 

@@ -25,11 +25,19 @@ from .read import load
 
 
 def read_all(path: str) -> dict[str, Any]:
-    """The whole checkpoint in memory. Raises Damaged."""
+    """The whole checkpoint in memory. Raises Damaged, SaveFailed for stages of a pipeline."""
     manifest = verify(path, None, hashes=False)
+    if manifest.extra.get("staged"):
+        raise SaveFailed(f"{path} has parts whose names differ by rank (stages of a pipeline): no whole state_dict")
     state: dict[str, torch.Tensor] = {}
+    # Of what is not sharded each rank has saved what it may have of its own, under one name.
+    others = {
+        id(info) for shard in manifest.shards[1:] if shard.extra.get("key") for info in shard.tensors if not info.of
+    }
 
-    def into(info: TensorInfo) -> torch.Tensor:
+    def into(info: TensorInfo) -> torch.Tensor | None:
+        if id(info) in others:
+            return None
         if info.name not in state:
             state[info.name] = torch.empty(info.of or info.shape, dtype=dtype_of(info.dtype))
         whole = state[info.name]

@@ -14,8 +14,10 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import xxhash
 
+from elastic.checkpoint.format.plain import tensors_named
 from elastic.worker.comm.ddp import GradientWeight
 from elastic.worker.link.misuse import MisuseRuntimeError
 from elastic.worker.state.handover import shared_values
@@ -67,6 +69,10 @@ class Replicas:
         self._exchanges += 1
         if self._warned or self._exchanges & (self._exchanges - 1):
             return 0, 0
+        if state.is_sharded:
+            rows = self._parts(state)
+            unlike = _unlike(_gathered([rows[0], rows[1], *(_digest(each) for each in rows[2:])]))
+            return (1 + dist.get_rank() if unlike else 0), 0
         unexchanged = _unexchanged(state, self._gradients.exchanged)
         only_warned = {**_values(self._window(state)), **({} if self._warned_plain else _plain(state))}
         return _digest({**_values(unexchanged), **_table(state)}), _digest(only_warned)
@@ -76,18 +82,20 @@ class Replicas:
         prints it instead with `only_say`, or if nothing is known to exchange gradients in this generation, unless an
         optimizer's tensor has another shape or type on a rank. A parameter whose gradients are exchanged is named, and
         is no error: nodes with unlike hardware may round its last digits differently."""
+        if state.is_sharded:
+            self._refuse_parts(state, step)
+            return
         unexchanged = set(_unexchanged(state, self._gradients.exchanged))
         # Of all parameters: one rank may have seen gradients of its own where another one has not.
         values = _differing(_values(_compared(state)), rank, world_size, unexchanged)
         table = _differing(_table(state), rank, world_size)
         drift = values if values.names else _differing(_values(self._window(state)), rank, world_size, unexchanged)
-        exchanges = self._gradients.exchanges or state.is_sharded
         # State that a rank lacks may be that of parameters which it has not stepped yet: their values then differ too.
         if table.names and (table.unlike or not values.own):
-            reason = PARTS if state.is_sharded else SHARDED + STEPPED_ON_SOME * (not table.unlike)
-            text, error = table.text(reason, step), table.unlike or exchanges
+            reason = SHARDED + STEPPED_ON_SOME * (not table.unlike)
+            text, error = table.text(reason, step), table.unlike or self._gradients.exchanges
         elif values.own:
-            text, error = values.text(PARTS if state.is_sharded else UNEXCHANGED, step), exchanges
+            text, error = values.text(UNEXCHANGED, step), self._gradients.exchanges
         elif drift.names and not self._warned_drift:
             text, error = drift.text(DRIFTS, step), False
         elif not self._warned_plain and (plain := _differing(_plain(state), rank, world_size)).names:
@@ -98,10 +106,32 @@ class Replicas:
         else:
             return
         if error and not self._only_say:
-            raise MisuseRuntimeError(text) if state.is_sharded else RuntimeError(text)
+            raise RuntimeError(text)
         self._warned_drift = True
         self._warned = bool(table.names or values.own)
         if rank == 0:
+            print(f"elastic: {text}", file=sys.stderr, flush=True)
+
+    def _parts(self, state: State) -> tuple[int, int, Rows, Rows]:
+        """Where each rank has a part: (its key, the names of its tensors, what must be alike on all ranks that have
+        tensors of these names, what else must be on those of its key)."""
+        extra: dict[str, Any] = {}
+        whole = {i.name: t for i, t in state.tensors(extra) if not i.of and t.numel() and t.layout is torch.strided}
+        by_key, volatile = state.buffers() | tensors_named(extra), state.volatile()
+        frozen = {name: tensor for name, tensor in whole.items() if name in volatile - by_key}
+        rest = {name: tensor for name, tensor in whole.items() if name in by_key}
+        alike = {**_table(state), **_values({**_unexchanged(state, self._gradients.exchanged), **frozen})}
+        return state.shard_key(), state.shard_names(), alike, {**_values(rest), **_plain(state)}
+
+    def _refuse_parts(self, state: State, step: int) -> None:
+        unlike = _unlike(_gathered(self._parts(state)))
+        if unlike is None:
+            raise AssertionError("the digests of these parts differed")
+        text = PARTS.format(names=", state.".join(unlike.names), step=step, rank=unlike.rank, other=unlike.other)
+        if not self._only_say:
+            raise MisuseRuntimeError(text)
+        self._warned = True
+        if dist.get_rank() == 0:
             print(f"elastic: {text}", file=sys.stderr, flush=True)
 
 
@@ -165,6 +195,33 @@ def _plain(state: State) -> Rows:
     return {name: xxhash.xxh3_64_hexdigest(repr(value).encode(errors="replace")) for name, value in values.items()}
 
 
+def _gathered(own: Sequence[Any]) -> list[Any]:
+    return shared_values.gather(
+        list(own), rank=dist.get_rank(), world_size=dist.get_world_size(), device=torch.device("cpu")
+    )
+
+
+class _Unlike(NamedTuple):
+    names: list[str]
+    rank: int
+    other: int
+
+
+def _unlike(everyone: Sequence[Any]) -> _Unlike | None:
+    """The first rank whose part is not as it must be, of what `Replicas._parts` returns on each, or of digests of it;
+    None: there is none. Where the names differ, each key has its own, and nothing must be alike on ranks of two."""
+    staged = len({names for _, names, _, _ in everyone}) > 1
+    first: dict[int, int] = {}
+    for rank, (key, _, alike, rest) in enumerate(everyone):
+        replica = first.setdefault(key, rank)
+        common = replica if staged else 0
+        for other, mine, theirs in ((common, alike, everyone[common][2]), (replica, rest, everyone[replica][3])):
+            if mine != theirs:
+                rows = {**theirs, **mine} if isinstance(mine, dict) else {}
+                return _Unlike([name for name in rows if mine.get(name) != theirs.get(name)][:NAMES], rank, other)
+    return None
+
+
 class _Difference(NamedTuple):
     names: list[str]
     """The first rows that differ from rank 0's on any rank; if any of these is `own`, only such."""
@@ -223,9 +280,9 @@ SHARDED = (
 )
 
 PARTS = (
-    "state.{names} is not the same on each rank after step {step} ({ranks} against rank 0): in a sharded state each "
-    "tensor is there on all ranks, and all that is no DTensor is alike on them. Pipeline stages, and experts that are "
-    "plain parameters of one rank, cannot be restored yet; what fully_shard or parallelize_module shards can"
+    "state.{names} is not the same on rank {rank} as on rank {other} after step {step}: after a failure one would get "
+    "the other's. Shard it (fully_shard, parallelize_module), keep it alike on these ranks (average BatchNorm's "
+    "statistics; the same seeds), or, for pipeline stages and experts, name it by its number (ModuleDict)"
 )
 
 STEPPED_ON_SOME = (

@@ -19,11 +19,13 @@ _TELL = (
 )
 
 
-def data_rank(modules: list[torch.nn.Module], mesh: Any, rank: int, world_size: int) -> tuple[int, int]:
+def data_rank(
+    modules: list[torch.nn.Module], mesh: Any, rank: int, world_size: int, *, alike: bool = False
+) -> tuple[int, int]:
     """(number of this rank's part, number of parts). Raises MisuseTypeError if that cannot be known, MisuseValueError
-    for a mesh that this rank is not in."""
+    for a mesh that this rank is not in. `alike`: each rank has the whole state."""
     if mesh is None:
-        if any(map(_shares_work, modules)):
+        if any(map(_shares_work, modules)) or not (alike or any(map(_by_fsdp, modules))):
             raise MisuseTypeError(f"state: the model is not sharded by fully_shard over one dimension alone: {_TELL}")
         return rank, world_size
     if not isinstance(mesh, DeviceMesh):
@@ -38,10 +40,13 @@ def data_rank(modules: list[torch.nn.Module], mesh: Any, rank: int, world_size: 
 
 def _shares_work(module: torch.nn.Module) -> bool:
     """Whether ranks may work on the same samples: a parameter is sharded without FSDP, or by it and once more."""
-    fsdp = any(kind.__name__ == "FSDPModule" for inner in module.modules() for kind in type(inner).__mro__)
     sharded: list[Any] = [param for param in module.parameters() if is_sharded(param)]
     cuts = [sum(not placement.is_replicate() for placement in param.placements) for param in sharded]
-    return bool(sharded) and (not fsdp or max(cuts) > 1)
+    return bool(sharded) and (not _by_fsdp(module) or max(cuts) > 1)
+
+
+def _by_fsdp(module: torch.nn.Module) -> bool:
+    return any(kind.__name__ == "FSDPModule" for inner in module.modules() for kind in type(inner).__mro__)
 
 
 def refuse_sharded(state: Any, call: str, instead: str) -> None:

@@ -55,6 +55,7 @@ class JobCalls(abc.ABC):
     _scaled: ScaledSteps
     _gradient_weight: GradientWeight
     _batch: data.Batch | None
+    _alike: bool
     refused: MisuseError | None = None
     """What was refused in this generation, perhaps handled by the script."""
 
@@ -282,7 +283,8 @@ class JobCalls(abc.ABC):
         rank, world_size, weight = self.rank, self.world_size, self._gradient_weight
         if state.is_sharded:
             refuse_weights(options)
-            rank, world_size = data_rank(state.modules(), options.pop("mesh", None), rank, world_size)
+            mesh = options.pop("mesh", None)
+            rank, world_size = data_rank(state.modules(), mesh, rank, world_size, alike=self._alike or world_size == 1)
         loaded = data.batches(
             dataset,
             state,

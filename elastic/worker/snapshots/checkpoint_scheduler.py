@@ -15,6 +15,7 @@ completes the copy before the copied tensors change; only then does it count as 
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -58,6 +59,8 @@ class RankPosition(msgspec.Struct, frozen=True):
     """Equal on ranks that hold the same part of the state; 0: all of it."""
     leads: bool = True
     """The lowest rank of that key: it saves what all of them have."""
+    staged: bool = False
+    """See `SyncResult.staged`: each key then saves all that it has, and loads no other's."""
     planner: int = 0
     """The rank whose plan counts: one that has been there for long, so that it knows when the last checkpoint was and
     how often ranks fail. Rank 0 may have been replaced a moment ago."""
@@ -385,7 +388,7 @@ class CheckpointScheduler:
         layout = self._layout
         if layout is None or layout.whole != table:
             state.refuse_growth(table, extra)
-            cut = self._own_boxes if place.key else self._cut
+            cut = functools.partial(self._own_boxes, state.buffers()) if place.key else self._cut
             layout = self._layout = self._laid_out(table, tensors_named(extra), state.volatile(), shard, shards, cut)
         measured = policy.measured(time.monotonic(), self._backend.durable_s)
         return SnapshotPart(
@@ -395,7 +398,7 @@ class CheckpointScheduler:
             shards=shards,
             table=layout.own,
             tensors=[tensors[i][1] for i in layout.chosen],
-            extra=extra_of(extra, layout.positions, place.key),
+            extra=extra_of(extra, layout.positions, place.key, staged=place.staged),
             interval=interval.describe(policy.rule, measured) if policy.rule is not None else "",
             beside=layout.beside,
             part=(0 if place.key else place.local_index) if self._snapshots else None,
@@ -431,9 +434,19 @@ class CheckpointScheduler:
         # The JSON of a node's first rank is read with the node's snapshot.
         return mine, (*others, *apart) if shard and not self._place.local_index else others
 
-    def _own_boxes(self, table: Table, cuts: Sequence[Sequence[int]], apart: Sequence[int], shard: int) -> Numbers:
-        """Each rank keeps all that it has. Of a box the lowest of its ranks saves it, of a whole tensor rank 0."""
+    def _own_boxes(
+        self,
+        buffers: Collection[str],
+        table: Table,
+        cuts: Sequence[Sequence[int]],
+        apart: Sequence[int],
+        shard: int,
+    ) -> Numbers:
+        """Each rank keeps all that it has. The lowest of each key saves its boxes and what it may have other values of
+        than the ranks of other keys: buffers, values and objects. All else is alike, and rank 0 saves it."""
         numbers = (*sorted(i for cut in cuts for i in cut), *apart)
-        saves = [i for i in numbers if (self._place.leads if table[i].of else shard == 0)]
+        own, place = set(apart), self._place
+        by_key = {i for i in numbers if place.staged or table[i].of or i in own or table[i].name in buffers}
+        saves = [i for i in numbers if (place.leads if i in by_key else shard == 0)]
         others = [i for i in numbers if i not in set(saves)]
         return saves, others if self._snapshots else ()

@@ -201,7 +201,7 @@ class State:
         if self._built is None:
             extra: dict[str, Any] = {}
             table = tuple(info for info, _ in self.tensors(extra))
-            self._built = InitialLayout(table, extra, self._buffers())
+            self._built = InitialLayout(table, extra, self.buffers())
 
     def loop_begins(self) -> None:
         """A loop asks for its first batch. Raises RuntimeError as `turned`, see `CommitPoint.again`."""
@@ -385,13 +385,19 @@ class State:
     def shard_key(self) -> int:
         """Equal on ranks that hold the same tensors, and the same boxes of them, in their modules: they are replicas.
         63 bits; 0: all ranks are."""
+        # Of a whole tensor the name alone: the shape of a buffer may change.
+        return self._module_digest(lambda info: (info.name, *((info.of, info.at, info.shape) if info.of else ())))
+
+    def shard_names(self) -> int:
+        """As `shard_key`, of the names alone: equal on all ranks, but for stages of a pipeline."""
+        return self._module_digest(lambda info: info.name)
+
+    def _module_digest(self, row: Callable[[TensorInfo], object]) -> int:
         if not self._sharded:
             return 0
         parts = [part for part in self._parts.values() if isinstance(part, ModulePart)]
-        infos = [each.info for each, _ in self._walk(parts, {})[0]]
-        # Of a whole tensor the name alone: the shape of a buffer may change.
-        boxes = [(info.name, *((info.of, info.at, info.shape) if info.of else ())) for info in infos]
-        return xxhash.xxh3_64_intdigest(msgspec.json.encode(boxes)) >> 1
+        rows = [row(each.info) for each, _ in self._walk(parts, {})[0]]
+        return xxhash.xxh3_64_intdigest(msgspec.json.encode(rows)) >> 1
 
     def table_for(self, came: Table) -> Table:
         """The table of what this rank holds of a state that came as `came`: boxes of any other sharding, or whole
@@ -481,7 +487,7 @@ class State:
         plan = (plan or self.receive_plan()).expecting(table, self._parts)
         if reorder(plan, self._parts):
             plan = self.receive_plan().expecting(table, self._parts, plan.made)
-        places = own_tensors(plan, theirs, self._buffers)
+        places = own_tensors(plan, theirs, self.buffers)
         self._whole = False
         self._point.drop()
         for name, part in self._parts.items():
@@ -530,7 +536,8 @@ class State:
             self._modes = Modes(modules, Hooks(modules.values(), self.optimizers()))
         return self._modes
 
-    def _buffers(self) -> set[str]:
+    def buffers(self) -> set[str]:
+        """Names of those that a state_dict has."""
         return {slot.name for part in self._parts.values() for slot in part.slots() if slot.is_buffer}
 
     def modules(self) -> list[torch.nn.Module]:

@@ -27,6 +27,8 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     key: int = 0
     """Equal on ranks that hold the same part of the state; 0: all of it."""
+    names: int = 0
+    """Equal on ranks whose modules have tensors of the same names."""
     version: Version
     """Of its live state."""
     clean: bool

@@ -11,10 +11,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 import torch
+import torch.distributed as dist
 import xxhash
 
 from elastic.checkpoint.format.errors import NoGoodCheckpoint
-from elastic.checkpoint.format.manifest import overlap
+from elastic.checkpoint.format.manifest import Shard, overlap
+from elastic.checkpoint.format.plain import tensors_named
 from elastic.checkpoint.memory.arena import Arena
 from elastic.checkpoint.memory.progress import Progress, unreported
 from elastic.checkpoint.stored import find, read
@@ -23,7 +25,7 @@ from elastic.checkpoint.stored.retention import Entry
 from elastic.contract.origin import Origin
 from elastic.contract.worker import messages
 from elastic.contract.worker.tensor_table import Table, TensorInfo
-from elastic.worker.link.misuse import MisuseRuntimeError
+from elastic.worker.link.misuse import MisuseRuntimeError, MisuseValueError
 from elastic.worker.link.session import Session
 from elastic.worker.state.state import State
 from elastic.worker.state.state_source import UnreadableRange, Version
@@ -35,13 +37,18 @@ ASK_S = 90.0
 """Longer than the agent takes to answer in any case."""
 
 
-def extra_of(extra: dict[str, Any], positions: Sequence[int], key: int = 0) -> dict[str, Any]:
+def extra_of(extra: dict[str, Any], positions: Sequence[int], key: int = 0, *, staged: bool = False) -> dict[str, Any]:
     """The data of a shard beside its tensors: the state's `extra`, the positions of its tensors in the complete table,
-    and the key (`State.shard_key`) if it is a rank's own part.
+    and the key (`State.shard_key`) if it is a rank's own part. `staged`: see `RankPosition`.
 
     `positions` in the order of the shard's file (`layout.file_order`).
     """
-    return {"state": extra, "positions": list(positions), **({"key": key} if key else {})}
+    return {
+        "state": extra,
+        "positions": list(positions),
+        **({"key": key} if key else {}),
+        **({"staged": True} if staged else {}),
+    }
 
 
 def whole_table(shards: Iterable[tuple[Mapping[str, Any], Table]]) -> Table:
@@ -50,6 +57,33 @@ def whole_table(shards: Iterable[tuple[Mapping[str, Any], Table]]) -> Table:
     for extra, table in shards:
         placed += zip(extra["positions"], table, strict=True)
     return tuple(info for _, info in sorted(placed, key=lambda pair: pair[0]))
+
+
+def saved_for(shards: Sequence[Shard], key: int) -> tuple[dict[str, Any], Table]:
+    """Of a checkpoint the `extra` of the state and the table for a rank of `key`: the boxes, and what its own key has
+    saved besides; where that is not in it, what rank 0 has. Raises MisuseValueError for stages of another layout."""
+    first = shards[0]
+    own = next((shard for shard in shards if key and shard.extra.get("key") == key), first)
+    extra: dict[str, Any] = own.extra["state"]
+    if first.extra.get("staged"):
+        if own.extra.get("key") != key or len(shards) != (dist.get_world_size() if dist.is_initialized() else 1):
+            raise MisuseValueError(
+                f"the checkpoint of step {first.step} has parts whose names differ by rank, as stages do, "
+                "and none that is this rank's: it is read by the number of ranks, and with the stages, that it was "
+                "saved with. Set nodes and workers_per_node as then"
+            )
+        return extra, own.tensors
+    if not first.extra.get("key"):
+        return extra, whole_table((shard.extra, shard.tensors) for shard in shards)
+    dropped = {info.name for info in own.tensors if not info.of} if own is not first else set[str]()
+    dropped |= tensors_named(first.extra["state"]) - tensors_named(extra)
+    placed = [
+        (place, info)
+        for shard in shards
+        for place, info in zip(shard.extra["positions"], shard.tensors, strict=True)
+        if info.of or shard is own or (shard is first and info.name not in dropped)
+    ]
+    return extra, tuple(info for _, info in sorted(placed, key=lambda pair: pair[0]))
 
 
 class HeldSnapshots:
@@ -138,12 +172,16 @@ class Boxes:
     def __init__(self) -> None:
         self._aside: list[tuple[torch.Tensor, TensorInfo, torch.Tensor, TensorInfo]] = []
 
-    def into(self, here: Mapping[str, tuple[TensorInfo, torch.Tensor]]) -> read.Into:
-        """`here`: what this rank is to hold, by name. A box that several ranks have saved is read once."""
+    def into(self, here: Mapping[str, tuple[TensorInfo, torch.Tensor]], wanted: Iterable[TensorInfo]) -> read.Into:
+        """`here`: what this rank is to hold, by name. A box that several ranks have saved is read once. `wanted`: the
+        objects in the manifest, as tensors of several keys may have one name."""
+        ids = set(map(id, wanted))
         self._aside.clear()
         taken = set[tuple[str, tuple[int, ...]]]()
 
         def target(info: TensorInfo) -> torch.Tensor | None:
+            if id(info) not in ids:
+                return None
             own, tensor = here[info.name]
             if (info.name, info.at) in taken or overlap(own, info) is None:
                 return tensor if own == info else None
@@ -239,10 +277,10 @@ class Disk(msgspec.Struct, frozen=True):
         boxes = Boxes()
 
         def prepare(loaded: find.Found) -> read.Into:
-            shards = ((shard.extra, shard.tensors) for shard in loaded.manifest.shards)
-            table = state.table_for(whole_table(shards))
-            came = state.adopt(table, loaded.manifest.extra["state"])
-            return boxes.into({info.name: (info, tensor) for info, tensor in zip(table, came, strict=True)})
+            extra, saved = saved_for(loaded.manifest.shards, state.shard_key())
+            table = state.table_for(saved)
+            came = state.adopt(table, extra)
+            return boxes.into({info.name: (info, tensor) for info, tensor in zip(table, came, strict=True)}, saved)
 
         self._fetch_newer()
         loaded = read.load_newest(self.directory, self.job, prepare, remote=self.remote, progress=progress)

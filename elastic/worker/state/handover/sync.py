@@ -88,6 +88,8 @@ class SyncResult(msgspec.Struct, frozen=True):
     """The lowest rank of that key."""
     keys: int
     """Number of different keys."""
+    staged: bool
+    """Names of tensors differ between the ranks, as those of a pipeline's stages do."""
 
 
 LOOKS, LOOK_S = 25, 0.2
@@ -170,6 +172,7 @@ class Handover:
         offer = state_source.Offer(
             rank=self.rank,
             key=state.shard_key(),
+            names=state.shard_names(),
             version=state.version,
             clean=state.clean(),
             established=state.established,
@@ -209,6 +212,7 @@ class Handover:
             reached=state_source.reached(offers),
             key=offer.key,
             keys=len({each.key for each in offers}),
+            staged=len({each.names for each in offers}) > 1,
             leads=all(each.rank >= self.rank for each in offers if each.key == offer.key),
         )
 
