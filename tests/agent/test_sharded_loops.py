@@ -50,7 +50,16 @@ LONG = (
     *("changes_first+ema_values", "hsdp+changes_first+ema_values", "hsdp+changes_first+ema_object", "tp+changes_first"),
     *("sgd", "adagrad", "foreach", "fused", "amsgrad", "muon", "hsdp+muon", "in_backward", "hsdp+in_backward"),
     *("tp", "tp+fused", "tp+schedule+accumulate_each", "tp_alone", "tp_alone+sgd"),
-    *("compile", "hsdp+compile", "tp+compile", "inductor"),
+    *(
+        "own+disk",
+        "statistics+disk",
+        "hsdp+ema_values+disk",
+        "tp+uneven+own+disk",
+        "in_backward+disk",
+        "lora+tied+disk",
+    ),
+    *("fp16+columns+disk", "muon+disk", "meta+offload+ema+disk"),
+    *("compile", "hsdp+compile", "tp+compile"),
 )
 
 
@@ -96,7 +105,10 @@ def drawn(of: str, *, node: bool) -> list[str]:
 def assert_alike(of: str, folder: Path, *, node: bool = False) -> None:
     """Two ranks die, with `node` a node between them, and every rank ends with the bits of plain torch."""
     deaths = drawn(of, node=node)
-    with job_of(of, die=",".join(deaths), checkpoint={"dir": str(folder), "every_steps": 2}) as job:
+    checkpoint, disk = {"dir": str(folder), "every_steps": 2}, of.endswith("+disk")
+    with job_of(
+        of, die=",".join(deaths), checkpoint=checkpoint, snapshots="off" if disk else "auto", step_ms=40 if disk else 10
+    ) as job:
         if node:
             marker = job.record / f"died.{deaths[1]}"
             eventually(lambda: marker.exists() or job.state().phase.over, 60.0, f"the wait before {deaths[1]}")
@@ -105,7 +117,8 @@ def assert_alike(of: str, folder: Path, *, node: bool = False) -> None:
         job.wait_phase(Phase.SUCCEEDED)
         assert {path.name for path in job.record.glob("died.*")} == {f"died.{death}" for death in deaths}
         entered = {line["generation"]: line["entered"] for line in job.lines() if "entered" in line}
-        assert all(step > 0 for generation, step in entered.items() if generation > 1), "nothing was restored"
+        restored = [step > 0 for generation, step in entered.items() if generation > 1]
+        assert any(restored) if disk else all(restored), "nothing was restored"
         assert finals(job.record) == undisturbed(of)
 
 

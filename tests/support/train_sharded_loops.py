@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
@@ -125,6 +125,13 @@ def net() -> Net:
 
 def shard(model: Net) -> None:
     world = dist.get_world_size()
+    if has("fsdp1"):
+        model.blocks[0] = FullyShardedDataParallel(model.blocks[0], device_id=torch.device("cpu"))
+        return
+    if has("eight"):
+        world = 8
+    if has("other_boxes") and list(ARGS.record.glob("died.*")):
+        model.blocks[0].up.weight = nn.Parameter(torch.zeros(60, WIDTH))
     if has("tp"):
         both = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("data", "tensor"))
         parallel(model, both["tensor"])
@@ -189,13 +196,22 @@ def optimizers(model: Net) -> dict[str, torch.optim.Optimizer]:
     kinds: dict[str, Callable[[], torch.optim.Optimizer]] = {
         "sgd": lambda: torch.optim.SGD(params, lr=0.05, momentum=0.9, nesterov=True),
         "adagrad": lambda: torch.optim.Adagrad(params, lr=1e-2),
-        "adafactor": lambda: torch.optim.Adafactor(params, lr=1e-2, foreach=False),
+        "factored": lambda: Factored(params, lr=1e-2),
         "foreach": lambda: torch.optim.AdamW(params, lr=1e-3, foreach=True),
         "fused": lambda: torch.optim.AdamW(params, lr=1e-3, fused=True),
         "amsgrad": lambda: torch.optim.Adam(params, lr=torch.tensor(1e-3), amsgrad=True),
     }
     kind = next((made for name, made in kinds.items() if has(name)), None)
     return {"optimizer": kind() if kind else torch.optim.AdamW(params, lr=1e-3)}
+
+
+class Factored(torch.optim.SGD):
+    """As Adafactor: of a matrix it keeps a number for each row."""
+
+    def step(self, closure: Any = None) -> None:
+        for param in (p for group in self.param_groups for p in group["params"] if p.grad is not None and p.ndim == 2):
+            self.state[param]["row"] = param.grad.square().mean(-1)
+        super().step()
 
 
 def apply_now(optimizer: torch.optim.Optimizer, _: torch.Tensor) -> None:
@@ -230,8 +246,10 @@ def parts(model: Net) -> dict[str, Any]:
         found["average"] = Average({name: param.detach().clone() for name, param in model.named_parameters()})
     if has("fp16"):  # the first scales are too large: steps are skipped
         found["scaler"] = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=4)
-    if has("own_value"):
-        found["own"] = dist.get_rank()
+    if has("own"):
+        found["own"] = float(dist.get_rank())
+        found["draws"] = torch.Generator().manual_seed(dist.get_rank())
+        found["moment"] = torch.zeros(3)
     return found
 
 
@@ -272,6 +290,9 @@ def train(job: Any, state: Any) -> None:
             step(state)
             if not has("changes_first"):
                 averaged(state)
+            if has("own"):
+                state.own += torch.rand((), generator=state.draws).item()
+                state.moment = state.moment * 0.9 + state.own
             time.sleep(ARGS.step_ms / 1000)
             strike("node")
             strike("commit")
@@ -338,6 +359,8 @@ def digest(state: Any) -> str:
     for name, tensor in tensors(state):
         here = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
         found.update(f"{name} {list(here.shape)}".encode() + here.contiguous().view(-1).numpy().tobytes())
+    if has("own"):
+        found.update(f"{state.own} {state.moment.tolist()}".encode())
     if has("fp16"):
         found.update(repr(sorted(state.scaler.state_dict().items())).encode())
     return found.hexdigest()
@@ -436,4 +459,4 @@ def plain_ranks() -> None:
 if ARGS.plain:
     plain_ranks()
 else:
-    elastic.run(setup, train, sharded=True)
+    elastic.run(setup, train, sharded=not has("not_said"))

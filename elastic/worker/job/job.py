@@ -394,7 +394,8 @@ def build(setup: Setup, job: Job) -> State:
             raise MisuseTypeError(found) from error
         raise MisuseRuntimeError(
             "setup() uses torch.distributed, and the process group is formed after it, anew for each generation: move "
-            f"this to train(), where job.broadcast() sends a value of rank 0 to all ranks ({error})"
+            f"this to train(), where job.broadcast() sends a value of rank 0 to all ranks; or, to shard the model, "
+            f"call elastic.run(setup, train, sharded=True) ({error})"
         ) from error
     if not isinstance(state, State):
         raise MisuseTypeError(f"setup returned {type(state).__name__}: return elastic.State(model=…, optimizer=…)")
