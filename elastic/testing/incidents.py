@@ -175,3 +175,8 @@ def _recovery(failed: list[Commit], again: list[Commit], told: Any, wall_s: floa
     last_s = max(c.at_s for c in failed)
     if told.kind == "planned" and not last_s - JITTER_S <= began_s <= min(first_s.values()) + JITTER_S:
         yield Difference(What.STOOD_FROM, began_s, (last_s, min(first_s.values())), of)
+    # A rank may have been a step ahead of the others, or finish its last one when the group is aborted.
+    kept, since_s = {c.process for c in again}, began_s - told.still_s
+    stood_s = {c.process: c.at_s for c in failed if c.process in kept}.values()
+    if told.still_s and stood_s and not min(stood_s) - CLOCK_S <= since_s <= max(stood_s) + CLOCK_S:
+        yield Difference(What.STOOD_FROM, since_s, (min(stood_s), max(stood_s)), of)
