@@ -133,7 +133,7 @@ LIES: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "begun long after the strike": (lambda: {"wall_s": wall_s(12.0)}, "after the strike"),
     "ended before a step": (lambda: {"ended_wall_s": wall_s(15.0), "timeline_s": {}}, "it stepped again at"),
     "ended long after a step": (lambda: {"ended_wall_s": wall_s(25.0)}, "it stepped again at"),
-    "without steps before there were none": (lambda: {"still_s": 3.0}, "it stood from"),
+    "without steps before there were none": (lambda: {"still_s": 6.0}, "it stood from"),
     "not over": (lambda: {"open": True}, "is not over"),
     "no end": (lambda: {"ended_wall_s": None}, "when it ended"),
     "a step lost": (lambda: {"steps_lost": 1, "steps_lost_at_most": 1}, "1 steps lost it says, 0"),
