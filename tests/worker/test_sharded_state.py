@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import elastic
 from elastic.checkpoint.format import manifest
 from elastic.checkpoint.format.layout import arena_nbytes
+from elastic.checkpoint.format.manifest import Shard
 from elastic.checkpoint.memory.arena import Arena
 from elastic.checkpoint.memory.buffers import Buffers
 from elastic.contract.worker.tensor_table import TensorInfo
@@ -23,7 +24,7 @@ from elastic.worker.data.batches import batches
 from elastic.worker.job.data_ranks import data_rank, refuse_weights
 from elastic.worker.job.job import Job
 from elastic.worker.link.misuse import MisuseError
-from elastic.worker.state.handover.restore import Store, kept_in
+from elastic.worker.state.handover.restore import Store, kept_in, saved_for
 from elastic.worker.state.parts.boxes import Accepted
 from elastic.worker.state.parts.described import Like
 
@@ -237,3 +238,33 @@ def test_the_newest_snapshot_stays_while_the_other_buffer_is_written_to_disk() -
     buffers = Buffers(keep_newest=True)
     buffers.replace([arena(10), arena(20)], busy=[0])
     assert buffers.free() is None
+
+
+def shard_of(rank: int, key: int, names: str, *, parts: dict[str, Any] | None = None, **extra: Any) -> Shard:
+    """`names`: tensors by letter; capital: a box of two."""
+    boxes = {"of": (4,), "at": (2 * rank,)}
+    table = tuple(TensorInfo(name, "F32", (2,), 8, **(boxes if name.isupper() else {})) for name in names)
+    extra = {"state": parts or {"rank": rank}, "positions": list(range(len(names))), "key": key, **extra}
+    return Shard(
+        file=f"{rank}", shard=rank, shards=2, step=4, generation=1, nbytes=0, data_at=0, tensors=table, extra=extra
+    )
+
+
+def test_of_a_checkpoint_a_rank_takes_all_boxes_and_what_its_own_key_has_saved() -> None:
+    best = {"best": {"$tensor": "v"}}
+    shards = [shard_of(0, 11, "Wpbv", parts=best), shard_of(1, 12, "Wb")]  # p: a parameter, b: a buffer, v: in a value
+    for key, extra, names in ((11, best, "WWpbv"), (12, {"rank": 1}, "WWbp"), (13, best, "WWpbv"), (0, best, "WWpbv")):
+        found, table = saved_for(shards, key)
+        assert found == extra
+        assert sorted(info.name for info in table) == sorted(names)
+        (buffer,) = (info for info in table if info.name == "b")
+        assert any(buffer is info for info in shards[key == 12].tensors)
+
+
+def test_stages_are_read_by_their_own_key_alone() -> None:
+    shards = [shard_of(0, 11, "ab", staged=True), shard_of(1, 12, "ac", staged=True)]
+    with pytest.raises(MisuseError, match="Set nodes and workers_per_node as then"):
+        saved_for(shards[:1], 12)
+    with pytest.raises(MisuseError, match="Set nodes and workers_per_node as then"):
+        saved_for(shards, 11)  # by one rank: two have saved it
+    assert saved_for(shards[:1], 11) == ({"rank": 0}, shards[0].tensors)
