@@ -298,8 +298,17 @@ def train(job: Any, state: Any) -> None:
             strike("commit")
             job.commit(state, loss=loss)
             strike("committed")
-            say(step=state.step, generation=job.generation, world_size=job.world_size)
+            more = {"held": held()} if has("measured") else {}
+            say(step=state.step, generation=job.generation, world_size=job.world_size, **more)
         (ARGS.record / f"final-{job.rank}.txt").write_text(digest(state))
+
+
+def held() -> dict[str, int]:
+    """What this process has: megabytes, descriptors, threads, process groups."""
+    pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
+    groups = len(dist.distributed_c10d._world.pg_map)
+    counts = {"fds": len(os.listdir("/proc/self/fd")), "threads": len(os.listdir("/proc/self/task"))}
+    return {"mb": pages * os.sysconf("SC_PAGE_SIZE") >> 20, **counts, "groups": groups}
 
 
 def backward(job: Any, state: Any) -> torch.Tensor:
