@@ -31,6 +31,7 @@ from elastic.worker.state.handover.restore import Disk, Place, Store
 from elastic.worker.state.handover.sync import Handover, SyncResult
 from elastic.worker.torch_internals import torch_private
 from elastic.worker.torch_internals.device_marks import DeviceMarks, cuda_event
+from elastic.worker.torch_internals.mesh_groups import CannotRepeat, MeshGroups, put_back
 
 from .comm import reconfigured
 from .comm.errors import COMPLAINT_CHARS, FormError, GroupAborted, is_communication_error
@@ -175,8 +176,12 @@ class ManagedWorker:
         Accepted.sharded = self._sharded = sharded
         self._parked: tuple[int, Parked] | None = None
         """(key, this rank's part) from before `setup` until all ranks have the state: the group may break within it."""
-        self._told = False
-        """What protects the job was said."""
+        self._told = self._said_again = False
+        """What protects the job was said; that `setup` runs again."""
+        self._seat: tuple[int, int] | None = None
+        """(rank, world size) for which `setup` has built the state; None: it has not, or not to the end."""
+        self._groups = MeshGroups()
+        """Those that it has made."""
         self._session = session
         self._setup = setup
         self._train = train
@@ -320,7 +325,7 @@ class ManagedWorker:
 
     def _rewind(self, state: State) -> None:
         if self._sharded:
-            reshard(state.modules())
+            (reshard if self._groups.why_not else put_back)(state.modules())
         if (changed := state.rewind()) is not None:
             print(
                 f"elastic: state.{changed} was changed after the commit of step {state.step}, and not by an "
@@ -488,8 +493,24 @@ class ManagedWorker:
         self._snapshots.pair(form.rank, [msgspec.convert(each, Neighbour) for each in everyone])
 
     def _built_state(self, job: Job, form: messages.Form) -> State:
-        if self._sharded:
-            self._build_in_group(job, form)
+        """What `setup` has built; of a sharded job in this group, unless it was in another one, and its groups can be
+        made again."""
+        if not self._sharded:
+            return self._state
+        repeats = hasattr(self, "_state") and self._seat == (form.rank, form.world_size)
+        if repeats and not self._groups.why_not:
+            try:
+                self._groups.again(self._state.modules())
+            except CannotRepeat as error:
+                self._groups.why_not = str(error)
+                raise GroupAborted(str(error)) from error
+            self._session.check(form.generation, -1)
+            return self._state
+        if repeats and not self._said_again and form.rank == 0:
+            self._said_again = True
+            why = f"setup runs again in each generation: {self._groups.why_not}"
+            print(f"elastic: {why}. That costs its time, and nothing else", file=sys.stderr, flush=True)
+        self._build_in_group(job, form)
         return self._state
 
     def _drop(self, job: Job) -> None:
@@ -508,7 +529,10 @@ class ManagedWorker:
         self._drop(job)
         torch_private.forget_sharding()
         job.rank, job.world_size = form.rank, form.world_size
-        self._build(job)
+        self._seat, self._groups = None, MeshGroups()
+        with self._groups.recorded():
+            self._build(job)
+        self._seat = form.rank, form.world_size
         self._session.check(form.generation, -1)
         if self._parked is not None and self._parked[0] == self._state.shard_key():
             self._state.unpark(self._parked[1])
