@@ -62,7 +62,7 @@ def run(
     (default: $ELASTIC_CHECKPOINT_DIR) and saves there every `checkpoint_every_steps` steps; 0: as often as is worth the
     cost.
 
-    `sharded`: `setup` is called in each generation, with the process group formed, and may make device meshes, shard
+    `sharded`: `setup` is called with the process group formed, also again in a later one, and may make meshes, shard
     the model (fully_shard, tensor parallelism) and exchange data. Each rank keeps and restores its own part of the
     state. Under elasticd only.
 

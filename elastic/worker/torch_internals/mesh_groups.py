@@ -20,6 +20,10 @@ import torch.distributed.distributed_c10d as c10d
 
 Maker = Callable[..., Any]
 _MAKERS = ("new_group", "split_group")
+_ASKERS = ("torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.device_mesh", c10d.__name__)
+"""They ask a mesh for its group whenever they need it, or `_seat` gives it to them again."""
+_KEEPERS = (("pipelining.stage", "_PipelineStageBase"), ("pipelining.schedules", "_PipelineSchedule"))
+_KEEPS = "which keeps its process group: make that in `train`"
 
 
 class CannotRepeat(RuntimeError):
@@ -50,7 +54,13 @@ class MeshGroups:
         places: list[tuple[Any, str, Maker]] = [(mesh, "__init__", init), (mesh, "get_group", self._asked(get_group))]
         places += [(mesh, "get_all_groups", self._asked(groups))]
         places += [(mesh_module, name, self._noted(maker)) for name, maker in makers.items()]
-        places += [(where, name, self._refused(maker)) for where in (dist, c10d) for name, maker in makers.items()]
+        own_group = "it makes a process group of its own"
+        places += [
+            (where, name, self._refused(maker, own_group)) for where in (dist, c10d) for name, maker in makers.items()
+        ]
+        keepers = _keepers()
+        for kind in keepers:
+            places.append((kind, "__init__", self._refused(kind.__init__, f"it makes a {kind.__name__}, {_KEEPS}")))
         before = [(where, name, getattr(where, name)) for where, name, _ in places]
         for where, name, act in places:
             setattr(where, name, act)
@@ -59,6 +69,8 @@ class MeshGroups:
         finally:
             for where, name, act in before:
                 setattr(where, name, act)
+        if _keepers() != keepers:
+            self._cannot("it imports torch.distributed.pipelining, whose stages keep their process group")
         here = [dist.group.WORLD, *(_named(name) for *_, name in self._calls if name)]
         if any(group._get_sequence_number_for_group() for group in here):
             self._cannot("it exchanges data with the other ranks")
@@ -76,16 +88,16 @@ class MeshGroups:
 
         return call
 
-    def _refused(self, maker: Maker) -> Maker:
+    def _refused(self, maker: Maker, why: str) -> Maker:
         def call(*args: Any, **options: Any) -> Any:
-            self._cannot("it makes a process group of its own")
+            self._cannot(why)
             return maker(*args, **options)
 
         return call
 
     def _asked(self, ask: Maker) -> Maker:
         def call(own: Any, *args: Any, **options: Any) -> Any:
-            if not sys._getframe(1).f_globals.get("__name__", "").startswith("torch."):
+            if not sys._getframe(1).f_globals.get("__name__", "").startswith(_ASKERS):
                 self._cannot("it asks a mesh for its process group, and may keep that")
             return ask(own, *args, **options)
 
@@ -103,6 +115,11 @@ class MeshGroups:
         for state in _states(modules):
             for group in _param_groups(state):
                 _seat(group)
+
+
+def _keepers() -> list[Any]:
+    there = [(sys.modules.get(f"torch.distributed.{module}"), name) for module, name in _KEEPERS]
+    return [torch.nn.parallel.DistributedDataParallel, *(getattr(module, name) for module, name in there if module)]
 
 
 def _name(group: Any) -> str:
@@ -148,8 +165,8 @@ def _seat(group: Any) -> None:
 
 
 def put_back(modules: Sequence[torch.nn.Module]) -> None:
-    """A forward or backward was interrupted, and its group aborted: FSDP2 is as between two steps, and what gradients
-    that has left are gone."""
+    """A forward or backward was interrupted, and its group aborted: FSDP2 is as between two steps, and the unsharded
+    gradients that it has left are gone."""
     states = _states(modules)
     groups = [group for state in states for group in _param_groups(state)]
     for group in groups:

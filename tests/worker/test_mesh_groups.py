@@ -1,0 +1,135 @@
+"""What `setup` has made through device meshes is made again in the next group, under a model that stays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.ranks import ranks, run_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+from elastic.worker.torch_internals import torch_private
+from elastic.worker.torch_internals.mesh_groups import MeshGroups, put_back
+
+__all__ = ["ranks"]
+
+
+def form(rank: int, world_size: int, port: int, generation: int) -> None:
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    torch_private.restart_group_names()
+    prefixed = dist.PrefixStore(str(generation), store)
+    dist.init_process_group("gloo", store=prefixed, rank=rank, world_size=world_size)
+
+
+def built(of: str) -> nn.Module:
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+    world = dist.get_world_size()
+    if of == "hsdp":
+        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+    else:
+        mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
+    for layer in (model[0], model[2]):
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    model(torch.arange(10.0).view(2, 5) + dist.get_rank()).sum().backward()
+    found = [param.grad.to_local().clone() for param in model.parameters() if param.grad is not None]  # type: ignore[attr-defined]
+    model.zero_grad()
+    return found
+
+
+def strike(_: torch.Tensor) -> None:
+    raise KeyError("struck")
+
+
+def twice(rank: int, world_size: int, port: int, *, of: str, interrupted: str) -> Any:
+    """The model of the first generation in the second one, beside one that is built there."""
+    form(rank, world_size, port, 1)
+    made = MeshGroups()
+    with made.recorded():
+        model = built(of)
+    before = gradients(model)
+    if interrupted:
+        hook = model[1].register_forward_hook(lambda *given: given[-1].register_hook(strike) and None)  # type: ignore[index]
+        output = model(torch.ones(2, 5))
+        if interrupted == "backward":
+            with pytest.raises(KeyError):
+                output.sum().backward()
+        hook.remove()
+    dist.destroy_process_group()
+    put_back([model])
+    model.zero_grad()
+    form(rank, world_size, port, 2)
+    if rank == 1:
+        other = MeshGroups()  # a replacement, whose `setup` makes them for the first time
+        with other.recorded():
+            model = built(of)
+    else:
+        made.again([model])
+    after = gradients(model)
+    return {
+        "why": made.why_not,
+        "equal": all(torch.equal(a, b) for a, b in zip(before, after, strict=True)),
+        "count": len(after),
+    }
+
+
+@pytest.mark.parametrize(
+    ("of", "interrupted"), [("fsdp", ""), ("hsdp", ""), ("fsdp", "forward"), ("fsdp", "backward"), ("hsdp", "backward")]
+)
+def test_a_survivor_keeps_its_model_beside_a_replacement_that_builds_it(of: str, interrupted: str) -> None:
+    for found in run_ranks(twice, world_size=4 if of == "hsdp" else 2, of=of, interrupted=interrupted):
+        assert found == {"why": "", "equal": True, "count": 4}
+
+
+def exchanges() -> None:
+    dist.barrier()
+
+
+def shares_out() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    parallelize_module(nn.Sequential(nn.Linear(4, 4)), mesh, {"0": ColwiseParallel()})
+
+
+def own_group() -> None:
+    dist.new_group([0, 1])
+
+
+def asks() -> None:
+    init_device_mesh("cpu", (dist.get_world_size(),)).get_group()
+
+
+def stage() -> None:
+    PipelineStage(nn.Linear(4, 4), dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+
+
+SETUPS = {"exchanges data": exchanges, "exchanges data ": shares_out, "of its own": own_group, "asks a mesh": asks,
+          "PipelineStageBase": stage}  # fmt: skip
+
+
+def reasons(rank: int, world_size: int, port: int) -> Any:
+    form(rank, world_size, port, 1)
+    found = []
+    for number, act in enumerate(SETUPS.values()):
+        dist.destroy_process_group()
+        form(rank, world_size, port, 2 + number)
+        made = MeshGroups()
+        with made.recorded():
+            act()
+        found.append(made.why_not)
+    return found
+
+
+def test_a_setup_that_does_more_in_the_group_is_told_and_runs_again() -> None:
+    for found in run_ranks(reasons, world_size=2):
+        for part, why in zip(SETUPS, found, strict=True):
+            assert part.strip() in why
