@@ -67,8 +67,10 @@ def series(
 
 def nodes(
     cluster: recovery.Cluster, folder: pathlib.Path, processes: Processes, kills: int, rng: random.Random
-) -> list[Recovery]:
-    """All processes of a node are killed at once; a spare node takes its place. Node a has etcd, and stays."""
+) -> tuple[list[Recovery], list[float]]:
+    """All processes of a node are killed at once; a spare node takes its place. Node a has etcd, and stays.
+
+    (recoveries, seconds of each from the spare node's being there until all ranks step)."""
     spare = Node(folder, processes, "c", slots=2, etcd=cluster.a.etcd)
     spare.start()
     record = Record(folder / "nodes")
@@ -78,7 +80,7 @@ def nodes(
         record.wait_step(15, WORLD, 90.0)
         while len(found) < kills:
             reached = max(c.step for c in record.newest().values())
-            record.wait_step(reached + rng.randint(60, 90), WORLD, 60.0)
+            record.wait_step(reached + rng.randint(20, 40), WORLD, 60.0)
             trees = {node: processes.pids(node.tag) for node in (cluster.a, cluster.b, spare)}
 
             def strike(pid: int, trees: dict[Node, list[int]] = trees) -> None:
@@ -90,7 +92,8 @@ def nodes(
             lost = next(node for node in (cluster.b, spare) if not set(trees[node]) & set(processes.pids(node.tag)))
             processes.end(lost.tag)
             lost.start()
-        return found
+        timelines = [each["timeline_s"] for each in cluster.a.json("incidents", "nodes")["incidents"]]
+        return found, [at_s["stepping"] - at_s["published"] for at_s in timelines if "stepping" in at_s]
     finally:
         cluster.stop("nodes")
 
@@ -116,10 +119,12 @@ def main() -> None:
             result[f"{mesh}_lost"] = sum(lost)
             if mesh != "hsdp":
                 result[f"{mesh}_lost_over_snapshot_steps"] = round(statistics.mean(lost) * step_s / SNAPSHOT_S, 2)
-        lost_nodes = nodes(cluster, folder, processes, max(1, plan.kills // 2), rng)
+        lost_nodes, formed_s = nodes(cluster, folder, processes, max(1, plan.kills // 2), rng)
         seconds, lost = [one.seconds for one in lost_nodes], [one.steps_lost for one in lost_nodes]
-        print(f"node of fsdp: {spread(seconds)} s, steps lost {spread(lost, 0)}")
+        print(f"node of fsdp: {spread(seconds)} s, steps lost {spread(lost, 0)}; once a spare one is there")
+        print(f"  {spread(formed_s)} s")
         result["node_kill_s"], result["node_lost"] = round(statistics.median(seconds), 3), sum(lost)
+        result["node_form_s"] = round(statistics.median(formed_s), 3)
         say("steady state, in turn:")
         recovery.report_steady(recovery.steady(cluster, folder, processes, plan), rng, result)
         say("torchrun and DCP:")
