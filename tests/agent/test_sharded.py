@@ -110,6 +110,7 @@ def worlds(job: Job) -> dict[int, int]:
     return {line["generation"]: line["world_size"] for line in job.commits()}
 
 
+@pytest.mark.long
 def test_a_lost_node_costs_the_steps_since_the_checkpoint_and_no_bit(tmp_path: Path) -> None:
     """Its parts are read from disk; the other node has those of the same step in memory, or reads its own, too."""
     with make("fsdp", checkpoint={"dir": str(tmp_path), "every_steps": 10}) as job:

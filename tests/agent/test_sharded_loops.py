@@ -24,14 +24,14 @@ PLACES = ("forward", "gather", "backward", "reduce", "optimizer", "commit", "com
 
 CORE = (
     "fp16+accumulate+clip+schedule+ema+uneven+frozen",
-    "hsdp+bf16+accumulate_hsdp+dropout+ema_values",
-    "tp+sgd+recompute+counted",
     "lora+meta+columns+adagrad",
     "in_backward+tied+offload",
 )
 """Each feature that is cheap, in few jobs."""
 
 LONG = (
+    "hsdp+bf16+accumulate_hsdp+dropout+ema_values",
+    "tp+sgd+recompute+counted",
     *("accumulate+clip+schedule+ema", "fp16+clip+uneven+frozen"),
     *("accumulate", "accumulate_scaled", "accumulate_each", "hsdp+accumulate_scaled+clip", "clip", "schedule"),
     *(
