@@ -177,7 +177,8 @@ def test_elasticctl_strikes_a_job_that_runs(tmp_path: pathlib.Path, capsys: pyte
         other = next(node for node in cluster.nodes if node is not own)
         code, said = fault(other, "job", "kill", "--rank", "1")
         assert (code, f"rank 1 runs on node '{own.name}'" in said) == (1, True), said
-        code, said = fault(own, "job", "kill", "--rank", "1", "--step", "100", "--place", "backward")
+        strike = "job", "kill", "--rank", "1", "--step", "100", "--place", "backward"
+        code, said = eventually(lambda: r if "try again" not in (r := fault(own, *strike))[1] else None, 20.0, "rank 1")
         assert (code, f"of job at step 100, in its backward: added to {job.plan}" in said) == (0, True), said
         assert job.wait(60.0) == "succeeded"
         (struck,) = job.struck()

@@ -62,7 +62,7 @@ def source(seen: Snapshot, folder: pathlib.Path) -> server.PageSource:
 def test_the_cluster_page_shows_jobs_nodes_and_newest_events(tmp_path: pathlib.Path) -> None:
     page = source(published(event("old"), event("new")), tmp_path).fragment("")
     seen = Seen(page)
-    for wanted in ("Cluster main", "train", "running", "9.9", "0.25", "elasticd is down on this node", "etcd answers"):
+    for wanted in ("Cluster main", "train", "running", "9.9", "0.25", "elasticd does not answer there", "etcd answers"):
         assert wanted in seen.said, wanted
     assert ("href", "/job/train") in seen.attributes
     assert seen.said.index("new") < seen.said.index("old")

@@ -64,6 +64,7 @@ class Session:
         self.sent: list[messages.Message] = []
         self.page = self
         self.step = 0
+        self.committed_in, self.committed_s = 0, 0.0
 
     def on(self, *_: Any) -> None: ...
     def beat(self, *_: Any) -> None: ...

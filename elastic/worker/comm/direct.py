@@ -171,7 +171,7 @@ def connected(previous: int | None, following: int | None) -> Iterator[Transport
             listener, endpoint = listen(stack)
             send_bytes(msgspec.json.encode(endpoint), following)
         if previous is not None:
-            incoming = dial(msgspec.json.decode(receive_bytes(previous), type=Endpoint), stack)
+            incoming = _dialled(msgspec.json.decode(receive_bytes(previous), type=Endpoint), stack)
             send_number(incoming is not None, previous)
         if following is not None:
             outgoing = accept(listener, endpoint.token, stack) if receive_number(following) and listener else None
@@ -256,20 +256,25 @@ _unreachable: dict[str, float] = {}
 """Host -> until when it is not tried."""
 
 
-def dial(endpoint: Endpoint, stack: contextlib.ExitStack) -> socket.socket | None:
-    """A connection to `endpoint`, which has presented its token; None: it cannot be reached."""
+def _dialled(endpoint: Endpoint, stack: contextlib.ExitStack) -> socket.socket | None:
+    """`dial`; None: it cannot be reached, and is not tried again for a while."""
     if not endpoint.host or time.monotonic() < _unreachable.get(endpoint.host, 0.0):
         return None
     try:
-        family = socket.AF_INET6 if ":" in endpoint.host else socket.AF_INET
-        sock = stack.enter_context(_registered(socket.socket(family, socket.SOCK_STREAM)))
-        sock.settimeout(CONNECT_S)
-        _connect(sock, endpoint)
-        sock.sendall(endpoint.token.encode(), socket.MSG_NOSIGNAL)
-        _prepare(sock)
+        return dial(endpoint, stack)
     except OSError:
         _unreachable[endpoint.host] = time.monotonic() + NOT_AGAIN_S
         return None
+
+
+def dial(endpoint: Endpoint, stack: contextlib.ExitStack) -> socket.socket:
+    """A connection to `endpoint`, which has presented its token. Raises OSError."""
+    family = socket.AF_INET6 if ":" in endpoint.host else socket.AF_INET
+    sock = stack.enter_context(_registered(socket.socket(family, socket.SOCK_STREAM)))
+    sock.settimeout(CONNECT_S)
+    _connect(sock, endpoint)
+    sock.sendall(endpoint.token.encode(), socket.MSG_NOSIGNAL)
+    _prepare(sock)
     return sock
 
 

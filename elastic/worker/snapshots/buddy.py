@@ -123,7 +123,7 @@ class Buddy:
         """The generation is over; also where none was begun."""
         if self._sender is not None:
             self._sender.todo.put(None)
-        if self._listener is not None:
+        if self._sender is not None or self._listener is not None:
             direct.cut()  # wakes both threads
         if self._receiver is not None:
             self._receiver.join(JOIN_S)
@@ -156,11 +156,11 @@ class Sender:
 
     def run(self, endpoint: direct.Endpoint) -> None:
         with contextlib.ExitStack() as stack, contextlib.suppress(OSError, ValueError, IncompleteSnapshot):
-            if (sock := direct.dial(endpoint, stack)) is not None:
-                while (arena := self.todo.get()) is not None:
-                    state = _sent(sock, arena)
-                    self._settled(state, arena.header().step if state is CopyState.COPIED else self.copied[1])
-                return
+            sock = direct.dial(endpoint, stack)
+            while (arena := self.todo.get()) is not None:
+                state = _sent(sock, arena)
+                self._settled(state, arena.header().step if state is CopyState.COPIED else self.copied[1])
+            return
         # The agents find out who is lost. If it is this connection alone, there are no copies until the next
         # generation, and training goes on.
         self._settled(CopyState.UNREACHABLE, self.copied[1])
