@@ -41,7 +41,7 @@ SNAPSHOT_S = 1.0
 
 
 FULL = replace(recovery.FULL, kills=20, torchrun_kills=5, rounds=4, turns=8)
-QUICK = replace(recovery.QUICK, kills=4)
+QUICK = replace(recovery.QUICK, kills=3, turns=3)
 
 
 def series(
@@ -55,7 +55,7 @@ def series(
         record.wait_step(15, WORLD, 90.0)
         for number in range(kills):
             reached = max(c.step for c in record.newest().values())
-            record.wait_step(reached + rng.randint(5, 5 + 12 * min(4, kills)), WORLD, 60.0)
+            record.wait_step(reached + rng.randint(5, 5 + 8 * min(4, kills)), WORLD, 60.0)
             found.append(one := kill_and_measure(record, WORLD, rng, 30.0))
             say(
                 f"  {mesh} {number + 1}: rank {one.rank} at step {one.step}: {one.seconds:.3f} s, {one.steps_lost} lost"
@@ -119,7 +119,7 @@ def main() -> None:
             result[f"{mesh}_lost"] = sum(lost)
             if mesh != "hsdp":
                 result[f"{mesh}_lost_over_snapshot_steps"] = round(statistics.mean(lost) * step_s / SNAPSHOT_S, 2)
-        lost_nodes, formed_s = nodes(cluster, folder, processes, max(1, plan.kills // 2), rng)
+        lost_nodes, formed_s = nodes(cluster, folder, processes, 1 if plan.kills < 10 else plan.kills // 2, rng)
         seconds, lost = [one.seconds for one in lost_nodes], [one.steps_lost for one in lost_nodes]
         print(f"node of fsdp: {spread(seconds)} s, steps lost {spread(lost, 0)}; once a spare one is there")
         print(f"  {spread(formed_s)} s")
