@@ -72,7 +72,7 @@ class MeshGroups:
         if _keepers() != keepers:
             self._cannot("it imports torch.distributed.pipelining, whose stages keep their process group")
         here = [dist.group.WORLD, *(_named(name) for *_, name in self._calls if name)]
-        if any(group._get_sequence_number_for_group() for group in here):
+        if any(map(_exchanged, here)):
             self._cannot("it exchanges data with the other ranks")
         if not hasattr(_fsdp_state(), "_reset_iter_state"):
             self._cannot(f"torch {torch.__version__} cannot put back a step that was interrupted")
@@ -124,6 +124,12 @@ def _keepers() -> list[Any]:
 
 def _name(group: Any) -> str:
     return str(getattr(group, "group_name", ""))
+
+
+def _exchanged(group: Any) -> bool:
+    """Whether anything was sent over it, by any of its back ends: one with NCCL has gloo for the CPU."""
+    backends = [group._get_backend(device) for device in group._device_types]
+    return any(backend._get_sequence_number_for_group() for backend in backends)
 
 
 def _named(name: str) -> Any:
