@@ -31,7 +31,7 @@ from elastic.worker.state.handover.restore import Disk, Place, Store
 from elastic.worker.state.handover.sync import Handover, SyncResult
 from elastic.worker.torch_internals import torch_private
 from elastic.worker.torch_internals.device_marks import DeviceMarks, cuda_event
-from elastic.worker.torch_internals.mesh_groups import CannotRepeat, MeshGroups, put_back
+from elastic.worker.torch_internals.mesh_groups import MeshGroups, can_put_back, put_back
 
 from .comm import reconfigured
 from .comm.errors import COMPLAINT_CHARS, FormError, GroupAborted, is_communication_error
@@ -182,6 +182,8 @@ class ManagedWorker:
         """(rank, world size) for which `setup` has built the state; None: it has not, or not to the end."""
         self._groups = MeshGroups()
         """Those that it has made."""
+        self._never = ""
+        """Why they cannot be made again; empty: they can, as far as is known."""
         self._session = session
         self._setup = setup
         self._train = train
@@ -325,7 +327,7 @@ class ManagedWorker:
 
     def _rewind(self, state: State) -> None:
         if self._sharded:
-            (reshard if self._groups.why_not else put_back)(state.modules())
+            (put_back if can_put_back() else reshard)(state.modules())
         if (changed := state.rewind()) is not None:
             print(
                 f"elastic: state.{changed} was changed after the commit of step {state.step}, and not by an "
@@ -498,18 +500,21 @@ class ManagedWorker:
         if not self._sharded:
             return self._state
         repeats = hasattr(self, "_state") and self._seat == (form.rank, form.world_size)
-        if repeats and not self._groups.why_not:
+        self._never = self._never or (self._groups.why_not(self._state.modules()) if repeats else "")
+        if repeats and not self._never:
             try:
                 self._groups.again(self._state.modules())
-            except CannotRepeat as error:
-                self._groups.why_not = str(error)
-                raise GroupAborted(str(error)) from error
+            except Exception as error:
+                if self._session.over(form.generation) or is_communication_error(error):
+                    raise
+                self._never = f"its groups cannot be made again: {error}"
+                raise GroupAborted(self._never) from error
             self._session.check(form.generation, -1)
             return self._state
         if repeats and not self._said_again and form.rank == 0:
             self._said_again = True
-            why = f"setup runs again in each generation: {self._groups.why_not}"
-            print(f"elastic: {why}. That costs its time, and nothing else", file=sys.stderr, flush=True)
+            why = f"setup runs again in each generation: {self._never}"
+            print(f"elastic: {why}. The result is the same, and takes its time", file=sys.stderr, flush=True)
         self._build_in_group(job, form)
         return self._state
 
@@ -528,6 +533,7 @@ class ManagedWorker:
             self._parked = self._state.shard_key(), self._state.parked()
         self._drop(job)
         torch_private.forget_sharding()
+        torch_private.set_random_tracker(None)
         job.rank, job.world_size = form.rank, form.world_size
         self._seat, self._groups = None, MeshGroups()
         with self._groups.recorded():

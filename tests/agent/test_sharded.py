@@ -15,7 +15,7 @@ from elastic.checkpoint.stored.export import read_all
 from elastic.checkpoint.stored.find import verify
 from elastic.contract.records.job_records import Phase
 from elastic.worker.state.handover.restore import whole_table
-from elastic.worker.torch_internals.mesh_groups import _fsdp_state
+from elastic.worker.torch_internals.mesh_groups import can_put_back
 
 pytestmark = [pytest.mark.etcd, pytest.mark.chaos]
 
@@ -64,7 +64,7 @@ def test_a_killed_rank_is_replaced_in_place_and_every_bit_is_equal(mesh: str) ->
         assert {rank for rank in before if before[rank] != after[rank]} == {2}
         # Tensor parallelism shares out the weights in `setup`, so that all ranks take part in it again.
         times = {rank: len((job.record / f"setups.{pid}").read_text().splitlines()) for rank, pid in after.items()}
-        again = mesh == "tp" or not hasattr(_fsdp_state(), "_reset_iter_state")
+        again = mesh == "tp" or not can_put_back()
         assert times == {rank: 2 if again and rank != 2 else 1 for rank in range(4)}
         (incident,) = job.incidents()
         first = min(line["entered"] for line in job.lines() if "entered" in line and line["generation"] == 2)

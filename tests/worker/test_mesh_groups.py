@@ -15,11 +15,11 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from elastic.worker.torch_internals import torch_private
-from elastic.worker.torch_internals.mesh_groups import MeshGroups, _fsdp_state, put_back
+from elastic.worker.torch_internals.mesh_groups import MeshGroups, can_put_back, put_back
 
 __all__ = ["ranks"]
 
-if not hasattr(_fsdp_state(), "_reset_iter_state"):
+if not can_put_back():
     pytest.skip(f"torch {torch.__version__}: setup runs again", allow_module_level=True)
 
 
@@ -80,7 +80,7 @@ def twice(rank: int, world_size: int, port: int, *, of: str, interrupted: str) -
         made.again([model])
     after = gradients(model)
     return {
-        "why": made.why_not,
+        "why": made.why_not([model]),
         "equal": all(torch.equal(a, b) for a, b in zip(before, after, strict=True)),
         "count": len(after),
     }
@@ -115,24 +115,91 @@ def stage() -> None:
     PipelineStage(nn.Linear(4, 4), dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
 
 
-SETUPS = {"exchanges data": exchanges, "exchanges data ": shares_out, "of its own": own_group, "asks a mesh": asks,
-          "PipelineStageBase": stage}  # fmt: skip
+def own_group_by_another_name() -> None:
+    NEW_GROUP([0, 1])
+
+
+def keeps_the_world() -> None:
+    KEPT.append(dist.group.WORLD)
+
+
+def sends() -> None:
+    dist.send(torch.ones(1), 1) if dist.get_rank() == 0 else dist.recv(torch.ones(1), 0)
+
+
+NEW_GROUP, KEPT = dist.new_group, list[Any]()
+SETUPS = [
+    (exchanges, "exchanges data"),
+    (shares_out, "exchanges data"),
+    (sends, "exchanges data"),
+    (own_group, "of its own"),
+    (own_group_by_another_name, "of its own"),
+    (asks, "asks for a process group"),
+    (keeps_the_world, "asks for a process group"),
+    (stage, "PipelineStageBase"),
+]
 
 
 def reasons(rank: int, world_size: int, port: int) -> Any:
     form(rank, world_size, port, 1)
     found = []
-    for number, act in enumerate(SETUPS.values()):
+    for number, (act, _) in enumerate(SETUPS):
         dist.destroy_process_group()
         form(rank, world_size, port, 2 + number)
         made = MeshGroups()
         with made.recorded():
             act()
-        found.append(made.why_not)
+        found.append(made.why_not([]))
     return found
 
 
 def test_a_setup_that_does_more_in_the_group_is_told_and_runs_again() -> None:
     for found in run_ranks(reasons, world_size=2):
-        for part, why in zip(SETUPS, found, strict=True):
-            assert part.strip() in why
+        for (_, part), why in zip(SETUPS, found, strict=True):
+            assert part in why
+
+
+def enlarged(rank: int, world_size: int, port: int) -> Any:
+    form(rank, world_size, port, 1)
+    made = MeshGroups()
+    with made.recorded():
+        mesh = init_device_mesh("cpu", (2, 1, world_size // 2), mesh_dim_names=("a", "b", "c"))
+    before = made.why_not([])
+    mesh["b", "c"]._flatten("both")
+    return before, made.why_not([])
+
+
+def test_a_group_that_train_makes_out_of_a_mesh_of_setup_is_seen() -> None:
+    for before, after in run_ranks(enlarged, world_size=4):
+        assert before == ""
+        assert "out of its meshes in `train`" in after
+
+
+def split(rank: int, world_size: int, port: int) -> Any:
+    """As torch makes the groups of meshes with NCCL: out of the group of that time, which ends with its generation."""
+    form(rank, world_size, port, 1)
+    made, parents = MeshGroups(), list[Any]()
+
+    def split_group(parent_pg: Any = None, **_: Any) -> Any:
+        parents.append(parent_pg)
+        return dist.new_group(list(range(world_size)))
+
+    maker = made._noted(split_group)
+    maker(parent_pg=dist.group.WORLD)
+    dist.destroy_process_group()
+    form(rank, world_size, port, 2)
+    made.again([])
+    return [parents[0] is not parents[1], parents[1] is dist.group.WORLD]
+
+
+def test_a_group_is_split_off_the_group_of_the_new_generation() -> None:
+    assert run_ranks(split, world_size=2) == [[True, True]] * 2
+
+
+def test_a_survivor_has_the_random_generator_of_dtensors_that_a_replacement_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its first use makes it, with a broadcast, in which all ranks must take part."""
+    monkeypatch.setattr(torch.distributed.tensor._random, "_rng_tracker", "made in train")
+    MeshGroups().again([])
+    assert torch_private.random_tracker() is None

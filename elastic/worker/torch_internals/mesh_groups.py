@@ -3,7 +3,7 @@
 A survivor keeps its model, whose DTensors and FSDP2 modules refer to meshes, and these to groups by name. It makes the
 same groups in the same order as a replacement's `setup` does at that moment, so that they have the same names, and
 gives them to the meshes and to FSDP2. That is right only if `setup` does nothing else in the group: if it exchanges
-data, or keeps a group, `why_not` says so, and `setup` runs again.
+data, or gets hold of a group in any way that is not known to be harmless, `why_not` says so, and `setup` runs again.
 """
 
 from __future__ import annotations
@@ -18,16 +18,23 @@ import torch.distributed as dist
 import torch.distributed.device_mesh as mesh_module
 import torch.distributed.distributed_c10d as c10d
 
+from . import torch_private
+
 Maker = Callable[..., Any]
 _MAKERS = ("new_group", "split_group")
-_ASKERS = ("torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.device_mesh", c10d.__name__)
-"""They ask a mesh for its group whenever they need it, or `_seat` gives it to them again."""
+_SENDERS = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
+"""NCCL does not count them."""
+_ASKERS = (*(f"torch.distributed.{name}" for name in ("fsdp", "tensor", "device_mesh")), c10d.__name__, "elastic.")
+"""They ask for a group whenever they need it, or `again` gives it to them."""
+_OWN_GROUP = "it makes a process group of its own"
+_APART = "reduce_scatter_process_group"
+"""Of FSDP2: made by `set_separate_reduce_scatter_group`."""
 _KEEPERS = (("pipelining.stage", "_PipelineStageBase"), ("pipelining.schedules", "_PipelineSchedule"))
 _KEEPS = "which keeps its process group: make that in `train`"
 
 
 class CannotRepeat(RuntimeError):
-    """A group has another name than it had."""
+    """The groups cannot be made again, which shows only now."""
 
 
 class MeshGroups:
@@ -35,33 +42,20 @@ class MeshGroups:
 
     def __init__(self) -> None:
         self._calls: list[tuple[Maker, tuple[Any, ...], dict[str, Any], str]] = []
-        """(function, arguments, name of the group here)."""
+        """(function, arguments, name of the group here); groups among the arguments as `_Named`."""
         self._meshes: list[Any] = []
-        self.why_not = ""
-        """Why the groups cannot be made again; empty: they can."""
+        self._names: set[str] = set()
+        """Of the groups that the meshes had when `setup` had returned."""
+        self._random: Any = None
+        """DTensor's generator, if `setup` has made it."""
+        self._why_not = ""
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:
         """Note what the code within makes, which runs in the formed group."""
-        mesh, made = mesh_module.DeviceMesh, mesh_module.DeviceMesh.__init__
-        get_group, groups = mesh.get_group, mesh.get_all_groups
-        makers = {name: getattr(c10d, name) for name in _MAKERS}
-
-        def init(own: Any, *args: Any, **options: Any) -> None:
-            made(own, *args, **options)
-            self._meshes.append(own)
-
-        places: list[tuple[Any, str, Maker]] = [(mesh, "__init__", init), (mesh, "get_group", self._asked(get_group))]
-        places += [(mesh, "get_all_groups", self._asked(groups))]
-        places += [(mesh_module, name, self._noted(maker)) for name, maker in makers.items()]
-        own_group = "it makes a process group of its own"
-        places += [
-            (where, name, self._refused(maker, own_group)) for where in (dist, c10d) for name, maker in makers.items()
-        ]
-        keepers = _keepers()
-        for kind in keepers:
-            places.append((kind, "__init__", self._refused(kind.__init__, f"it makes a {kind.__name__}, {_KEEPS}")))
-        before = [(where, name, getattr(where, name)) for where, name, _ in places]
+        keepers, groups = _keepers(), set(c10d._world.pg_map)
+        places = self._watched(keepers)
+        before = [(where, name, where.__dict__[name]) for where, name, _ in places]
         for where, name, act in places:
             setattr(where, name, act)
         try:
@@ -71,19 +65,44 @@ class MeshGroups:
                 setattr(where, name, act)
         if _keepers() != keepers:
             self._cannot("it imports torch.distributed.pipelining, whose stages keep their process group")
-        here = [dist.group.WORLD, *(_named(name) for *_, name in self._calls if name)]
-        if any(map(_exchanged, here)):
+        noted = {name for *_, name in self._calls if name}
+        if len(set(c10d._world.pg_map) - groups) > len(noted):  # by a function that was imported before
+            self._cannot(_OWN_GROUP)
+        if any(map(_exchanged, [dist.group.WORLD, *map(_named, noted)])):
             self._cannot("it exchanges data with the other ranks")
-        if not hasattr(_fsdp_state(), "_reset_iter_state"):
+        if not can_put_back():
             self._cannot(f"torch {torch.__version__} cannot put back a step that was interrupted")
+        self._names = noted | {_name(dist.group.WORLD)}
+        self._random = torch_private.random_tracker()
+
+    def _watched(self, keepers: Sequence[Any]) -> list[tuple[Any, str, Any]]:
+        """(object, name of an attribute, what it is to be meanwhile)."""
+        mesh, made, world = mesh_module.DeviceMesh, mesh_module.DeviceMesh.__init__, type(dist.group)
+
+        def init(own: Any, *args: Any, **options: Any) -> None:
+            made(own, *args, **options)
+            self._meshes.append(own)
+
+        places: list[tuple[Any, str, Any]] = [(mesh, "__init__", init)]
+        places += [(mesh, name, self._asked(getattr(mesh, name))) for name in ("get_group", "get_all_groups")]
+        places += [(mesh_module, name, self._noted(getattr(c10d, name))) for name in _MAKERS]
+        for names, why in ((_MAKERS, _OWN_GROUP), (_SENDERS, "it exchanges data with the other ranks")):
+            places += [(where, n, self._refused(getattr(where, n), why)) for where in (dist, c10d) for n in names]
+        for kind in keepers:
+            places.append((kind, "__init__", self._refused(kind.__init__, f"it makes a {kind.__name__}, {_KEEPS}")))
+        get, put = world.WORLD.fget, world.WORLD.fset  # type: ignore[attr-defined]
+        places += [(c10d, "_get_default_group", self._asked(c10d._get_default_group))]
+        return [*places, (world, "WORLD", property(self._asked(get), put))]
 
     def _cannot(self, why: str) -> None:
-        self.why_not = self.why_not or why
+        self._why_not = self._why_not or why
 
     def _noted(self, maker: Maker) -> Maker:
         def call(*args: Any, **options: Any) -> Any:
             group = maker(*args, **options)
-            self._calls.append((maker, args, options, _name(group)))
+            kept = [_Named(_name(each)) if isinstance(each, dist.ProcessGroup) else each for each in args]
+            named = {n: _Named(_name(e)) if isinstance(e, dist.ProcessGroup) else e for n, e in options.items()}
+            self._calls.append((maker, tuple(kept), named, _name(group)))
             return group
 
         return call
@@ -96,25 +115,48 @@ class MeshGroups:
         return call
 
     def _asked(self, ask: Maker) -> Maker:
-        def call(own: Any, *args: Any, **options: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
             if not sys._getframe(1).f_globals.get("__name__", "").startswith(_ASKERS):
-                self._cannot("it asks a mesh for its process group, and may keep that")
-            return ask(own, *args, **options)
+                self._cannot("it asks for a process group, and may keep that")
+            return ask(*args, **options)
 
         return call
 
+    def why_not(self, modules: Sequence[torch.nn.Module]) -> str:
+        """Why the groups cannot be made again under `modules`; empty: they can."""
+        theirs = {name for mesh in self._meshes for name in getattr(mesh, "_pg_registry", ())}
+        for info in _mesh_infos(modules):
+            theirs |= {_name(group) for group in [getattr(info, _APART, None)] if group is not None}
+        if not theirs <= self._names:
+            self._cannot(
+                "groups were made out of its meshes in `train`: make them in setup, or of a mesh of train's own"
+            )
+        return self._why_not
+
     def again(self, modules: Sequence[torch.nn.Module]) -> None:
         """Make them again, and give them to the meshes and to `modules`. Raises CannotRepeat, and what torch raises."""
+        torch_private.set_random_tracker(self._random)
         for maker, args, options, name in self._calls:
-            if (now := _name(maker(*args, **options))) != name:
+            now = _name(maker(*map(_there, args), **{key: _there(each) for key, each in options.items()}))
+            if now != name:
                 raise CannotRepeat(f"group {name!r} of a device mesh is {now!r} now")
         for mesh in self._meshes:
             registry = getattr(mesh, "_pg_registry", {})
             for name in list(registry):
                 registry[name] = _named(name)
-        for state in _states(modules):
-            for group in _param_groups(state):
-                _seat(group)
+        for info in _mesh_infos(modules):
+            apart = getattr(info, _APART, None)
+            info.__post_init__()
+            if apart is not None:
+                setattr(info, _APART, _named(_name(apart)))
+
+
+class _Named(str):
+    """The name of a group, in place of the group, which ends with its generation."""
+
+
+def _there(argument: Any) -> Any:
+    return _named(argument) if isinstance(argument, _Named) else argument
 
 
 def _keepers() -> list[Any]:
@@ -136,10 +178,11 @@ def _named(name: str) -> Any:
     return c10d._resolve_process_group(name)  # type: ignore[attr-defined,arg-type]
 
 
-def _fsdp_state() -> Any:
+def can_put_back() -> bool:
+    """Whether this torch can; see `put_back`."""
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
-    return FSDPState
+    return hasattr(FSDPState, "_reset_iter_state")
 
 
 def _states(modules: Sequence[torch.nn.Module]) -> list[Any]:
@@ -159,15 +202,13 @@ def _param_groups(state: Any) -> list[Any]:
     return [group] if group is not None else []
 
 
-def _seat(group: Any) -> None:
-    """FSDP2 keeps the groups of its meshes."""
-    infos = [group.mesh_info, group.post_forward_mesh_info]
-    infos += [info for param in group.fsdp_params for info in (param.mesh_info, param.post_forward_mesh_info)]
-    for info in {id(info): info for info in infos if info is not None}.values():
-        apart = getattr(info, "reduce_scatter_process_group", None)
-        info.__post_init__()
-        if apart is not None:
-            info.reduce_scatter_process_group = _named(_name(apart))
+def _mesh_infos(modules: Sequence[torch.nn.Module]) -> list[Any]:
+    """FSDP2's, which keep the groups of their meshes, each once."""
+    infos: list[Any] = []
+    for group in (group for state in _states(modules) for group in _param_groups(state)):
+        infos += [group.mesh_info, group.post_forward_mesh_info]
+        infos += [info for param in group.fsdp_params for info in (param.mesh_info, param.post_forward_mesh_info)]
+    return list({id(info): info for info in infos if info is not None}.values())
 
 
 def put_back(modules: Sequence[torch.nn.Module]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from datetime import timedelta
@@ -302,6 +303,19 @@ def forget_sharding() -> None:
     generation, equal to the new ones but for their groups."""
     if (clear := getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)) is not None:
         clear()
+
+
+def random_tracker() -> Any:
+    """DTensor's generator of random numbers; None: it is not made yet."""
+    module = sys.modules.get("torch.distributed.tensor._random")
+    return getattr(module, "_rng_tracker", None)
+
+
+def set_random_tracker(tracker: Any) -> None:
+    """On GPUs the first random operation on a DTensor makes one, with a broadcast, in which all ranks must take part: a
+    survivor has what a replacement has."""
+    if (module := sys.modules.get("torch.distributed.tensor._random")) is not None:
+        module._rng_tracker = tracker  # type: ignore[attr-defined]
 
 
 # ── the build ───────────────────────────────────────────────────────────────────────────────────────────────
