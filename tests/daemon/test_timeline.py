@@ -151,7 +151,8 @@ def test_only_the_daemon_of_the_oldest_node_writes() -> None:
 
 
 def test_what_the_daemon_that_tells_events_took_with_it_is_told_by_the_next_one() -> None:
-    """It is lost with its node, and the others see until its lease ends what nobody tells."""
+    """The daemon that tells events is lost with its node. Until its lease has ended no other daemon tells any, though
+    all see what happens: the next one to tell makes up for that."""
     a, b = node("a", 1), node("b", 2)
     line = Timeline(KEYS, "b")
     line.look(cluster(job(incidents=()), nodes=[a, b]), 100.0)

@@ -98,8 +98,8 @@ class Judge:
                     raise Broken("G4", f"{node.name} disturbs training while only etcd fails: {effect}")
 
     def _left_as_planned(self, number: int) -> bool:
-        """The others have left generation `number` at a planned boundary: who hears of it later, perhaps with what came
-        after it, lets go of a step that nobody can commit."""
+        """Whether generation `number` was left by plan. An agent that learns of that late, with the generation after
+        it, aborts a step that can no longer be committed: the other ranks take no part in it."""
         following = min((later for later in self.plans if later > number), default=None)
         return following is not None and self.plans[following].at_step is not None
 

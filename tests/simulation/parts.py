@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, cast
 from elastic.checkpoint.memory.buffers import Buffers
 from elastic.contract.origin import Origin
 from elastic.worker.comm.direct import Endpoint
-from elastic.worker.snapshots.buddy import Neighbour, buddies
+from elastic.worker.snapshots.buddy import Neighbour, buddies, least_needed
 from elastic.worker.state.handover.restore import Kept, Store, kept_in
 from elastic.worker.state.state_source import Choice, NoStateError, Offer, Version, choose
 
@@ -57,8 +57,8 @@ class Memory:
         generation, step = held.version if held else NOTHING
         return Header(held is not None, generation, step, held.rank if held else -1, self.world_size)
 
-    def extra(self) -> dict[str, Any]:
-        return {"key": self.content.key if self.content else 0}
+    def key(self) -> int:
+        return self.content.key if self.content else 0
 
     def clear(self) -> None:
         self.content = None
@@ -210,7 +210,9 @@ class World:
         if any(arena.content == rank.sending.content for arena in arenas):
             rank.sending = None
         elif rank.receiving is None:
-            rank.receiving = self._buffer(guests)
+            least: Any = least_needed(arenas, rank.key)
+            least.clear()
+            rank.receiving = least
         else:
             rank.receiving.content, rank.sending, rank.receiving = rank.sending.content, None, None
         self._is_copied(self.whole)

@@ -506,7 +506,8 @@ def test_an_incident_during_which_etcd_is_wiped_is_on_record(node: int, after_s:
 
 
 def test_the_newest_incident_is_on_record_again_where_etcd_has_lost_its_data_after_it() -> None:
-    """The agents write back that the job was restarted once: without the incident nobody could tell why."""
+    """After the wipe the agents write the job's state again, with its count of restarts, and the incident that this
+    restart was for."""
     cluster = played(THREE, lambda c: c.kill_worker(1, 0), until_s=12.0)
     (told,) = incidents(cluster)
     cluster.wipe_etcd()

@@ -162,8 +162,10 @@ def test_a_copy_that_is_damaged_on_the_way_is_none(monkeypatch: pytest.MonkeyPat
 
         monkeypatch.setattr(direct, "receive_into", flips)
         assert copied(sender, settled, snapshot(20)) == (CopyState.UNREACHABLE, 10)
-        assert copied(sender, settled, snapshot(30)) == (CopyState.UNREACHABLE, 10)  # training goes on
-    assert [arena.header().step for arena in agent.arenas if arena.header().complete] == [10]
+        assert [arena.header().step for arena in agent.arenas if arena.header().complete] == [10]
+        monkeypatch.setattr(direct, "receive_into", receive)
+        assert copied(sender, settled, snapshot(30)) == (CopyState.COPIED, 30)  # over another connection
+    assert sorted(arena.header().step for arena in agent.arenas if arena.header().complete) == [10, 30]
 
 
 @pytest.mark.usefixtures("loopback")
@@ -193,12 +195,72 @@ def test_a_generation_that_ends_within_a_copy_leaves_the_one_before(monkeypatch:
 def test_a_node_that_is_not_reached_costs_the_copies_and_nothing_else() -> None:
     settled = threading.Event()
     sender = Buddy(ArenaRequests(Agent(), 2, guest=True), settled.set)
-    nobody = direct.Endpoint("127.0.0.1", 1, "x" * direct.TOKEN_BYTES)
-    sender.pair(0, [Neighbour(7, 0, 0, direct.Endpoint()), Neighbour(8, 1, 0, nobody)])
-    eventually(lambda: sender.copied == (CopyState.UNREACHABLE, -1), 10.0, "the refusal")
+    closed = direct.Endpoint("127.0.0.1", 1, "x" * direct.TOKEN_BYTES)
+    sender.pair(0, [Neighbour(7, 0, 0, direct.Endpoint()), Neighbour(8, 1, 0, closed)])
     assert copied(sender, settled, snapshot(10)) == (CopyState.UNREACHABLE, -1)
     sender.leave()
     assert not direct._unreachable, "it is tried again in the next generation"
+
+
+@pytest.mark.usefixtures("loopback")
+def test_a_thread_that_does_not_end_has_the_buffers_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two would write into the same memory."""
+    agent, held, go = Agent(), threading.Event(), threading.Event()
+    receive = direct.receive_into
+
+    def stands(sock: socket.socket, view: memoryview) -> None:
+        if len(view) == buddy.SLICE_BYTES:
+            held.set()
+            assert go.wait(30)
+        receive(sock, view)
+
+    monkeypatch.setattr(buddy, "JOIN_S", 0.1)
+    settled = threading.Event()
+    sender, receiver = Buddy(ArenaRequests(agent, 2, guest=True), settled.set), Buddy(agent.requests, lambda: None)
+    for generation in range(3):
+        everyone = [Neighbour(7, 0, 0, direct.Endpoint()), Neighbour(8, 1, 0, receiver.listen())]
+        receiver.pair(1, everyone)
+        sender.pair(0, everyone)
+        if generation == 0:
+            monkeypatch.setattr(direct, "receive_into", stands)
+            sender.send(snapshot(10))
+            assert held.wait(30)
+            monkeypatch.setattr(direct, "receive_into", receive)
+        elif generation == 1:
+            assert copied(sender, settled, snapshot(20)) == (CopyState.UNREACHABLE, -1)
+            go.set()
+            monkeypatch.setattr(buddy, "JOIN_S", 10.0)
+        else:
+            assert copied(sender, settled, snapshot(30)) == (CopyState.COPIED, 30)
+        sender.leave()
+        receiver.leave()
+
+
+def test_a_copy_replaces_what_is_needed_least() -> None:
+    other, old, new, empty = keyed(9, 30), keyed(7, 10), keyed(7, 20), Arena.create(4096)
+    assert buddy.least_needed([new, other, old, empty], 7) is empty
+    assert buddy.least_needed([new, other, old], 7) is other
+    assert buddy.least_needed([new, old], 7) is old
+
+
+def keyed(key: int, step: int) -> Arena:
+    table = (TensorInfo("model.w", "F32", (2,), 8),)
+    made = Arena.create(arena_nbytes(table))
+    made.layout(table)
+    made.fill([torch.ones(2)]).finish()
+    made.seal(step, 1, {"key": key})
+    return made
+
+
+def test_a_snapshot_of_the_part_that_the_slot_had_before_is_not_sent_for_the_present_one() -> None:
+    own = arenas.Agent()
+    assert AgentSnapshots(own, keep_newest=True).put(part(10))
+    again = AgentSnapshots(own, keep_newest=True)
+    assert again.room_for(own.arenas[0].capacity) is not None
+    closed = direct.Endpoint("127.0.0.1", 1, "x" * direct.TOKEN_BYTES)
+    again.pair(0, [Neighbour(6, 0, 0, direct.Endpoint()), Neighbour(8, 1, 0, closed)])
+    assert not again.buddy.sending
+    again.leave()
 
 
 def part(step: int) -> SnapshotPart:
@@ -209,7 +271,7 @@ def part(step: int) -> SnapshotPart:
         shards=1,
         table=(TensorInfo("model.w", "F32", (2,), 8),),
         tensors=[torch.ones(2)],
-        extra={},
+        extra={"key": 7},
         interval="",
         part=0,
         parts=1,
@@ -257,5 +319,5 @@ def test_where_snapshots_are_required_a_node_without_memory_ends_the_job(where: 
     if where == "there":
         sender = snapshots.buddy._sender = Sender(snapshots._wake)
         sender.copied = CopyState.NO_MEMORY, -1
-    with pytest.raises(MisuseError, match="the next node has no memory" if where == "there" else "this node has"):
+    with pytest.raises(MisuseError, match="after its own has no memory" if where == "there" else "its node has no"):
         snapshots.put(part(10))

@@ -80,6 +80,12 @@ class Header:
         return self.state is Fullness.COMPLETE
 
 
+class _Keyed(msgspec.Struct):
+    """Of an arena's extra."""
+
+    key: int = 0
+
+
 class Image(msgspec.Struct, frozen=True):
     """What a complete arena holds, but for the bytes of its tensors: enough to fill another one with those."""
 
@@ -89,6 +95,8 @@ class Image(msgspec.Struct, frozen=True):
     """The JSON texts."""
     nbytes: int
     """Of the tensors' bytes, and what comes before them."""
+    key: int
+    """Of the rank whose part it is (`Arena.key`)."""
 
 
 class Arena:
@@ -341,18 +349,22 @@ class Arena:
     def extra(self) -> dict[str, Any]:
         return msgspec.json.decode(self.extra_json(), type=dict[str, Any])
 
+    def key(self) -> int:
+        """Which part of a sharded state it holds (`State.shard_key`); 0: the state is not sharded."""
+        return msgspec.json.decode(self.extra_json(), type=_Keyed).key
+
     def image(self) -> tuple[Image, memoryview]:
         """(image, the bytes of its tensors), valid until the arena is filled again. Raises IncompleteSnapshot."""
         placed = zip(*self._placed(), strict=True)
         end = max((at + info.nbytes for info, at in placed), default=self._ints[_DATA_AT])
         fields = tuple(self._ints[_STEP:_FIELDS].tolist())
         tail = os.pread(self.fd, sum(fields[_TABLE - _STEP :]), self._tail_at)
-        return Image(fields, tail, end), memoryview(self._memory)[PAGE_BYTES : PAGE_BYTES + end]
+        return Image(fields, tail, end, self.key()), memoryview(self._memory)[PAGE_BYTES : PAGE_BYTES + end]
 
     def fill_from(self, image: Image) -> memoryview:
         """Where the bytes of `image`, of another arena, are to be written; `seal_as` ends that. Raises ArenaError if
         this arena is too small."""
-        if image.nbytes > self.capacity:
+        if not 0 < image.nbytes <= self.capacity:
             raise ArenaError(f"the state takes {image.nbytes} bytes, the arena has {self.capacity}")
         self._dirty()
         self._layout, self._key, self._views = None, (), []

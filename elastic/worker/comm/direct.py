@@ -227,10 +227,11 @@ def accept(
                 assert isinstance(sock, socket.socket)
                 try:
                     if sock is listener:
-                        if len(selector.get_map()) <= MOST_PENDING:
-                            accepted = pending.enter_context(_registered(sock.accept()[0]))
-                            accepted.setblocking(False)
-                            selector.register(accepted, selectors.EVENT_READ, b"")
+                        accepted = pending.enter_context(_registered(sock.accept()[0]))
+                        accepted.setblocking(False)
+                        selector.register(accepted, selectors.EVENT_READ, b"")
+                        if len(waiting := list(selector.get_map().values())) > MOST_PENDING:
+                            _drop(selector, waiting[1].fileobj)  # the oldest: the first is the listener
                         continue
                     more = sock.recv(TOKEN_BYTES - len(key.data))
                 except BlockingIOError:
@@ -247,9 +248,14 @@ def accept(
                 if more and len(came) < TOKEN_BYTES:
                     selector.modify(sock, selectors.EVENT_READ, came)
                 else:
-                    selector.unregister(sock)
-                    sock.close()
+                    _drop(selector, sock)
     return None
+
+
+def _drop(selector: selectors.BaseSelector, sock: object) -> None:
+    assert isinstance(sock, socket.socket)
+    selector.unregister(sock)
+    sock.close()
 
 
 _unreachable: dict[str, float] = {}
@@ -286,8 +292,13 @@ def _prepare(sock: socket.socket) -> None:
     """Blocking calls, each within the group's time-out: one of Python's own would add a call of poll to each."""
     sock.settimeout(None)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    limit_of(sock, _stall_s)
+
+
+def limit_of(sock: socket.socket, stall_s: float) -> None:
+    """A call that moves no byte for so long raises."""
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-        sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(_stall_s), 0))
+        sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(stall_s), 0))
 
 
 _stall_s = 600.0

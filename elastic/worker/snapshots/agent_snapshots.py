@@ -132,10 +132,11 @@ class AgentSnapshots:
         self._prepared()
         room = self._has_room(part, optional=bool(part.beside.table) or not part.save)
         if self._required and (not room or self.buddy.copied[0] is CopyState.NO_MEMORY):
-            whose = "the next node has no memory for copies of its part" if room else "this node has no memory for it"
+            node = "the node after its own has no memory for copies" if room else "its node has no memory"
             raise MisuseRuntimeError(
-                f"rank's part of a snapshot: {whose}, 2 x {self._sized[2] / 1e6:.0f} MB, which would leave too little: "
-                'take more nodes, or snapshots = "auto", by which a failure costs the steps since the last checkpoint'
+                f"snapshots of rank {part.shard}'s part: {node}, 2 x {self._sized[2] / 1e6:.0f} MB more would leave "
+                'too little: take more nodes, or snapshots = "auto", by which a failure costs the steps since the last '
+                "checkpoint"
             )
         if not room and part.save and part.beside.table:
             part = part.own()
@@ -312,7 +313,8 @@ class AgentSnapshots:
         """A generation has the state. Before the next snapshot replaces anything, there is a copy of the newest one:
         the last generation may have ended before."""
         self.buddy.pair(rank, everyone)
-        if (newest := self._buffers.newest()) is not None:
+        newest = self._buffers.newest()
+        if newest is not None and newest.key() == everyone[rank].key:  # else it is of the part that the slot had before
             self.buddy.send(newest)
 
     # ── messages from the agent ─────────────────────────────────────────────────────────────────────────────

@@ -36,17 +36,15 @@ class ArenaRequests:
     def ask(self, nbytes: int, *, optional: bool) -> tuple[list[Arena], set[int]] | None:
         """(buffers of at least `nbytes` bytes, numbers of those that are still being written to disk); None: the agent
         does not provide them."""
-        self._request += 1
-        self._session.send(
-            messages.NeedArena(nbytes=nbytes, request=self._request, optional=optional, guest=self._guest)
-        )
+        request = self._request = self._request + 1
+        self._session.send(messages.NeedArena(nbytes=nbytes, request=request, optional=optional, guest=self._guest))
         arenas: dict[int, Arena] = {}
         busy: set[int] = set()
         deadline_s = time.monotonic() + ARENA_WAIT_S
         while len(arenas) < self._count:
             try:
                 offer, descriptor = self._offers.get(timeout=max(0.0, deadline_s - time.monotonic()))
-                if offer.request != self._request:
+                if offer.request != request:
                     if descriptor != NO_MEMORY:
                         os.close(descriptor)  # the late answer to an earlier request that timed out or failed
                     continue

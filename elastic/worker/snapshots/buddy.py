@@ -17,21 +17,22 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 import xxhash
 
 from elastic.checkpoint.format.errors import ArenaError, IncompleteSnapshot
 from elastic.checkpoint.memory.arena import Arena, Image
-from elastic.checkpoint.memory.buffers import Buffers
 from elastic.contract.worker.messages import CopyState
 from elastic.worker.comm import direct
 
 from .arena_requests import ArenaRequests
 
-CONNECT_S = 30.0
-"""The buddy may still be busy with the end of its own set-up."""
+ACCEPT_S = 3600.0
+PAUSE_S = 1.0
+STALL_S = 60.0
+"""Longer than an agent takes to answer in any case."""
 ASK_AGAIN_S = 60.0
 """Pause after the agent has refused memory."""
 SLICE_BYTES = 4 << 20
@@ -83,7 +84,6 @@ class Buddy:
         self._stack = contextlib.ExitStack()
         self._listener: socket.socket | None = None
         self._token = ""
-        self._receiver: threading.Thread | None = None
         self._sender: Sender | None = None
 
     @property
@@ -105,7 +105,7 @@ class Buddy:
         """Begin to send snapshots to this rank's buddy, and to receive those of the rank that it is the buddy of."""
         senders = buddies(everyone)
         if self._listener is not None and rank in senders.values():
-            self._receiver = _started(self._guests.receive, self._listener, self._token)
+            self._guests.start(self._listener, self._token)
         self._state = CopyState.REPLICAS if rank not in senders else CopyState.NO_NODE
         if (buddy := senders.get(rank)) is not None:
             self._state = CopyState.UNREACHABLE
@@ -123,13 +123,11 @@ class Buddy:
         """The generation is over; also where none was begun."""
         if self._sender is not None:
             self._sender.todo.put(None)
+        self._guests.over.set()
         if self._sender is not None or self._listener is not None:
             direct.cut()  # wakes both threads
-        if self._receiver is not None:
-            self._receiver.join(JOIN_S)
-            if self._receiver.is_alive():
-                self._guests = Guests(self._requests)  # that thread may still write to the others
-        self._sender = self._receiver = self._listener = None
+        self._guests.join()
+        self._sender = self._listener = None
         self._stack.close()
 
 
@@ -155,22 +153,32 @@ class Sender:
         self.sending = threading.Event()
 
     def run(self, endpoint: direct.Endpoint) -> None:
-        with contextlib.ExitStack() as stack, contextlib.suppress(OSError, ValueError, IncompleteSnapshot):
-            sock = direct.dial(endpoint, stack)
+        """The agents find out who is lost. If it is this connection alone, the next snapshot is sent over another one,
+        and training goes on."""
+        with contextlib.ExitStack() as stack:
+            sock = None
             while (arena := self.todo.get()) is not None:
-                state = _sent(sock, arena)
-                self._settled(state, arena.header().step if state is CopyState.COPIED else self.copied[1])
-            return
-        # The agents find out who is lost. If it is this connection alone, there are no copies until the next
-        # generation, and training goes on.
-        self._settled(CopyState.UNREACHABLE, self.copied[1])
-        while self.todo.get() is not None:
-            self._settled(*self.copied)
+                state, step = CopyState.UNREACHABLE, self.copied[1]
+                try:
+                    sock = sock or _limited(direct.dial(endpoint, stack))
+                    state = _sent(sock, arena)
+                    step = arena.header().step if state is CopyState.COPIED else step
+                except (OSError, ValueError, IncompleteSnapshot):
+                    sock = None
+                    stack.close()
+                finally:
+                    self._settled(state, step)
 
     def _settled(self, state: CopyState, step: int) -> None:
         self.copied = state, step
         self.sending.clear()
         self._wake()
+
+
+def _limited(sock: socket.socket) -> socket.socket:
+    """A peer that moves no byte for this long has failed; snapshots and checkpoints wait for it."""
+    direct.limit_of(sock, STALL_S)
+    return sock
 
 
 def _sent(sock: socket.socket, arena: Arena) -> CopyState:
@@ -191,38 +199,73 @@ def _sent(sock: socket.socket, arena: Arena) -> CopyState:
 
 
 class Guests:
-    """The agent's buffers for copies of another node's part; `receive` in its own thread, one at a time."""
+    """The agent's buffers for copies of another node's part, and the thread that receives them."""
 
     def __init__(self, requests: ArenaRequests) -> None:
         self._requests = requests
-        self._buffers = Buffers(keep_newest=True)
+        self._arenas: Sequence[Arena] = ()
         self._refused_s = 0.0
         """Until when the agent is not asked for memory."""
+        self._thread: threading.Thread | None = None
+        self.over = threading.Event()
 
-    def receive(self, listener: socket.socket, token: str) -> None:
-        with contextlib.ExitStack() as stack, contextlib.suppress(OSError, ValueError, ArenaError):
-            sock = direct.accept(listener, token, stack, CONNECT_S)
-            while sock is not None:
-                image = msgspec.msgpack.decode(_head(sock), type=Image)
-                arena = self._room(image.nbytes)
-                there = any(_holds(each, image) for each in self._buffers.arenas)
-                sock.sendall(_THERE if there else _NO if arena is None else _YES, socket.MSG_NOSIGNAL)
-                if arena is not None and not there:
-                    sock.sendall(_YES if _fill(sock, arena, image) else _NO, socket.MSG_NOSIGNAL)
+    def start(self, listener: socket.socket, token: str) -> None:
+        """Receive, unless the thread of an earlier generation still runs: two would write into the same buffers. The
+        rank that sends is refused then, and where no thread can be started."""
+        if self._thread is None:
+            self.over = threading.Event()
+            self._thread = _started(self._receive, listener, token, self.over)
+            if self._thread is not None:
+                return
+        listener.close()
 
-    def _room(self, nbytes: int) -> Arena | None:
-        """The buffer with the older copy. None: the node has no memory for it."""
-        if not self._buffers.fits(nbytes):
-            self._buffers.replace(())
+    def join(self) -> None:
+        if self._thread is not None:
+            self._thread.join(JOIN_S)
+            self._thread = self._thread if self._thread.is_alive() else None
+
+    def _receive(self, listener: socket.socket, token: str, over: threading.Event) -> None:
+        with contextlib.closing(listener):
+            while not over.is_set():
+                with contextlib.ExitStack() as stack, contextlib.suppress(OSError, ValueError, ArenaError):
+                    if (sock := direct.accept(listener, token, stack, ACCEPT_S)) is not None:
+                        self._serve(_limited(sock))
+                over.wait(PAUSE_S)  # a listener that was cut returns at once
+
+    def _serve(self, sock: socket.socket) -> None:
+        """Until the connection ends, which raises."""
+        while True:
+            image = msgspec.msgpack.decode(_head(sock), type=Image)
+            arena = self._room(image)
+            there = any(_holds(each, image) for each in self._arenas)
+            sock.sendall(_THERE if there else _NO if arena is None else _YES, socket.MSG_NOSIGNAL)
+            if arena is not None and not there:
+                sock.sendall(_YES if _fill(sock, arena, image) else _NO, socket.MSG_NOSIGNAL)
+
+    def _room(self, image: Image) -> Arena | None:
+        """A buffer without a copy of this part, else that with the older one. None: the node has no memory for it."""
+        if not self._arenas or self._arenas[0].capacity < image.nbytes:
+            for arena in self._arenas:
+                arena.close()
+            self._arenas = ()
             if time.monotonic() < self._refused_s:
                 return None
-            answer = self._requests.ask(nbytes, optional=True)
-            if answer is None:
+            if (answer := self._requests.ask(image.nbytes, optional=True)) is None:
                 self._refused_s = time.monotonic() + ASK_AGAIN_S
                 return None
-            self._buffers.replace(answer[0])
-        buffer = self._buffers.free()
-        return None if buffer is None else self._buffers.arenas[buffer]
+            self._arenas = answer[0]
+        return least_needed(self._arenas, image.key)
+
+
+def least_needed(arenas: Iterable[Arena], key: int) -> Arena:
+    """That which is to be filled with a copy of the part of `key`: what holds nothing, then what is of another part,
+    then what is older."""
+
+    def need(arena: Arena) -> tuple[bool, bool, int, int]:
+        header = arena.header()
+        return header.complete, header.complete and arena.key() == key, header.generation, header.step
+
+    return min(arenas, key=need)
 
 
 def _fill(sock: socket.socket, arena: Arena, image: Image) -> bool:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from elastic.checkpoint.format.errors import NoGoodCheckpoint
+from elastic.checkpoint.format.errors import IncompleteSnapshot, NoGoodCheckpoint
 from elastic.checkpoint.format.manifest import Shard, overlap
 from elastic.checkpoint.format.plain import tensors_named
 from elastic.checkpoint.memory.arena import Arena
@@ -101,7 +101,7 @@ class HeldSnapshots:
     @property
     def key(self) -> int:
         """See `extra_of`."""
-        return int(self._arenas[0].extra().get("key", 0))
+        return self._arenas[0].key()
 
     def arena(self) -> Arena:
         """Of a rank's own part."""
@@ -374,7 +374,9 @@ class Store:
 
     def kept_for(self, key: int, version: Version) -> Arena:
         """A snapshot that `saved` has named among `others`."""
-        return next(each.arena() for at, each in self._others if at == version and each.key == key)
+        for each in (each for _, each in self._others if each.version() == version and each.key == key):
+            return each.arena()
+        raise IncompleteSnapshot(f"the snapshot of step {version[1]} that was offered is there no more")
 
     def own_nbytes(self) -> int:
         """Size of the buffers of this rank's part in this node's memory; 0: there are none."""
@@ -382,7 +384,8 @@ class Store:
 
     def arena_for(self, nbytes: int) -> Arena:
         """For a snapshot that comes from another node: it stays in the memory of this one, if that has room."""
-        if (arena := self._room_for(nbytes)) is None:
+        arena = self._room_for(nbytes)
+        if arena is None or (arena.header().complete and arena.key() != self._key):  # another rank may be sent that
             arena = Arena.create(nbytes, warm=False)
             self._others.append((None, HeldSnapshots([arena])))  # closed with the others
         return arena
@@ -419,8 +422,8 @@ class Store:
     def discard_newer(self, version: Version) -> None:
         """Another rank lacks them, so that all have gone back to `version`. To stay, they would be kept in place of
         what all ranks have."""
-        for kept, snapshot in (*self._kept, *self._others):
-            if kept is not None and kept > version:
+        for _, snapshot in (*self._kept, *self._others):
+            if (kept := snapshot.version()) is not None and kept > version:
                 snapshot.clear()
 
     def close(self) -> None:
