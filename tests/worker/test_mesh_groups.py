@@ -23,6 +23,12 @@ if not can_put_back():
     pytest.skip(f"torch {torch.__version__}: setup runs again", allow_module_level=True)
 
 
+def end() -> None:
+    """Once all ranks have connected whatever groups there are."""
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def form(rank: int, world_size: int, port: int, generation: int) -> None:
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     torch_private.restart_group_names()
@@ -68,7 +74,7 @@ def twice(rank: int, world_size: int, port: int, *, of: str, interrupted: str) -
             with pytest.raises(KeyError):
                 output.sum().backward()
         hook.remove()
-    dist.destroy_process_group()
+    end()
     put_back([model])
     model.zero_grad()
     form(rank, world_size, port, 2)
@@ -79,6 +85,7 @@ def twice(rank: int, world_size: int, port: int, *, of: str, interrupted: str) -
     else:
         made.again([model])
     after = gradients(model)
+    end()
     return {
         "why": made.why_not([model]),
         "equal": all(torch.equal(a, b) for a, b in zip(before, after, strict=True)),
@@ -144,12 +151,13 @@ def reasons(rank: int, world_size: int, port: int) -> Any:
     form(rank, world_size, port, 1)
     found = []
     for number, (act, _) in enumerate(SETUPS):
-        dist.destroy_process_group()
+        end()
         form(rank, world_size, port, 2 + number)
         made = MeshGroups()
         with made.recorded():
             act()
         found.append(made.why_not([]))
+    end()
     return found
 
 
@@ -166,7 +174,9 @@ def enlarged(rank: int, world_size: int, port: int) -> Any:
         mesh = init_device_mesh("cpu", (2, 1, world_size // 2), mesh_dim_names=("a", "b", "c"))
     before = made.why_not([])
     mesh["b", "c"]._flatten("both")
-    return before, made.why_not([])
+    after = made.why_not([])
+    end()
+    return before, after
 
 
 def test_a_group_that_train_makes_out_of_a_mesh_of_setup_is_seen() -> None:
@@ -186,10 +196,12 @@ def split(rank: int, world_size: int, port: int) -> Any:
 
     maker = made._noted(split_group)
     maker(parent_pg=dist.group.WORLD)
-    dist.destroy_process_group()
+    end()
     form(rank, world_size, port, 2)
     made.again([])
-    return [parents[0] is not parents[1], parents[1] is dist.group.WORLD]
+    found = [parents[0] is not parents[1], parents[1] is dist.group.WORLD]
+    end()
+    return found
 
 
 def test_a_group_is_split_off_the_group_of_the_new_generation() -> None:
