@@ -47,8 +47,8 @@ from elastic.checkpoint.interval import IntervalRule
 from elastic.contract.worker.beat import PAGE_BYTES
 from elastic.contract.worker.messages import CopyState
 from elastic.worker.job.job import Job
+from elastic.worker.link.agent_link import AgentLink
 from elastic.worker.link.session import Session
-from elastic.worker.run import AgentLink
 from elastic.worker.snapshots.checkpoint_scheduler import CheckpointScheduler, RankPosition, SnapshotPart
 from elastic.worker.state.handover import pull
 from elastic.worker.state.handover.sync import Handover

@@ -16,9 +16,9 @@ import torch
 from elastic.contract.worker.beat import PAGE_BYTES
 from elastic.contract.worker.messages import AbortGroup
 from elastic.worker.job.job import Job
+from elastic.worker.link.agent_link import AgentLink
 from elastic.worker.link.link import Link
 from elastic.worker.link.session import GenerationEnded, Session
-from elastic.worker.run import AgentLink
 from elastic.worker.state.state import State
 
 

@@ -11,8 +11,8 @@ import pytest
 
 from elastic.contract.worker import messages
 from elastic.contract.worker.beat import PAGE_BYTES, PULSE_S
+from elastic.worker.link.agent_link import AgentLink
 from elastic.worker.link.session import LATE_S, GenerationEnded, Session
-from elastic.worker.run import AgentLink
 
 GENERATION = 3
 
