@@ -38,9 +38,9 @@ def train(job: elastic.Job, state: elastic.State) -> None:
             job.log(accuracy=0.5)
             job.commit(state, loss=0.5)
         state.best = job.evaluate(state, dataset, measure, batch_size=256)["loss"]
-    for _ in job.steps(range(10), state, steps=10):
+    for _ in job.steps(range(10), state, steps=10, seed=1, allow_changed=True):
         job.commit(state)
-    for x, y in job.streams(stream, state, count=4, batch_size=8, steps=10):
+    for x, y in job.streams(stream, state, count=4, batch_size=8, steps=10, keep_every=5, collate=list):
         net(x, y)
     with job.quiet("download", limit_s=60):
         assert_type(job.gather(job.rank), list[Any])
@@ -79,6 +79,14 @@ job.batches(dataset, 64)  # type: ignore[arg-type]
 job.batches(dataset, state, 64)  # type: ignore[call-arg]
 job.batches(dataset, state, batch_size="64")  # type: ignore[arg-type]
 job.batches(dataset, state, batch_size=64, epochs=2.5)  # type: ignore[arg-type]
+job.batches(dataset, state, batch_size=64, num_worker=2)  # type: ignore[call-arg]
+job.batches(dataset, state, batch_size=64, num_workers="2")  # type: ignore[arg-type]
+job.batches(dataset, state, batch_size=64, rank=0)  # type: ignore[call-arg]
+job.batches(dataset, state, batch_size=64, mesh="data")  # type: ignore[arg-type]
+job.steps(range(10), state, shuffle=True)  # type: ignore[call-arg]
+job.steps(range(10), state, commits="2")  # type: ignore[arg-type]
+job.streams(stream, state, count=4, batch_size=8, steps=10, epochs=2)  # type: ignore[call-arg]
+job.evaluate(state, dataset, measure, batch_size=8, shuffle=True)  # type: ignore[call-arg]
 job.steps(10, state)  # type: ignore[arg-type]
 job.epochs(3)  # type: ignore[call-arg, arg-type]
 job.epochs(state, "3")  # type: ignore[arg-type]

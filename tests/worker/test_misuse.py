@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ import elastic
 from elastic.contract.worker import messages
 from elastic.contract.worker.beat import PAGE_BYTES
 from elastic.worker.link import misuse
-from elastic.worker.link.misuse import MisuseError, MisuseIgnored, MisuseRuntimeError
+from elastic.worker.link.misuse import MisuseError, MisuseIgnored, MisuseRuntimeError, MisuseTypeError
 from elastic.worker.link.session import GenerationEnded, Session
 
 
@@ -81,6 +83,37 @@ def test_an_argument_that_is_refused_may_be_tried_otherwise() -> None:
             job.commit(state)
 
     assert elastic.run(setup, train).step == 3
+
+
+def test_an_option_that_no_call_has_is_refused_by_its_name_at_the_call() -> None:
+    data, rows = [(torch.ones(2), torch.ones(1))] * 4, []
+
+    def train(job: Any, state: elastic.State) -> None:
+        for refused, call in (
+            ("job.batches(num_worker=…): no such option; did you mean 'num_workers'?",
+             lambda: job.batches(data, state, batch_size=2, num_worker=2)),
+            ("job.batches(epoch=…): no such option; did you mean 'epochs'?",
+             lambda: job.batches(data, state, batch_size=2, epoch=2)),
+            ("job.batches(rank=…): no such option; known: allow_changed, batch_sampler, batch_size, collate, commits, ",
+             lambda: job.batches(data, state, batch_size=2, rank=0)),
+            ("job.batches(mesh=…): the state is not sharded", lambda: job.batches(data, state, batch_size=2, mesh=1)),
+            ("job.steps(commit=…): no such option; did you mean 'commits'?", lambda: job.steps(data, state, commit=2)),
+            ("job.steps(on_turn=…): no such option; known: allow_changed, commits, epochs, seed, steps",
+             lambda: job.steps(data, state, on_turn=print)),
+            ("job.streams(keep_evry=…): no such option; did you mean 'keep_every'?",
+             lambda: job.streams(iter, state, count=1, batch_size=1, steps=1, keep_evry=2)),
+            ("job.evaluate(workers=…): no such option; did you mean 'num_workers'?",
+             lambda: job.evaluate(state, data, dict, batch_size=2, workers=2)),
+            ("job.ddp(static_grap=…): no such option; did you mean 'static_graph'?",
+             lambda: job.ddp(state.model, static_grap=True)),
+        ):  # fmt: skip
+            with pytest.raises(MisuseTypeError, match=re.escape(refused)):
+                call()
+            rows.append(refused)
+
+    with contextlib.suppress(MisuseIgnored):  # each call was refused before it began anything
+        elastic.run(setup, train)
+    assert len(rows) == 9
 
 
 def test_the_refusal_behind_an_error_of_the_script_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -396,6 +396,10 @@ def _scale(models: Sequence[nn.Module], factor: float) -> None:
         torch_private.foreach_mul(grads, factor)
 
 
+OPTIONS = {"sync_buffers", *inspect.signature(DistributedDataParallel).parameters} - {"module", "init_sync"}
+"""Those of `wrap` that scripts may give, some of them under the name of this torch."""
+
+
 def wrap(
     model: nn.Module,
     *,

@@ -2,14 +2,64 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import operator
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, TypedDict
 
 from torch.utils.data import DataLoader, Dataset
 
 from elastic.worker.link.misuse import MisuseTypeError, MisuseValueError
 
 from .sharding import BatchPlan
+
+
+class LoopOptions(TypedDict, total=False):
+    """Those of every loop with steps and epochs."""
+
+    commits: int
+    allow_changed: bool
+
+
+class StepsOptions(LoopOptions, total=False):
+    seed: int
+
+
+class ReadOptions(TypedDict, total=False):
+    """Those of `Job.evaluate`."""
+
+    seed: int
+    num_workers: int
+    collate: Callable[[list[Any]], Any] | None
+    pin_memory: bool
+
+
+class BatchOptions(LoopOptions, ReadOptions, total=False):
+    shuffle: bool
+    drop_last: bool
+    sampler: Iterable[Any] | None
+    batch_sampler: Iterable[Sequence[Any]] | None
+    micro_batch: int | None
+
+
+class StreamOptions(TypedDict, total=False):
+    seed: int
+    num_workers: int
+    collate: Callable[[list[Any]], Any] | None
+    keep_every: int
+    micro_batch: int | None
+
+
+def refuse_unknown(method: Callable[..., Any], options: Collection[str], known: Collection[str]) -> None:
+    """`options` of a method of the job. Raises MisuseTypeError naming the first that is not known, and the nearest."""
+    for name in options:
+        if name not in known:
+            own = inspect.signature(method).parameters.values()
+            every = sorted({*known, *(each.name for each in own if each.kind is each.KEYWORD_ONLY)})
+            near = difflib.get_close_matches(name, every, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(every)}"
+            raise MisuseTypeError(f"job.{method.__name__}({name}=…): no such option; {hint}")
 
 
 def plan_of(dataset: Any, batch_size: Any, *, drop_last: bool = False) -> BatchPlan:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, Unpack
 
 import msgspec
 import torch
@@ -14,7 +14,7 @@ from elastic.worker.comm.ddp import GradientWeight
 from elastic.worker.link.misuse import MisuseRuntimeError, MisuseTypeError, MisuseValueError
 from elastic.worker.state.parts.data_progress import DataProgress
 
-from .arguments import at_most, plan_of
+from .arguments import LoopOptions, at_most, plan_of
 from .columns import cut
 from .reading import Reader, elsewhere
 from .samplers import bounded, cut_up, order_hash, refuse_shares, whole_indices
@@ -169,7 +169,9 @@ def batches(
     equal_parts: bool = False,
     on_turn: Callable[[Any, int], None] = refuse_uncommitted,
     progress: DataProgress | None = None,
-    **limits: Any,
+    epochs: int | None = None,
+    steps: int | None = None,
+    **limits: Unpack[LoopOptions],
 ) -> Iterator[Batch]:
     """Yield this rank's part of each step from `state.step` on. See `Job.batches`; `limits`: those of `turns.Loop`.
 
@@ -178,7 +180,7 @@ def batches(
     """
     micro_batch = at_most("micro_batch", micro_batch)
     micro_sizes(1, micro_batch)  # raises for an invalid one at the first call, not in the loop
-    loop = Loop(progress, state.step, **{"epochs": None, "steps": None, **limits})
+    loop = Loop(progress, state.step, epochs=epochs, steps=steps, **limits)
     order = _Order(dataset, batch_size, sampler, batch_sampler, drop_last=drop_last, seed=seed, shuffle=shuffle)
     at = loop.placed(order.numbers(loop.commits))
     collate, begin = collate or default_collate, (loop.progress.first_epoch, at.begin, loop.commits)

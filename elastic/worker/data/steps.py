@@ -6,7 +6,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import msgspec
 from torch.utils.data import DataLoader, IterableDataset
@@ -16,6 +16,7 @@ from elastic.worker.link.misuse import MisuseValueError
 from elastic.worker.state.parts.data_progress import DataProgress
 from elastic.worker.torch_internals import torch_private
 
+from .arguments import LoopOptions
 from .batches import HasStep, refuse_uncommitted
 from .reading import Reader
 from .samplers import drawn, set_epoch, whole_indices
@@ -35,14 +36,16 @@ def steps(
     seed: int = 0,
     progress: DataProgress | None = None,
     on_turn: Callable[[Any, int], None] = refuse_uncommitted,
-    **limits: Any,
+    epochs: int | None = None,
+    steps: int | None = None,
+    **limits: Unpack[LoopOptions],
 ) -> Iterator[Any]:
     """Yield what `loader` yields on this rank, from `state.step` on. See `Job.steps`; `limits`: those of `turns.Loop`.
 
     A DataLoader over a dataset with indices is read by them, without those of the steps so far, and each sample with
     seeds of its own; any other iterable is drawn from up to the step, with the seeds of each draw.
     """
-    loop = Loop(progress, state.step, **{"epochs": None, "steps": None, **limits})
+    loop = Loop(progress, state.step, epochs=epochs, steps=steps, **limits)
     numbers = {"loop": "steps", "loader": type(loader).__name__, "seed": seed, "commits": loop.commits}
     at = loop.placed(numbers)
     loop.at = msgspec.structs.replace(at, world=world_size)

@@ -23,6 +23,7 @@ from elastic.worker.checks.replicas import Replicas
 from elastic.worker.comm import comm_hooks, ddp, ddp_models
 from elastic.worker.comm.p2p import control_device
 from elastic.worker.data import batches as data
+from elastic.worker.data.arguments import refuse_unknown
 from elastic.worker.link.link import Link
 from elastic.worker.link.misuse import MisuseError, MisuseRuntimeError, MisuseTypeError, MisuseValueError
 from elastic.worker.snapshots.checkpoint_scheduler import CheckpointScheduler
@@ -181,6 +182,7 @@ class Job(JobCalls):
         `hook_state` is not restored after a failure. Raises ValueError for other values, for both, and for a
         `process_group` of some ranks only; RuntimeError if the ranks begin with different parameters.
         """
+        refuse_unknown(self.ddp, options, ddp.OPTIONS)
         exchange = comm_hooks.chosen(compress, hook, hook_state)
         if not torch.distributed.is_initialized():
             self._gradient_weight.attach(model)  # for `Batch.parts`

@@ -12,7 +12,7 @@ import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from datetime import timedelta
 from types import CodeType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 import torch
 import torch.distributed as dist
@@ -21,10 +21,9 @@ from elastic.contract.timeouts import QUIET_S
 from elastic.worker.checks.numerics import disagreeing
 from elastic.worker.comm.errors import is_communication_error
 from elastic.worker.comm.p2p import control_device
+from elastic.worker.data import arguments, streams
 from elastic.worker.data import batches as data
 from elastic.worker.data import steps as own_loaders
-from elastic.worker.data import streams
-from elastic.worker.data.arguments import whole
 from elastic.worker.data.seeds import seed_everything
 from elastic.worker.link.misuse import MisuseError, MisuseIgnored, MisuseRuntimeError, MisuseTypeError
 from elastic.worker.state.handover import shared_values
@@ -36,6 +35,8 @@ from .data_ranks import data_rank, refuse_sharded, refuse_weights
 from .lr_scaling import Mode, ScaledSteps, factor
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from elastic.worker.comm.ddp import GradientWeight
     from elastic.worker.link.link import Link
     from elastic.worker.state.state import State
@@ -104,7 +105,7 @@ class JobCalls(abc.ABC):
         *,
         batch_size: int,
         limit_s: float = QUIET_S,
-        **options: Any,
+        **options: Unpack[arguments.ReadOptions],
     ) -> dict[str, float]:
         """Sums over `dataset`, with the samples shared out to the ranks; equal on all ranks and for any world size.
 
@@ -118,6 +119,7 @@ class JobCalls(abc.ABC):
         Raises RuntimeError between an optimizer's step and the commit and in `setup`, ValueError for an empty dataset
         or names that differ, TypeError for a value of several elements.
         """
+        arguments.refuse_unknown(self.evaluate, options, arguments.ReadOptions.__optional_keys__)
         refuse_sharded(
             state,
             "job.evaluate",
@@ -252,7 +254,8 @@ class JobCalls(abc.ABC):
         batch_size: int | None = None,
         epochs: int | None = None,
         steps: int | None = None,
-        **options: Any,
+        mesh: DeviceMesh | None = None,
+        **options: Unpack[arguments.BatchOptions],
     ) -> Iterator[data.Batch]:
         """Iterate over this rank's part of each global batch of `batch_size` samples, from step `state.step` on.
 
@@ -280,11 +283,13 @@ class JobCalls(abc.ABC):
         empty dataset, invalid sizes and a sampler without an end, RuntimeError if a turn ends without a commit, or if
         the data, the numbers or the sampler's order are others than in the steps so far, or on other ranks.
         """
+        arguments.refuse_unknown(self.batches, options, arguments.BatchOptions.__optional_keys__)
         rank, world_size, weight = self.rank, self.world_size, self._gradient_weight
         if state.is_sharded:
             refuse_weights(options)
-            mesh = options.pop("mesh", None)
             rank, world_size = data_rank(state.modules(), mesh, rank, world_size, alike=self._alike or world_size == 1)
+        elif mesh is not None:
+            raise MisuseTypeError("job.batches(mesh=…): the state is not sharded; leave it out")
         loaded = data.batches(
             dataset,
             state,
@@ -309,7 +314,7 @@ class JobCalls(abc.ABC):
         *,
         epochs: int | None = None,
         steps: int | None = None,
-        **options: Any,
+        **options: Unpack[arguments.StepsOptions],
     ) -> Iterator[Any]:
         """Iterate over what `loader` yields on this rank, one item for each step, from step `state.step` on.
 
@@ -326,6 +331,7 @@ class JobCalls(abc.ABC):
         Raises RuntimeError as `batches`, and for a generator that was begun before, ValueError for a loader that yields
         nothing.
         """
+        arguments.refuse_unknown(self.steps, options, arguments.StepsOptions.__optional_keys__)
         loaded = own_loaders.steps(
             loader,
             state,
@@ -350,20 +356,28 @@ class JobCalls(abc.ABC):
 
         To leave early, `break` at the top of the body.
         """
-        count = whole("the number of epochs", count, least=0)
+        count = arguments.whole("the number of epochs", count, least=0)
         for each in state.data_progress.rounds(count, lambda: state.step, lambda: self._end_round(state)):
             seed_everything(seed, 5, each.begin, self.rank)
             state.round_begins()
             yield each.index
 
     def streams(
-        self, make: streams.Make, state: State, *, count: int, batch_size: int, steps: int, **options: Any
+        self,
+        make: streams.Make,
+        state: State,
+        *,
+        count: int,
+        batch_size: int,
+        steps: int,
+        **options: Unpack[arguments.StreamOptions],
     ) -> Iterator[data.Batch]:
         """As `batches`, for data that can only be read in order: `count` streams, each made by `make(stream, count)`.
 
         The state needs a part for them: ``elastic.State(…, streams=None)``. Guarantees and errors: `streams.streams`;
         RuntimeError within `job.epochs`.
         """
+        arguments.refuse_unknown(self.streams, options, arguments.StreamOptions.__optional_keys__)
         refuse_sharded(
             state, "job.streams", "its batches are shared out to all ranks alike; take job.batches or job.steps"
         )
