@@ -1,4 +1,5 @@
-"""What other users see of a job's description: names, no values of its variables and no arguments. Pure.
+"""What is shown of a job's description: to other users names, no values of its variables and no arguments; to those who
+may change the job its arguments, too. Pure.
 
 Which of the values are secret nothing can tell: a password may be called anything, and stand anywhere in an argument.
 """
@@ -73,11 +74,12 @@ def masked_setting(name: str, value: Any) -> Any:
     return [*value[:1], *[MASK] * len(value[1:])] if name == "notify.command" else value
 
 
-def masked(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """A job's description, as JSON, for users who may not change the job."""
+def masked(spec: Mapping[str, Any], *, own: bool = False) -> dict[str, Any]:
+    """A job's description, as JSON. `own`: for those who may change the job, who see its arguments in `ps` as well."""
     shown = {name: masked_text(value) if isinstance(value, str) else value for name, value in spec.items()}
     shown["env"] = {name: MASK if value else "" for name, value in spec.get("env", {}).items()}
-    shown["args"] = [MASK] if spec.get("args") else []
+    if not own:
+        shown["args"] = [MASK] if spec.get("args") else []
     if isinstance(checkpoint := spec.get("checkpoint"), Mapping):
         shown["checkpoint"] = {**checkpoint, "remote": masked_url(checkpoint.get("remote", ""))}
     return shown

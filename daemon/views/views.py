@@ -150,13 +150,15 @@ def job_row(snapshot: Snapshot, job: Job, now: Now) -> answers.Job:
     return row
 
 
-def job_detail(snapshot: Snapshot, job: Job, now: Now, *, secrets: bool = False) -> answers.JobDetail:
-    """All details of one job; its secrets only if requested. Without `etcd`."""
+def job_detail(
+    snapshot: Snapshot, job: Job, now: Now, *, own: bool = False, secrets: bool = False
+) -> answers.JobDetail:
+    """All details of one job; its secrets only if requested. `own`: see `masked`. Without `etcd`."""
     spec: dict[str, Any] | None = msgspec.to_builtins(job.spec.spec) if job.spec else None
     still = goodput.stands_still(newest_progress(snapshot, job))
     return answers.JobDetail(
         **msgspec.structs.asdict(job_row(snapshot, job, now)),
-        spec=spec if secrets or spec is None else masking.masked(spec),
+        spec=spec if secrets or spec is None else masking.masked(spec, own=own),
         failures_in_window=len(job.state.failures),
         excluded_nodes=list(job.state.excluded_nodes),
         places=[_as(answers.Place, place) for place in (job.generation.nodes if job.generation else ())],

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import pwd
 import subprocess
 import sys
+import tarfile
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from support import snapshots
 from support.door import Door
 from support.wait import eventually
@@ -123,6 +126,36 @@ def test_another_user_sees_incidents_without_log_lines(door: Door) -> None:
         assert "exit code 1" in body
     for path in paths:
         assert line in json.dumps(Client(str(door.path)).get(path)), path  # of its own job
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: it takes the rights of another user")
+def test_the_arguments_of_a_job_are_shown_to_its_owner_and_root_alone(door: Door, tmp_path: pathlib.Path) -> None:
+    spec = JobSpec(name="train", script="/t.py", args=("--lr", "hush"), env={"KEY": "hush, too"})
+
+    def by(uid: int, user: str) -> None:
+        record = SpecRecord(spec=spec, submitted_wall_s=900.0, submitted_by=user, uid=uid, gid=uid, user=user)
+        door.published.publish(snapshots.snapshot(snapshots.job(spec=record)))
+
+    def args_for_another() -> list[str]:
+        ((status, body),) = ask_as_other(door, ("GET", "/v1/jobs/train", {}))
+        assert (status, "hush, too" in body) == (200, False)
+        return json.loads(body)["spec"]["args"]
+
+    by(0, "root")
+    assert args_for_another() == ["********"]
+    shown = CliRunner().invoke(ctl.main, ["--socket", str(door.path), "status", "train"])
+    assert "/t.py --lr hush" in shown.stdout
+    assert Client(str(door.path)).get("/v1/jobs/train")["spec"]["env"] == {"KEY": "********"}, "?secrets=1 shows it"
+    for argv in (["report", "train", "-o", str(tmp_path / "r")], ["bundle", "train", "-o", str(tmp_path / "b")]):
+        done = CliRunner().invoke(ctl.main, ["--socket", str(door.path), *argv])
+        assert done.exit_code == 0, done.output
+    assert "hush" not in (tmp_path / "r").read_text()
+    with tarfile.open(tmp_path / "b") as archive:
+        (job,) = [archive.extractfile(each) for each in archive.getnames() if each.endswith("train/job.json")]
+        assert job is not None
+        assert json.load(job)["spec"]["args"] == ["********"], "what is passed on has them for nobody"
+    by(OTHER, pwd.getpwuid(OTHER).pw_name)
+    assert args_for_another() == ["--lr", "hush"], "of its own job"
 
 
 def test_owner_of_the_daemon_may_do_all_of_it(door: Door) -> None:

@@ -45,8 +45,9 @@ def get_job(h: Request, query: Query, job: str) -> answers.JobDetail:
     current = job_of(snapshot, job)
     if secrets := request.flag(query, "secrets"):
         h.service.authority.check_job(h.peer(), job, current.spec, "read the secrets of")
-    detail = views.job_detail(snapshot, current, now(), secrets=secrets)
-    if not h.service.authority.may_change(h.peer(), current.spec):
+    own = h.service.authority.may_change(h.peer(), current.spec)
+    detail = views.job_detail(snapshot, current, now(), own=own, secrets=secrets)
+    if not own:
         detail = masking.job(detail)
     detail.etcd = views.etcd(snapshot, h.service.identity, now())
     return detail

@@ -101,7 +101,7 @@ def parts(client: Client, job: str | None, with_logs: bool) -> Iterator[tuple[st
     """(file in the archive, what makes its content)."""
 
     def answer(path: str, query: Json | None = None) -> Callable[[], str]:
-        return lambda: json.dumps(client.get(path, query, timeout_s=ANSWER_S), indent=2)
+        return lambda: json.dumps(_for_others(client.get(path, query, timeout_s=ANSWER_S)), indent=2)
 
     yield "about.json", lambda: json.dumps({"python": sys.version, "platform": platform.platform()}, indent=2)
     yield "status.json", answer("/v1/status")
@@ -117,6 +117,10 @@ def parts(client: Client, job: str | None, with_logs: bool) -> Iterator[tuple[st
             yield f"jobs/{each}/stacks.json", answer(f"/v1/jobs/{name(each)}/stacks")
         if with_logs:
             yield f"jobs/{each}/logs.txt", lambda each=each: _lines(client, each)  # type: ignore[misc]
+
+
+def _for_others(data: Json) -> Json:
+    return {**data, "spec": masking.masked(data["spec"])} if data.get("spec") else data
 
 
 def _jobs(client: Client) -> dict[str, str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 import click
 
 from elastic.util.files import replace_file
-from elasticd.base import answers, safe_text
+from elasticd.base import answers, masking, safe_text
 from elasticd.base.safe_text import line
 from elasticd.ctl.client import Client, Failed, Json, name
 from elasticd.ctl.completion import JOB, job_names, node_names
@@ -91,6 +91,7 @@ def report(client: Client, job: str, path: str) -> None:
 
     status = read(client.get("/v1/status"), answers.Status)
     detail = read(client.get(f"/v1/jobs/{name(job)}"), answers.JobDetail)
+    detail.spec = detail.spec and masking.masked(detail.spec)  # a file is passed on
     rows = client.get("/v1/incidents", {"job": job})["incidents"]
     incidents = [read(row, answers.Incident) for row in rows]
     try:
