@@ -335,7 +335,8 @@ class Job(Answer):
     step: int | None = None
     """newest committed step known to this node"""
     steps_per_s: float | None = None
-    """over the last 10 s, 0 once it stands still; null while no agent of the job is there"""
+    """over the last 10 s, 0 once the newest step is three step times old, at least 1 s; null while no agent of
+    the job is there"""
     loss: float | None = None
     """that of the lowest rank on the leader's node (rank 0, unless its node has just been replaced), of the newest step
     that reported one"""

@@ -124,7 +124,7 @@ def job_row(snapshot: Snapshot, job: Job, now: Now) -> answers.Job:
         generation=job.generation.number if job.generation else 0,
         world_size=job.generation.world_size if job.generation else 0,
         step=progress.step if progress else None,
-        steps_per_s=round(progress.steps_per_s, 3) if progress and (job.members or job.over) else None,
+        steps_per_s=_rate(progress, job, now) if progress and (job.members or job.over) else None,
         loss=_number(progress.loss) if progress else None,
         progress_age_s=round(max(0.0, now.wall_s - progress.wall_s), 1) if progress else None,
         checkpoint=_checkpoint(job, progress, now),
@@ -143,8 +143,6 @@ def job_row(snapshot: Snapshot, job: Job, now: Now) -> answers.Job:
         incidents=len(job.incidents),
         last_incident=incident(snapshot, job, job.incidents[-1], now) if job.incidents else None,
     )
-    if row.no_progress is not None:  # the mean of its window would fade for seconds
-        row.steps_per_s = 0.0
     row.health = _health(job, row, _starts(job, row, progress, now))
     row.why = why.of_job(snapshot, job, row, waits, progress.still if progress else None, now.wall_s)
     return row
@@ -310,6 +308,15 @@ def _no_progress(job: Job, progress: ProgressRecord | None, now: Now) -> answers
     return msgspec.structs.replace(
         _as(answers.NoProgress, still), for_s=round(max(0.0, now.wall_s - still.since_wall_s), 1)
     )
+
+
+def _rate(progress: ProgressRecord, job: Job, now: Now) -> float:
+    """Of the last 10 s: 0 once the newest step is older than three step times and a second, for the mean of its window
+    would fade for seconds. Its age is that in the record, and by how much the record is late."""
+    step_s = max((row.step_s for row in progress.ranks), default=0.0) or 1.0 / max(progress.steps_per_s, 0.1)
+    age_s = max(progress.wall_s, now.wall_s - LED_S) - progress.step_wall_s
+    lasts = job.over or not progress.step_wall_s or age_s <= max(1.0, 3 * step_s)
+    return round(progress.steps_per_s, 3) if lasts else 0.0
 
 
 def _starts(job: Job, row: answers.Job, progress: ProgressRecord | None, now: Now) -> bool:

@@ -213,9 +213,32 @@ def test_the_health_check_is_about_the_loop_alone() -> None:
     assert not views.healthz(snapshot(turned_s=50.0), NOW)[0]
 
 
+@pytest.mark.parametrize(
+    ("stepped_wall_s", "written_wall_s", "step_s", "shown"),
+    [
+        (997.4, 998.0, 0.1, 9.877),
+        (996.9, 998.0, 0.1, 0.0),  # three steps are less than a second
+        (996.9, 998.0, 0.5, 9.877),
+        (996.4, 998.0, 0.5, 0.0),
+        (996.0, 996.0, 0.1, 9.877),  # the leader writes every two seconds
+        (993.0, 993.0, 0.1, 0.0),  # and nothing is known since
+        (993.0, 993.0, 5.0, 9.877),
+        (0.0, 998.0, 0.1, 9.877),  # by an earlier agent, which does not tell
+    ],
+)
+def test_the_rate_is_shown_for_as_long_as_steps_are_made(
+    stepped_wall_s: float, written_wall_s: float, step_s: float, shown: float
+) -> None:
+    ranks = [msgspec.to_builtins(row(2, "b", 0, step_s=step_s))]
+    told = progress(ranks=ranks, wall_s=written_wall_s, step_wall_s=stepped_wall_s)
+    assert status(job(progress=told))["jobs"][0]["steps_per_s"] == shown
+    over = job(progress=told, state=JobState(phase=Phase.SUCCEEDED), members={})
+    assert status(over)["jobs"][0]["steps_per_s"] == 9.877, "that of its last steps"
+
+
 def test_a_job_that_makes_no_step_is_not_healthy_unless_that_was_declared() -> None:
     still = {"since_wall_s": 940.0, "because": "it is computing in step 41", "rank": 2, "node": "b"}
-    seen = status(job(progress=progress(still=still)))
+    seen = status(job(progress=progress(still=still, step_wall_s=940.0)))
     assert seen["jobs"][0]["health"] == "degraded"
     assert seen["jobs"][0]["no_progress"] == still | {"for_s": 60.0, "declared": False}
     assert (seen["jobs"][0]["steps_per_s"], status(job())["jobs"][0]["steps_per_s"]) == (0.0, 9.877)
