@@ -10,6 +10,7 @@ import torch.distributed as dist
 from support.ranks import ranks, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -148,15 +149,19 @@ def refused(rank: int, world_size: int, port: int) -> Any:
         pass
 
     first = refusal(lambda: elastic.State(model=FullyShardedDataParallel()))
+    bare = net()
+    FSDP1(bare, device_id=torch.device("cpu"), use_orig_params=True)
+    within = refusal(lambda: elastic.State(model=bare))
     Accepted.sharded = False
     model = net()
     fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
-    return first, refusal(lambda: elastic.State(model=model))
+    return first, within, refusal(lambda: elastic.State(model=model))
 
 
 def test_what_is_sharded_otherwise_or_unsaid_is_refused_with_the_fix() -> None:
-    ((old, unsaid), *_) = run_ranks(refused, world_size=1)
+    ((old, within, unsaid), *_) = run_ranks(refused, world_size=1)
     assert "fully_shard (FSDP2)" in old
+    assert within == old, "the model that is within it"
     assert "elastic.run(setup, train, sharded=True)" in unsaid
 
 

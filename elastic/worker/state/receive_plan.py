@@ -15,6 +15,7 @@ from elastic.contract.worker.tensor_table import Table, TensorInfo
 from elastic.worker.link.misuse import MisuseTypeError
 from elastic.worker.state.parts.boxes import Accepted, box_of, is_sharded
 from elastic.worker.state.parts.parts import OptimizerPart, OptimizerTensors, Part
+from elastic.worker.torch_internals.torch_private import is_flattened
 
 from .optimizers import sharded_module
 
@@ -23,7 +24,7 @@ def refuse_sharded(name: str, module: torch.nn.Module) -> None:
     """Raises TypeError if each rank has a part of the parameters only, and the job does not say so; for torch's first
     FSDP, whose parameters are no DTensors, in any case."""
     kinds = {kind.__name__ for inner in module.modules() for kind in type(inner).__mro__}
-    if "FullyShardedDataParallel" in kinds:
+    if "FullyShardedDataParallel" in kinds or any(map(is_flattened, module.parameters())):
         raise MisuseTypeError(
             f"state.{name} is wrapped by FullyShardedDataParallel, whose parts have no names of their own: shard it by "
             "torch.distributed.fsdp.fully_shard (FSDP2) in setup(), and call elastic.run(setup, train, sharded=True)"

@@ -318,6 +318,11 @@ def set_random_tracker(tracker: Any) -> None:
         module._rng_tracker = tracker  # type: ignore[attr-defined]
 
 
+def is_flattened(param: torch.nn.Parameter) -> bool:
+    """Whether it is a view of a flat parameter of the first FSDP."""
+    return getattr(param, "_fsdp_flattened", False)
+
+
 # ── the build ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
