@@ -24,6 +24,9 @@ SLOW_NAMED = 2
 SILENT_S = 10.0
 """An agent rewrites its status once a second; if it is older than this, the agent is stopped or its disk is full."""
 
+LED_S = 5.0
+"""The leader writes its record every two seconds: what is older has an age."""
+
 SHOWN_NODES = 8
 """At most this many nodes have a line each among the problems."""
 
@@ -188,7 +191,9 @@ def _runs(row: answers.Job) -> str:
     rate = f", {row.steps_per_s:.3g} steps/s" if row.steps_per_s else ""
     most = row.nodes.rpartition(":")[2]
     fewer = f", on {row.members} of at most {most} nodes" if most.isdigit() and row.members < int(most) else ""
-    return f"running: step {row.step}{rate}{fewer}"
+    old_s = row.progress_age_s or 0.0
+    old = f" as of {age(old_s)} ago" if old_s > LED_S else ""
+    return f"running: step {row.step}{old}{rate}{fewer}"
 
 
 def _ranks(row: answers.Job) -> str:
@@ -208,7 +213,7 @@ def _starts(snapshot: Snapshot, job: Job, wall_s: float) -> Iterator[str]:
     for name, node in sorted(snapshot.cluster.nodes.items()):
         for agent in _agents_of(snapshot, name, node):
             if agent.job == job.name and not _has_stepped_with(job, name):
-                yield _starting(name, wall_s, "", agent.doing, agent.since_wall_s)
+                yield _starting(name, wall_s, agent, _silent_s(snapshot, job, name, wall_s))
 
 
 def _agents_of(snapshot: Snapshot, name: str, node: Node) -> Iterator[AgentRow]:
@@ -230,15 +235,31 @@ def _has_stepped(job: Job) -> bool:
 def _has_stepped_with(job: Job, node: str) -> bool:
     """Whether the agent on `node` has a place in the job's generation, which has committed a step: it is not starting,
     whatever its node's record still says."""
+    return _has_stepped(job) and _has_place(job, node)
+
+
+def _has_place(job: Job, node: str) -> bool:
     member, generation = job.members.get(node), job.generation
-    if member is None or generation is None or not _has_stepped(job):
-        return False
-    return generation.node_of(node, member.record.incarnation) is not None
+    return bool(member and generation and generation.node_of(node, member.record.incarnation) is not None)
 
 
-def _starting(node: str, wall_s: float, job: str, doing: Text, since_wall_s: float) -> str:
-    where = f"{job} is" if job else f"{node} is"
-    return f"{where} {doing} for {age(wall_s - since_wall_s)}"
+def _silent_s(snapshot: Snapshot, job: Job, node: str, wall_s: float) -> float:
+    """For how long the agent of `job` on `node` has said nothing, so that what it said last need not be true: by the
+    age of its status here; elsewhere for some seconds after the others found it gone, by when its lease has run out or
+    it is heard after all. 0: it is not known."""
+    here = snapshot.agents.get(job.name)
+    if here and here.status and here.status.node == node:
+        return silent_s if (silent_s := wall_s - here.status.written_wall_s) > SILENT_S else 0.0
+    lost = (i for i in job.incidents if i.open and any(c.node == node and c.kind == "lost" for c in i.causes))
+    found_s = max((wall_s - i.wall_s for i in lost), default=0.0)
+    again = node in job.members and not _has_place(job, node)
+    return 0.0 if again or found_s > SILENT_S else found_s
+
+
+def _starting(who: str, wall_s: float, agent: AgentRow, silent_s: float) -> str:
+    if silent_s and agent.since_wall_s <= wall_s - silent_s:
+        return f"{who} is silent for {age(silent_s)}, last said: {agent.doing}"
+    return f"{who} is {agent.doing} for {age(wall_s - agent.since_wall_s)}"
 
 
 def _stands(still: Stillness, wall_s: float) -> str:
@@ -276,9 +297,12 @@ def of_node(snapshot: Snapshot, row: answers.Node, me: str, wall_s: float) -> st
             return f"{row.state} {row.reason}{waits}"
         return f"elasticd does not answer there; its agents of {', '.join(row.jobs)} have not lost their leases{waits}"
     parts = [*_blocked(snapshot.cluster, node, wall_s), *_disputes(snapshot.cluster, name)]
+    jobs = [job for job in snapshot.cluster.jobs.values() if not job.over]
     past = {job.name for job in snapshot.cluster.jobs.values() if job.over or _has_stepped_with(job, name)}
+    silent_s = {job.name: found_s for job in jobs if (found_s := _silent_s(snapshot, job, name, wall_s))}
     starting = [agent for agent in _agents_of(snapshot, name, node) if agent.job not in past]
-    parts += [_starting(name, wall_s, agent.job, agent.doing, agent.since_wall_s) for agent in starting]
+    parts += [_starting(agent.job, wall_s, agent, silent_s.pop(agent.job, 0.0)) for agent in starting]
+    parts += [f"the agent of {job} is silent for {age(found_s)}" for job, found_s in silent_s.items()]
     if name == me and not snapshot.contact.connected:
         parts.append(f"etcd unreachable from here: {snapshot.contact.error or 'no answer'}; what runs here goes on")
     if name == me:

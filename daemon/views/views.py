@@ -314,7 +314,7 @@ def _rate(progress: ProgressRecord, job: Job, now: Now) -> float:
     """Of the last 10 s: 0 once the newest step is older than three step times and a second, for the mean of its window
     would fade for seconds. Its age is that in the record, and by how much the record is late."""
     step_s = max((row.step_s for row in progress.ranks), default=0.0) or 1.0 / max(progress.steps_per_s, 0.1)
-    age_s = max(progress.wall_s, now.wall_s - LED_S) - progress.step_wall_s
+    age_s = max(progress.wall_s, now.wall_s - why.LED_S) - progress.step_wall_s
     lasts = job.over or not progress.step_wall_s or age_s <= max(1.0, 3 * step_s)
     return round(progress.steps_per_s, 3) if lasts else 0.0
 
@@ -344,10 +344,6 @@ def _number(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-LED_S = 5.0
-"""The leader writes its record every two seconds: one that is older has an age, too."""
-
-
 def rank_rows(snapshot: Snapshot, job: Job, *, still: bool, wall_s: float) -> list[answers.Rank]:
     """By rank: from this node's agent, else from the leader's record, with `age_s` if it is old, else from that of the
     rank's own agent, always with `age_s`, else from the node's record. `still`: the job stands still."""
@@ -367,7 +363,7 @@ def rank_rows(snapshot: Snapshot, job: Job, *, still: bool, wall_s: float) -> li
                 rows[name, each.slot] = _rank(each.row, age_s, node=name)
     local = local_status(snapshot, job)
     led_s = round(wall_s - job.progress.wall_s, 1) if job.progress else 0.0
-    reported = [(row, led_s if led_s > LED_S else None) for row in (job.progress.ranks if job.progress else ())]
+    reported = [(row, led_s if led_s > why.LED_S else None) for row in (job.progress.ranks if job.progress else ())]
     reported += [(row, None) for row in (local.ranks if local else ())]
     rows |= {(row.node, row.slot): _rank(row, age_s, pid=row.pid or None) for row, age_s in reported}
     for key, time in goodput.of_ranks(job.ranks, own_account(snapshot, job), still=still).items():

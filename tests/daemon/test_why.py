@@ -16,7 +16,7 @@ from support.snapshots import job, progress, row, snapshot
 from elastic.contract.agent_files import AgentStatus
 from elastic.contract.job.spec import Checkpoint
 from elastic.contract.records.decoding import Member
-from elastic.contract.records.job_records import Failure, JobState, MemberRecord, Phase
+from elastic.contract.records.job_records import Failure, IncidentRecord, JobState, MemberRecord, Phase
 from elastic.contract.records.node_records import AgentRow, CordonRecord, DrainRecord, NodeRecord
 from elastic.contract.records.reasons import Code, reason
 from elastic.contract.records.standings import Stillness
@@ -168,6 +168,52 @@ def test_an_agent_that_runs_beside_the_daemon_is_asked_itself() -> None:
     assert why(setting_up) == ("a is running setup in slot 0 for 3 s", "train is running setup in slot 0 for 3 s")
     assert why({}) == ("running: no step yet, 3 ranks", "ready: 2 of 2 slots used")
     assert why({"node": "b"})[0] == "a is importing torch for 14 s", "of another node"
+
+
+def test_what_a_lost_agent_said_last_is_told_as_that_until_it_is_there_again() -> None:
+    """Its node's record stays in etcd until the lease ends."""
+    cause = {"generation": 2, "node": "a", "kind": "lost", "detail": "its port refuses connections"}
+    outage = msgspec.convert(
+        msgspec.to_builtins(job().incidents[0]) | {"open": True, "wall_s": 997.0, "causes": [cause]}, IncidentRecord
+    )
+    lost = job(incidents=(outage,), progress=progress(0, managed=True))
+
+    def why(lost: Job, *agents: list[object]) -> tuple[str, str]:
+        there = node(agents=agents)
+        return of_job(lost, nodes=(there,)).rpartition("; ")[2], of_node(there, job=lost)
+
+    imports, again = ["train", "importing torch", 986.0], ["train", "starting", 998.0]
+    silent = "silent for 3 s, last said: importing torch"
+    assert why(lost, imports) == (f"a is {silent}", f"train is {silent}")
+    assert why(replace(lost, members={}), imports) == (f"a is {silent}", f"train is {silent}"), (
+        "its own lease has ended"
+    )
+    assert why(lost)[1] == "the agent of train is silent for 3 s"
+    assert why(lost, again)[0] == "a is starting for 2 s", "its daemon lives"
+    anew = {"a": Member(MemberRecord(node="a", incarnation="j", host="h", port=1, slots=2), 1)}
+    assert why(replace(lost, members=anew), imports)[0] == "a is importing torch for 14 s"
+    heard = replace(lost, incidents=(msgspec.structs.replace(outage, wall_s=989.0),))
+    assert why(heard, imports)[0] == "a is importing torch for 14 s", "no lease is so long"
+    over = msgspec.structs.replace(outage, open=False)
+    assert why(replace(lost, incidents=(over,)), imports)[0] == "a is importing torch for 14 s"
+
+
+def test_what_is_older_than_its_interval_has_its_age() -> None:
+    base = {
+        "pid": 3,
+        "incarnation": "i",
+        "job": "train",
+        "node": "a",
+        "phase": "running",
+        "reason": "",
+        "leader": False,
+    }
+    base |= {"generation": 2, "etcd_ok": True, "doing": "importing torch", "doing_since_wall_s": 960.0}
+    said = msgspec.convert(base | {"written_wall_s": 980.0}, AgentStatus)
+    agents = {"train": LocalAgent("train", 3, 2, said, None)}
+    assert of_job(PENDING, nodes=(IMPORTS,), agents=agents) == "a is silent for 20 s, last said: importing torch"
+    late = job(incidents=(), progress=progress(wall_s=990.0))
+    assert of_job(late) == "running: step 40 as of 10 s ago, 9.88 steps/s"
 
 
 def test_start_of_an_agent_is_not_shown_once_its_generation_has_stepped() -> None:
