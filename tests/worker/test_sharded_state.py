@@ -165,6 +165,25 @@ def test_what_is_sharded_otherwise_or_unsaid_is_refused_with_the_fix() -> None:
     assert "elastic.run(setup, train, sharded=True)" in unsaid
 
 
+def saved_again(rank: int, world_size: int, port: int) -> Any:
+    formed(rank, world_size, port)
+    model = net()
+    fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+    state, found = elastic.State(model=model), []
+    for _entry in range(2):
+        state.forget_gradients()
+        with torch.no_grad():
+            model(torch.ones(4, 5))  # an evaluation: it leaves the parameters unsharded
+        found.append([type(each).__name__ for each in model.state_dict().values()])
+    return found
+
+
+def test_a_survivors_state_dict_after_an_evaluation_is_sharded_as_that_of_a_replacement() -> None:
+    """FSDP2 makes its hooks for that at the first forward, once; the hooks that `train` makes are taken away."""
+    for found in run_ranks(saved_again, world_size=2):
+        assert found == [["DTensor"] * 4] * 2
+
+
 def test_parts_of_unequal_sizes_and_micro_batches_are_refused() -> None:
     class Progress:
         step = 0

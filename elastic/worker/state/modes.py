@@ -129,11 +129,12 @@ class Hooks:
             for name, hooks in torch_private.hooks_of(each):
                 setup = self._setup.get((number, name), {})
                 if hooks.keys() != setup.keys():
-                    ours = {key: hook for key, hook in hooks.items() if _is_ours(hook)}
+                    kept = {key: hook for key, hook in hooks.items() if _is_kept(hook)}
                     hooks.clear()
-                    hooks.update({**setup, **ours})
+                    hooks.update({**setup, **kept})
 
 
-def _is_ours(hook: Any) -> bool:
-    """Of an optimizer within a part, which elastic comes to know at its first step."""
-    return str(getattr(hook, "__module__", "")).startswith("elastic.")
+def _is_kept(hook: Any) -> bool:
+    """Of an optimizer within a part, which elastic comes to know at its first step; of FSDP2, which makes some at the
+    first forward, once: they bring the parameters back from their unsharded form for a state dict."""
+    return str(getattr(hook, "__module__", "")).startswith(("elastic.", "torch.distributed.fsdp."))
