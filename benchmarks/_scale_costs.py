@@ -13,6 +13,7 @@ import msgspec
 
 from elastic.contract.job.spec import JobSpec
 from elastic.contract.keys import ClusterKeys
+from elastic.contract.records.generation_delta import GenerationReader, written
 from elastic.contract.records.job_records import (
     GenerationNode,
     GenerationRecord,
@@ -28,7 +29,6 @@ from elastic.contract.records.job_records import (
 from elastic.contract.timeouts import Timeouts
 from elastic.contract.worker.messages import Ready
 from elastic.etcd.client import KV
-from elastic.recovery.facts.generation_delta import GenerationReader, changes
 from elastic.recovery.facts.view import JobReader, JobView
 from elastic.recovery.machine.events import Joined, Progress, Start, Tick, Viewed, WorkerSaid
 from elastic.recovery.machine.model import Agent, Policy
@@ -123,13 +123,15 @@ def agent_at(index: int, picture: Picture, view: JobView, now_s: float) -> Agent
 
 def followers(formed: GenerationRecord) -> Iterator[bytes]:
     """The generations that follow as one node after the other is lost."""
+    reader, raw = GenerationReader(), encode(formed)
     for lost in range(ROUNDS):
+        formed = reader.read(raw)
+        assert reader.base is not None
         middle = len(formed.nodes) // 2 + lost
-        places = formed.nodes[:middle] + formed.nodes[middle + 1 :]
-        formed = msgspec.structs.replace(
-            formed, number=formed.number + 1, nodes=places, changes=changes(formed.nodes, places)
-        )
-        yield encode(formed)
+        nodes = formed.nodes[:middle] + formed.nodes[middle + 1 :]
+        after = msgspec.structs.replace(formed, number=formed.number + 1, nodes=nodes)
+        raw = encode(written(after, formed, reader.base).generation)
+        yield raw
 
 
 def measure(nodes: int) -> Costs:

@@ -380,7 +380,7 @@ class Actions:
 
 def _all_but_spec_and_state(keys: JobKeys) -> list[Op]:
     """Removes a job's other records, in one transaction with new ones of these two."""
-    gone: list[Op] = [Delete(key) for key in (keys.generation, keys.restored, keys.progress, keys.asked)]
+    gone: list[Op] = [Delete(key) for key in (keys.generation, keys.base, keys.restored, keys.progress, keys.asked)]
     below = (keys.members, keys.ranks, keys.broken_all, keys.incidents)
     return gone + [Delete(prefix, prefix=True) for prefix in below]
 

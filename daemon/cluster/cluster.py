@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -12,6 +13,7 @@ import msgspec
 from elastic.contract.job.spec import JobSpec
 from elastic.contract.keys import ClusterKeys, JobKeys
 from elastic.contract.records.decoding import Decoder, Member, R, Stored
+from elastic.contract.records.generation_delta import GenerationReader
 from elastic.contract.records.incident_account import IncidentAccount
 from elastic.contract.records.incident_fold import incidents
 from elastic.contract.records.job_records import (
@@ -171,6 +173,7 @@ class ClusterReader:
         self._decoder = Decoder()
         self._stopped = {} if stopped is None else stopped
         self._folded: dict[str, tuple[_Told, tuple[IncidentRecord, ...]]] = {}
+        self._generations: dict[str, GenerationReader] = {}
 
     def read(
         self,
@@ -186,11 +189,11 @@ class ClusterReader:
         foreign: dict[str, str] = {}
         self._decoder.next_view()
 
-        def take(kind: type[R], kv: KeyValue | None) -> R | None:
+        def take(kind: type[R], kv: KeyValue | None, read: Callable[[bytes], R] | None = None) -> R | None:
             if kv is None:
                 return None
             try:
-                return self._decoder.read(kind, kv.key, kv, _DECODERS.get(kind))
+                return self._decoder.read(kind, kv.key, kv, read or _DECODERS.get(kind))
             except ProtocolVersionMismatch as error:
                 foreign[kv.key] = str(error)
             except (msgspec.DecodeError, UnicodeDecodeError) as error:  # ValidationError among them
@@ -216,10 +219,14 @@ class ClusterReader:
             if name not in self._folded or self._folded[name][0] != on_record:
                 self._folded[name] = on_record, _incidents(on_record)
             folded = self._folded[name][1]
-            jobs[name] = _job(name, job, records, take, signed, self._asked(name, spec, asked), folded)
-        for name in [name for name in (*self._stopped, *self._folded) if name not in jobs]:
+            base, reader = records.get(job.base), self._generations.setdefault(name, GenerationReader())
+            read = functools.partial(reader.read, base=base.value if base else None)
+            formed = take(GenerationRecord, records.get(job.generation), read)
+            jobs[name] = _job(name, job, records, take, signed, self._asked(name, spec, asked), folded, formed)
+        for name in [name for name in (*self._stopped, *self._folded, *self._generations) if name not in jobs]:
             self._stopped.pop(name, None)
             self._folded.pop(name, None)
+            self._generations.pop(name, None)
         events = {key: kv.value for key, kv in kvs.items() if key.startswith(keys.events)}
         why = {key: refusal.why for key, refusal in (refused or {}).items()}
         return Cluster(nodes, jobs, cordons, drains, revision, events, foreign, why, inventory)
@@ -235,9 +242,9 @@ class ClusterReader:
 
 
 class _Take(Protocol):
-    """Reads one record; None where there is none, or one of another protocol."""
+    """Reads one record; None where there is none, or one of another protocol. `read`: how, if not by its kind alone."""
 
-    def __call__(self, kind: type[R], kv: KeyValue | None) -> R | None: ...
+    def __call__(self, kind: type[R], kv: KeyValue | None, read: Callable[[bytes], R] | None = None) -> R | None: ...
 
 
 def _told(job: JobKeys, kvs: Mapping[str, KeyValue], take: _Take) -> _Told:
@@ -271,6 +278,7 @@ def _job(
     signed: bool,
     asked: AskedRecord,
     incidents: tuple[IncidentRecord, ...],
+    generation: GenerationRecord | None,
 ) -> Job:
     spec, state = kvs.get(job.spec), kvs.get(job.state)
     written = take(JobState, state)
@@ -290,7 +298,7 @@ def _job(
         stop_is_due=stop_is_due,
         state_revision=state.mod_revision if state else 0,
         members=members,
-        generation=take(GenerationRecord, kvs.get(job.generation)),
+        generation=generation,
         progress=take(ProgressRecord, kvs.get(job.progress)),
         ranks={n: r for n, (r, _) in _below(job.ranks, RanksRecord, kvs, take)},
         asked=asked,

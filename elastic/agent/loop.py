@@ -207,6 +207,8 @@ class AgentLoop:
             log.error("protocol.unknown", error=str(error))
             self._ended = Leave(str(error), code=3)
             return
+        if self._view_reader.lacks_base and not self._watch_scope.complete:
+            self._watch_scope.read_base()
         if view.connected != self.agent.etcd.connected:
             log.info("etcd.connected" if view.connected else "etcd.lost")
         self._turn(events.Viewed(job, view.connected))

@@ -8,7 +8,9 @@
 /elastic/<cluster>/events/<milliseconds>.<node>.<id>        EventRecord (the newest `KEPT_EVENTS` of the cluster)
 /elastic/<cluster>/jobs/<job>/head/spec                     SpecRecord
 /elastic/<cluster>/jobs/<job>/head/state                    JobState
-/elastic/<cluster>/jobs/<job>/head/generation               GenerationRecord (compare-and-swap)
+/elastic/<cluster>/jobs/<job>/head/generation               GenerationRecord (compare-and-swap), or how it differs
+                                                            from the base (GenerationDelta)
+/elastic/<cluster>/jobs/<job>/base                          BaseRecord (of a large job: with its head, or before)
 /elastic/<cluster>/jobs/<job>/head/restored                 {}: written with a generation that etcd had lost
 /elastic/<cluster>/jobs/<job>/head/broken/<generation>      BrokenRecord (first failure wins)
 /elastic/<cluster>/jobs/<job>/members/<node>       leased   MemberRecord
@@ -89,6 +91,7 @@ KINDS = {
     "jobs/*/head/broken/*": Kind(_JOB, acted_on=False),
     "jobs/*/members/*": Kind(_JOB, leased=True),
     "jobs/*/incidents/*": Kind(_JOB, acted_on=False),
+    "jobs/*/base": Kind(_JOB, acted_on=False),
     "jobs/*/progress": Kind(_JOB, acted_on=False),
     "jobs/*/ranks/*": Kind(_JOB, acted_on=False),
     "jobs/*/asked": Kind(_CLUSTER),
@@ -185,6 +188,7 @@ class JobKeys:
         self.state = f"{self.head}state"
         self.generation = f"{self.head}generation"
         self.restored = f"{self.head}restored"
+        self.base = f"{self.root}base"
         self.progress = f"{self.root}progress"
         self.asked = f"{self.root}asked"
         self.members = f"{self.root}members/"

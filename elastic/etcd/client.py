@@ -200,9 +200,18 @@ class Etcd:
 
     # Watches
 
-    def watch(self, prefix: str, on_view: Callable[[View], None], *, refresh_s: float = 5.0, before: str = "") -> Watch:
+    def watch(
+        self,
+        prefix: str,
+        on_view: Callable[[View], None],
+        *,
+        refresh_s: float = 5.0,
+        before: str = "",
+        completed: Callable[[View], View] | None = None,
+    ) -> Watch:
         """Call `on_view`, in a thread of its own, with a view of `prefix` now and after changes. `before`: only the
-        keys of the prefix that sort before this one.
+        keys of the prefix that sort before this one. `completed`: adds to a view what `on_view` needs beside it; it may
+        raise EtcdError, and the contact is then lost until it does not.
 
         Changes that arrive faster than `on_view` handles them are merged into the newest view. It is also called every
         `refresh_s`, after etcd confirmed the contact, and with `connected=False` when contact is lost; the view then
@@ -210,7 +219,7 @@ class Etcd:
         etcd the keys are read again, so keys that were created and deleted in between are not seen. `on_view` must be
         quick and must not raise.
         """
-        watch = Watch(self, prefix, on_view, refresh_s, before)
+        watch = Watch(self, prefix, on_view, refresh_s, before, completed)
         with self._lock:
             self._watches = [*(old for old in self._watches if not old.closed), watch]
         watch.start()

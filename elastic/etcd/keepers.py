@@ -141,9 +141,16 @@ class Watch:
     """A watch of one prefix; see `Etcd.watch`. `view` is the newest view, None before the first."""
 
     def __init__(
-        self, source: Source, prefix: str, on_view: Callable[[View], None], refresh_s: float, before: str = ""
+        self,
+        source: Source,
+        prefix: str,
+        on_view: Callable[[View], None],
+        refresh_s: float,
+        before: str,
+        completed: Callable[[View], View] | None = None,
     ) -> None:
         self.prefix = prefix
+        self._completed = completed
         self._before = before
         self.view: View | None = None
         self._source = source
@@ -330,9 +337,10 @@ class Watch:
             self._show(replace(view, connected=False, error=error))
 
     def _show(self, view: View) -> None:
+        """Raises EtcdError if a view of a standing contact cannot be completed: then it is not shown."""
         self.view = view
         if not self._closing.is_set():
-            self._on_view(view)
+            self._on_view(self._completed(view) if self._completed else view)
 
 
 def start_thread(thread: threading.Thread) -> None:

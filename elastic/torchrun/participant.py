@@ -21,6 +21,7 @@ from elastic.agent.peers.store import Stores
 from elastic.contract.keys import ClusterKeys
 from elastic.contract.records.job_records import (
     BrokenRecord,
+    GenerationHead,
     GenerationRecord,
     MemberRecord,
     ProtocolVersionMismatch,
@@ -307,7 +308,7 @@ class RendezvousParticipant:
         if self.fault or self.etcd.newest(self.keys.members).count:
             return
         if (last := self.etcd.get(self.keys.generation)) is not None:
-            number = decode(GenerationRecord, last.value).number
+            number = decode(GenerationHead, last.value).number
             then = [Delete(self.keys.generation), Delete(self.keys.broken(number))]
             self.etcd.txn([ModIs(self.keys.generation, last.mod_revision)], then)
 

@@ -95,3 +95,38 @@ def test_a_scope_that_cannot_be_watched_now_is_chosen_again(monkeypatch: pytest.
     assert (watcher.sight.complete, watcher.look()) == (True, {"head/spec", "members/n0", "progress"})
     watcher.sight.choose(False, 2.0)
     assert (watcher.sight.complete, watcher.look()) == (False, {"head/spec"})
+
+
+def test_the_base_is_read_when_it_is_asked_for_and_not_again() -> None:
+    watcher = Watcher(4)
+    watcher.server.put_all([Put(KEYS.base, b"base")])
+    watcher.sight.start(watcher.seen.append, 0.0)
+    assert watcher.look() == {"head/spec"}
+    watcher.sight.read_base()
+    watcher.server.put_all([Put(KEYS.spec, b"another")])
+    assert watcher.look() == {"head/spec", "base"}
+    watcher.server.put_all([Put(KEYS.base, b"newer"), Put(KEYS.spec, b"a third")])
+    watcher.look()
+    assert watcher.seen[-1].kvs[KEYS.base].value == b"base"
+    watcher.sight.choose(True, 1.0)
+    watcher.look()
+    assert watcher.seen[-1].kvs[KEYS.base].value == b"newer", "all of the job is watched"
+
+
+def test_a_base_that_cannot_be_read_is_a_loss_of_contact_and_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not more often than once a second, whatever is there."""
+    watcher, now = Watcher(4), [100.0]
+    monkeypatch.setattr("elastic.agent.etcd.watch_scope.time.monotonic", lambda: now[0])
+    watcher.server.put_all([Put(KEYS.base, b"base")])
+    watcher.sight.start(watcher.seen.append, 0.0)
+    watcher.look()
+    for key in (b"1", b"2"):
+        watcher.sight.read_base()
+        watcher.server.put_all([Put(KEYS.spec, key)])
+        watcher.look()
+    assert not watcher.seen[-1].connected
+    assert "of another generation" in watcher.seen[-1].error
+    now[0] += 1.0
+    watcher.look()
+    assert watcher.seen[-1].connected
+    assert watcher.look() == {"head/spec", "base"}

@@ -15,10 +15,13 @@ from elastic.contract.job.spec import JobSpec, Restarts
 from elastic.contract.keys import ClusterKeys
 from elastic.contract.origin import Origin
 from elastic.contract.records.decoding import Member
+from elastic.contract.records.generation_delta import GenerationReader, written
 from elastic.contract.records.incident_account import IncidentAccount, Outcome, Sync
 from elastic.contract.records.job_records import (
     BrokenRecord,
     Failure,
+    GenerationNode,
+    GenerationRecord,
     IncidentRecord,
     JobState,
     MemberRecord,
@@ -133,6 +136,22 @@ def test_an_account_with_any_numbers_harms_no_other(facts: dict[str, Any]) -> No
 def test_a_drain_weighs_more_than_a_cordon() -> None:
     drain = DrainRecord(reason="disk", since_wall_s=0.0)
     assert Node(NODE, 1, CordonRecord(reason="x", since_wall_s=0.0), drain).why_not == "draining: disk"
+
+
+def test_a_large_job_s_generation_is_read_with_its_base() -> None:
+    job, reader = KEYS.job("j"), GenerationReader()
+    nodes = tuple(GenerationNode(node=f"n{i}", incarnation="i", host="h", slots=(0,)) for i in range(100))
+    head = {"store_host": "h", "store_port": 1, "leader": "n0", "why": "forming"}
+    first = written(GenerationRecord(number=1, nodes=nodes, **head), None, None)
+    assert first.base is not None
+    before = reader.read(encode(first.generation), encode(first.base))
+    after = GenerationRecord(number=2, nodes=nodes[1:], **head)
+    delta = encode(written(after, before, reader.base).generation)
+    spec, base = KV(job.spec, encode(SPEC)), KV(job.base, encode(first.base))
+    assert read(spec, base, KV(job.generation, delta)).jobs["j"].generation == after
+    without = read(spec, KV(job.generation, delta))
+    assert without.jobs["j"].generation is None
+    assert "not known here" in without.foreign[job.generation]
 
 
 def test_an_unchanged_key_is_decoded_once() -> None:

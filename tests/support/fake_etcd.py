@@ -264,8 +264,16 @@ class FakeLease:
 class FakeWatch:
     """Like `elastic.etcd.client.Watch`; views come when pumped."""
 
-    def __init__(self, client: FakeClient, prefix: str, on_view: Callable[[View], None], before: str) -> None:
+    def __init__(
+        self,
+        client: FakeClient,
+        prefix: str,
+        on_view: Callable[[View], None],
+        before: str,
+        completed: Callable[[View], View] | None,
+    ) -> None:
         self.prefix = prefix
+        self._completed = completed
         self._before = before
         self.view: View | None = None
         self.closed = False
@@ -319,8 +327,12 @@ class FakeWatch:
         return new
 
     def _show(self, view: View) -> int:
+        try:
+            shown = self._completed(view) if self._completed else view
+        except EtcdError as error:
+            view = shown = replace(view, connected=False, error=str(error))
         self.view = view
-        self._on_view(view)
+        self._on_view(shown)
         return 1
 
 
@@ -429,9 +441,15 @@ class FakeClient:
         return kept
 
     def watch(
-        self, prefix: str, on_view: Callable[[View], None], *, refresh_s: float = 5.0, before: str = ""
+        self,
+        prefix: str,
+        on_view: Callable[[View], None],
+        *,
+        refresh_s: float = 5.0,
+        before: str = "",
+        completed: Callable[[View], View] | None = None,
     ) -> FakeWatch:
-        watch = FakeWatch(self, prefix, on_view, before)
+        watch = FakeWatch(self, prefix, on_view, before, completed)
         self.watches.append(watch)
         return watch
 

@@ -8,9 +8,18 @@ import msgspec
 import pytest
 from support.jobs import generation, place
 
+from elastic.contract.records.generation_delta import (
+    BaseMissing,
+    GenerationReader,
+    Written,
+    changes,
+    spliced,
+    written,
+)
 from elastic.contract.records.job_records import (
     PROTOCOL,
-    Changes,
+    BaseRecord,
+    GenerationDelta,
     GenerationNode,
     GenerationRecord,
     ProtocolVersionMismatch,
@@ -18,7 +27,6 @@ from elastic.contract.records.job_records import (
     decode,
     encode,
 )
-from elastic.recovery.facts.generation_delta import GenerationReader, changes, spliced
 
 Places = tuple[GenerationNode, ...]
 
@@ -41,9 +49,29 @@ def some(count: int, rng: random.Random) -> Places:
     return tuple(place(f"n{i}", *range(rng.randrange(1, 5))) for i in range(count))
 
 
-def record(number: int, places: Places, follows: Places | None = None) -> GenerationRecord:
-    made = generation(number, places)
-    return msgspec.structs.replace(made, changes=changes(follows, places) if follows is not None else None)
+class EtcdKeys:
+    """What etcd has of a job's generations, and everything that was written to it."""
+
+    def __init__(self, nodes: Places) -> None:
+        self.number = 1
+        self.generation = encode(generation(1, nodes))
+        self.base: bytes | None = None
+        self.leader = GenerationReader()
+        self.leader.read(self.generation)
+
+    def publish(self, nodes: Places, leader: GenerationReader | None = None) -> Written:
+        leader = leader or self.leader
+        before = leader.read(self.generation, self.base)
+        assert leader.base is not None
+        self.number += 1
+        told = written(generation(self.number, nodes), before, leader.base)
+        self.generation = encode(told.generation)
+        if told.base is not None:
+            self.base = encode(told.base)
+        return told
+
+    def whole(self, nodes: Places) -> GenerationRecord:
+        return generation(self.number, nodes)
 
 
 def facts(formed: GenerationRecord, nodes: list[str]) -> list[object]:
@@ -51,12 +79,6 @@ def facts(formed: GenerationRecord, nodes: list[str]) -> list[object]:
         formed.world_size,
         *((formed.at(node), formed.ranks(node), formed.node_of(node, f"{node}.1")) for node in nodes),
     ]
-
-
-def changes_decoded(before: Places, after: Places) -> Changes:
-    found = changes(before, after)
-    assert found is not None
-    return found
 
 
 def test_generation_delta_splices_reproduce_the_new_places() -> None:
@@ -68,47 +90,88 @@ def test_generation_delta_splices_reproduce_the_new_places() -> None:
         assert found is None or spliced(before, found.splices) == after, f"seed {seed}"
 
 
-def test_generation_reader_gives_the_same_places_from_changes_as_from_the_full_record() -> None:
-    """Also what had been found out about the one before, and is not found out again."""
-    for seed in range(500):
+def test_readers_have_the_same_nodes_whatever_they_have_missed() -> None:
+    """One sees each generation, others some of them; one begins at each; another leads each time. What was looked up
+    in one generation, and is carried over to the next, is the same as well."""
+    for seed in range(300):
         rng = random.Random(seed)
-        reader, places = GenerationReader(), some(rng.randrange(2, 80), rng)
-        reader.read(encode(record(1, places)))
-        for number in range(2, 6):
-            after = changed(places, rng) or places
-            asked = [p.node for p in rng.sample(after, min(rng.randrange(8), len(after)))] + ["nobody"]
-            assert facts(reader.read(encode(record(number - 1, places))), asked)
-            raw = encode(record(number, after, follows=places))
-            read, whole = reader.read(raw), decode(GenerationRecord, raw)
-            assert read == whole, f"seed {seed}"
-            assert facts(read, asked) == facts(whole, asked), f"seed {seed}"
-            places = after
+        nodes = some(rng.randrange(2, 150), rng)
+        etcd, sees_all, sees_some = EtcdKeys(nodes), GenerationReader(), GenerationReader()
+        for _ in range(rng.randrange(1, 12)):
+            asked = [p.node for p in rng.sample(nodes, min(rng.randrange(8), len(nodes)))] + ["nobody"]
+            readers = [sees_all, GenerationReader(), *([sees_some] if rng.random() < 0.4 else [])]
+            for reader in readers:
+                read = reader.read(etcd.generation, etcd.base)
+                assert read == etcd.whole(nodes), f"seed {seed}"
+                assert facts(read, asked) == facts(etcd.whole(nodes), asked), f"seed {seed}"
+            after = (changed(nodes, rng) if rng.random() < 0.5 else (*nodes[:-1], place(f"last{etcd.number}"))) or nodes
+            etcd.publish(after, rng.choice(readers))
+            nodes = after
+
+
+def test_one_that_sees_each_generation_needs_no_base() -> None:
+    """Also as the base is replaced by a newer one."""
+    rng = random.Random(1)
+    nodes = some(640, rng)
+    etcd, reader = EtcdKeys(nodes), GenerationReader()
+    bases = 0
+    for lost in range(150):
+        assert reader.read(etcd.generation) == etcd.whole(nodes)
+        nodes = (*nodes[: 3 * lost], *nodes[3 * lost + 1 :], place(f"new{lost}"))
+        told = etcd.publish(nodes)
+        bases += told.base is not None
+        assert isinstance(told.generation, GenerationDelta)
+        assert len(etcd.generation) < 2000, "the changes since the base are few"
+    assert 2 < bases < 20, "and the base is not written each time"
+
+
+def test_the_base_is_written_with_the_first_generation_and_not_again_with_the_second() -> None:
+    nodes = some(100, random.Random(6))
+    first = written(generation(1, nodes), None, None)
+    assert first == Written(generation(1, nodes), BaseRecord(nodes=nodes))
+    reader = GenerationReader()
+    before = reader.read(encode(first.generation), encode(first.base) if first.base else None)
+    assert written(generation(2, nodes[1:]), before, reader.base).base is None
+    assert written(generation(2, nodes[::-1]), before, reader.base).base == BaseRecord(nodes=nodes[::-1])
 
 
 def test_generation_reader_decodes_only_changed_places() -> None:
     """Else the reader would be correct, and as slow as without."""
-    rng = random.Random(1)
-    before = some(200, rng)
-    after = before[:50] + before[51:]
-    reader = GenerationReader()
-    first = reader.read(encode(record(1, before)))
-    second = reader.read(encode(record(2, after, follows=before)))
-    assert second.nodes == after
+    before = some(200, random.Random(1))
+    etcd, reader = EtcdKeys(before), GenerationReader()
+    first = reader.read(etcd.generation)
+    etcd.publish(before[:50] + before[51:])
+    second = reader.read(etcd.generation)
     assert all(new is old for new, old in zip(second.nodes, first.nodes[:50] + first.nodes[51:], strict=True))
-    assert second.changes is not None
-    assert second.changes.splices == (Splice(50, 51),)
+    assert decode(GenerationDelta, etcd.generation).changes.splices == (Splice(50, 51),)
 
 
-def test_generation_reader_reads_the_full_record_if_its_base_differs() -> None:
+def test_a_generation_whose_base_is_not_there_is_said_so_and_the_last_one_is_kept() -> None:
     """A generation was missed; or etcd was set back, and the number has been given twice."""
     rng = random.Random(2)
     first, second = some(100, rng), some(100, rng)
-    assert first != second
+    missed = EtcdKeys(second)
+    missed.publish(second[1:])
+    reader, other = GenerationReader(), encode(BaseRecord(nodes=first))
+    kept = reader.read(encode(generation(1, first)))
+    for base in (None, other):
+        with pytest.raises(BaseMissing):
+            reader.read(missed.generation, base)
+    assert reader.read(encode(generation(1, first))) is kept
+    assert reader.read(missed.generation, missed.base).nodes == second[1:]
+
+
+def test_a_generation_that_was_written_back_is_the_same_as_it_was() -> None:
+    """etcd has lost its data, the base with them: it is whole then, and the next one has its base."""
+    nodes = some(100, random.Random(5))
+    etcd = EtcdKeys(nodes)
+    etcd.publish(nodes[1:])
     reader = GenerationReader()
-    reader.read(encode(record(1, first)))
-    after = record(3, second[1:], follows=second)
-    assert after.changes is not None
-    assert reader.read(encode(after)).nodes == second[1:]
+    lost = reader.read(etcd.generation, etcd.base)
+    etcd.generation, etcd.base = encode(lost), None
+    assert reader.read(etcd.generation) == lost
+    assert etcd.publish(nodes[2:], reader).base == BaseRecord(nodes=nodes[1:])
+    assert GenerationReader().read(etcd.generation, etcd.base).nodes == nodes[2:]
 
 
 def test_equal_bytes_are_the_same_object() -> None:
@@ -132,6 +195,7 @@ def test_much_change_is_not_told() -> None:
         b"[]",
         b"\xff\xfe",
         b'{"protocol": 7, "number": 1}',
+        b'{"protocol": 7, "number": 1, "store_host": "h", "store_port": 1, "leader": "a", "why": "", "changes": 7}',
         b'{"protocol": 7, "number": 1, "nodes": 7, "store_host": "h", "store_port": 1, "leader": "a", "why": ""}',
         b'{"protocol": 7, "number": 1, "nodes": ' + b"[" * 3000 + b"]" * 3000 + b"}",
     ],
@@ -142,8 +206,9 @@ def test_generation_reader_rejects_invalid_records_and_keeps_the_last_one(raw: b
     with pytest.raises((msgspec.ValidationError, msgspec.DecodeError)):
         reader.read(raw)
     assert reader.read(good) is kept
-    after = record(2, kept.nodes[:1], follows=kept.nodes)
-    assert reader.read(encode(after)) == after
+    assert reader.base is not None
+    after = generation(2, kept.nodes[:1])
+    assert reader.read(encode(written(after, kept, reader.base).generation)) == after
 
 
 def test_another_protocol_is_said_so() -> None:

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Callable, Hashable
 from typing import Protocol
 
-from elastic.contract.records.job_records import Changes, GenerationRecord
+from elastic.contract.records.job_records import GenerationRecord
 from elastic.etcd.client import Compare, Etcd, EtcdError, Lease, ModIs, Present
 from elastic.recovery.facts.membership import Change
 
@@ -70,7 +70,6 @@ def next_record(
     basis: Hashable,
     previous: int = 0,
     at_step: int | None = None,
-    changes: Changes | None = None,
     managed: bool = False,
 ) -> GenerationRecord:
     """The record of a generation that `node` leads, with a store opened for it (see `Stores.open`, also for errors)."""
@@ -86,7 +85,6 @@ def next_record(
         why=change.why,
         at_step=at_step,
         restore=change.restore,
-        changes=changes,
         managed=managed,
         newcomers=change.newcomers,
     )

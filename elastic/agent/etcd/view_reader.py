@@ -6,6 +6,7 @@ import msgspec
 import structlog
 
 from elastic.contract.keys import JobKeys
+from elastic.contract.records.generation_delta import BaseMissing
 from elastic.contract.records.job_records import ProgressRecord, ProtocolVersionMismatch, decode
 from elastic.etcd.client import View
 from elastic.recovery.facts.view import JobReader, JobView
@@ -58,12 +59,15 @@ class ViewReader:
         self._decoded, self._broken = (keys.spec, keys.state, keys.generation), keys.broken_all
         self.unreadable = ""
         """Why the newest view could not be read and the previous one is in use; '' when it could."""
+        self.lacks_base = False
+        """It could not be read as its generation tells its changes since nodes that are not known here."""
         self.known_step: int | None = None
         """Step in the leader's progress record when this agent first saw the whole job; None: not read yet."""
 
     def read(self, view: View, agent: Agent) -> JobView:
         """Raises ProtocolVersionMismatch while the agent is in no generation. Later it returns the previous job view
         instead: training continues as it is, and records of a newer version do not concern this agent."""
+        self.lacks_base = False
         try:
             has_all_members = view.prefix != self._head
             job = self._reader.read(view.kvs, view.revision, has_all_members)
@@ -75,6 +79,7 @@ class ViewReader:
                 raise
             return self._last(agent, str(error))
         except (msgspec.ValidationError, msgspec.DecodeError) as error:
+            self.lacks_base = isinstance(error, BaseMissing)
             return self._last(agent, f"a record in etcd cannot be read: {error}")
         # Without one of these the view would say something else. Another refused key is as if it were not there.
         if head := min((k for k in view.refused if k in self._decoded or k.startswith(self._broken)), default=""):

@@ -14,11 +14,11 @@ import structlog
 from elastic.agent.snapshots import saved_generations
 from elastic.agent.write_queue import WriteQueue
 from elastic.contract.keys import JobKeys
+from elastic.contract.records.generation_delta import Written, written
 from elastic.contract.records.incident_account import IncidentAccount
 from elastic.contract.records.job_records import (
     BrokenRecord,
-    Changes,
-    GenerationNode,
+    GenerationHead,
     GenerationRecord,
     IncidentRecord,
     JobState,
@@ -37,7 +37,6 @@ from elastic.contract.records.report_size import fitted
 from elastic.etcd.client import Absent, Compare, Delete, Etcd, EtcdError, EtcdUnavailable, ModIs, Op, Put, TxnResult
 from elastic.etcd.types import EtcdForged
 from elastic.recovery.facts.evidence import merged
-from elastic.recovery.facts.generation_delta import changes
 from elastic.recovery.facts.view import JobView
 from elastic.recovery.machine import effects
 from elastic.recovery.machine.events import Event, Joined, LeaseLost, PublishFailed
@@ -209,10 +208,13 @@ class EtcdWriter:
             basis=(self._restored, effect.expect_revision),
             previous=previous,
             at_step=effect.at_step,
-            changes=self._changes(view.generation, effect.change.nodes),
             managed=effect.managed,
         )
-        ops: list[Op] = [Put(self.keys.generation, encode(record))]
+        large = len(record.nodes) > self.policy.crowd
+        told = written(record, view.generation, view.base) if large else Written(record)
+        ops: list[Op] = [Put(self.keys.generation, encode(told.generation))]
+        if told.base is not None:
+            ops.append(Put(self.keys.base, encode(told.base)))
         if effect.state is not None:
             ops.append(Put(self.keys.state, encode(effect.state)))
         if number > KEPT_RECORDS:
@@ -238,9 +240,6 @@ class EtcdWriter:
         first = min([number - KEPT_RECORDS + 1, *shown])
         below = ((self.keys.broken_all, self.keys.broken(first)), (self.keys.incidents, self.keys.incident(first)))
         return [Delete(prefix, prefix=True, before=before) for prefix, before in below]
-
-    def _changes(self, before: GenerationRecord | None, places: tuple[GenerationNode, ...]) -> Changes | None:
-        return changes(before.nodes, places) if before and len(places) > self.policy.crowd else None
 
     # ── the job's state ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -296,7 +295,7 @@ class EtcdWriter:
         kv, done = self.etcd.get(key), False
         if kv is None:
             done = self.etcd.txn([Absent(key), guard], puts).ok
-        elif decode(GenerationRecord, kv.value).number < generation.number:
+        elif decode(GenerationHead, kv.value).number < generation.number:
             done = self.etcd.txn([ModIs(key, kv.mod_revision), guard], puts).ok
         return done
 

@@ -166,9 +166,9 @@ class Splice(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Changes(msgspec.Struct, frozen=True, kw_only=True):
-    """How a large generation's nodes differ from the previous ones: a reader that has those need not decode all."""
+    """How a large generation's nodes differ from the base's."""
 
-    since: str  # digest of the earlier nodes as encoded
+    since: str  # digest of the base's nodes as encoded
     splices: tuple[Splice, ...]
 
 
@@ -186,8 +186,6 @@ class GenerationHead(Record, frozen=True, kw_only=True):
     """Planned change: the generation before runs until it has committed this step. None: its group is aborted now."""
     restore: str = "newest"
     """'newest': the newest of live state, snapshot and checkpoint. 'snapshot': live state is not trusted (rollback)."""
-    changes: Changes | None = None
-    """Given for a large generation, if they are few."""
     managed: bool = False
     """Whether its leader had learnt that the job's workers call `elastic.run`."""
     newcomers: tuple[str, ...] = ()
@@ -250,6 +248,18 @@ class GenerationRecord(GenerationHead, frozen=True, kw_only=True, dict=True):
         if node not in firsts:
             firsts[node] = sum(map(len, map(_slots, self.nodes[:at])))
         return {slot: firsts[node] + i for i, slot in enumerate(self.nodes[at].slots)}
+
+
+class GenerationDelta(GenerationHead, frozen=True, kw_only=True):
+    """A large generation as it is in etcd, where the job has a base: see `generation_delta`."""
+
+    changes: Changes
+
+
+class BaseRecord(Record, frozen=True, kw_only=True):
+    """The nodes of an earlier generation of a large job, since which newer ones tell their changes."""
+
+    nodes: tuple[GenerationNode, ...]
 
 
 class Loss(msgspec.Struct, frozen=True, kw_only=True):
@@ -475,4 +485,4 @@ def prepare(*kinds: type[Record]) -> None:
         _decoder(kind)
 
 
-prepare(*Record.__subclasses__(), GenerationRecord)
+prepare(*Record.__subclasses__(), GenerationRecord, GenerationDelta)

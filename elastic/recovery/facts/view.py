@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from elastic.contract.keys import NUMBER_DIGITS, JobKeys
 from elastic.contract.records.decoding import Decoder, Member, R, Stored
+from elastic.contract.records.generation_delta import Base, GenerationReader
 from elastic.contract.records.incident_account import IncidentAccount
 from elastic.contract.records.job_records import (
     BrokenRecord,
@@ -21,7 +22,6 @@ from elastic.contract.records.job_records import (
 )
 
 from . import reachability
-from .generation_delta import GenerationReader
 
 Dead = frozenset[tuple[str, str]]
 """(node, incarnation) of agents that are proven dead, even if their leases are still valid."""
@@ -100,6 +100,8 @@ class JobView:
     members: Mapping[str, Member] = field(default_factory=dict)
     generation: GenerationRecord | None = None
     generation_revision: int = 0
+    base: Base | None = field(default=None, compare=False)
+    """Of `generation`: see `generation_delta`."""
     written_back: bool = False
     """Whether `generation` was written back after etcd had lost its data, and none has been published since."""
     saved_step: int = 0
@@ -151,7 +153,8 @@ class JobReader:
     def read(self, kvs: Mapping[str, Stored], revision: int, has_all_members: bool = True) -> JobView:
         """`has_all_members`: whether the members are among `kvs`.
 
-        Raises ProtocolVersionMismatch for a record of another version, msgspec.ValidationError for a malformed one.
+        Raises ProtocolVersionMismatch for a record of another version, msgspec.ValidationError for a malformed one;
+        BaseMissing for a large generation whose base is neither known nor among `kvs`.
         """
         keys, members, listed = self._keys, self._members, self._listed
         if not has_all_members:
@@ -164,7 +167,7 @@ class JobReader:
             if any(key.startswith((keys.broken_all, keys.incidents)) for key in changed):
                 listed = self._list(kvs)
         spec, state, generation = kvs.get(keys.spec), kvs.get(keys.state), kvs.get(keys.generation)
-        formed = self._record(GenerationRecord, generation, self._generations.read) if generation else None
+        formed = self._generation(generation, kvs.get(keys.base)) if generation else None
         restored, broken = kvs.get(keys.restored), kvs.get(keys.broken(formed.number)) if formed else None
         progress = kvs.get(keys.progress)
         view = JobView(
@@ -174,6 +177,7 @@ class JobReader:
             members=members if has_all_members else self._seated(formed),
             generation=formed,
             generation_revision=generation.mod_revision if generation else 0,
+            base=self._generations.base if generation else None,
             written_back=bool(generation and restored and restored.mod_revision == generation.mod_revision),
             broken=self._record(BrokenRecord, broken) if broken else None,
             broken_before=self._failed_before(kvs, formed, listed.broken) if formed else (),
@@ -187,6 +191,10 @@ class JobReader:
         if has_all_members:
             self._kvs, self._members, self._listed = kvs, members, listed
         return view
+
+    def _generation(self, generation: Stored, base: Stored | None) -> GenerationRecord:
+        read = functools.partial(self._generations.read, base=base.value if base else None)
+        return self._record(GenerationRecord, generation, read)
 
     def _list(self, kvs: Mapping[str, Stored]) -> _Listed:
         keys = self._keys
