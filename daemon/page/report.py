@@ -56,6 +56,7 @@ table { border-collapse: collapse; width: 100%; font-size: .92rem; }
 th, td { text-align: left; padding: 4px 10px 4px 0; border-bottom: 1px solid var(--grid); vertical-align: top; }
 td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 td { overflow-wrap: anywhere; } td.now { white-space: nowrap; } .fit, .plot { overflow-x: auto; }
+.long td:not(.what) { overflow-wrap: break-word; } .long td:first-child { white-space: nowrap; }
 @media (max-width: 640px) { .plot svg { min-width: 620px; }
   .long table, .long tbody, .long td { display: block; border: 0; } .long tr:first-child { display: none; }
   .long tr { display: flex; flex-wrap: wrap; gap: 0 12px; border-bottom: 1px solid var(--grid); padding: 6px 0; }
@@ -199,26 +200,26 @@ def _accounts(job: JobDetail) -> list[str]:
     for row in least:
         lost = {name: seconds for name, seconds in row.seconds.items() if name != "stepping"}
         lost[goodput.STANDSTILL] = row.open_seconds if stands else 0
-        rank = str(row.rank) if row.rank >= 0 else "none now"
+        rank = f"rank {row.rank}" if row.rank >= 0 else "none now"
         spent_s = row.until_wall_s - row.since_wall_s
-        accounts.append((rank, f"{row.node}, slot {row.slot}", spent_s, row.goodput, lost))
+        accounts.append((rank, f"{row.node}, slot\N{NO-BREAK SPACE}{row.slot}", spent_s, row.goodput, lost))
     few = f"; the {len(least)} with the least goodput" if len(least) < len(rows) else ""
     about = f"{summed.ranks} ranks, each by its own agent's account from the first agent of its node on{few}"
     return [
         f"<h2>Rank by rank: {goodput.percent(summed.goodput)} goodput</h2>",
         f"<p class=dim>{text(about)}</p>",
-        table(ACCOUNTS, accounts),
+        f"<div class=long>{table(ACCOUNTS, accounts)}</div>",
     ]
 
 
 Account_ = tuple[str, str, float, float | None, dict[str, float]]
 """Rank, node and slot, seconds, goodput, bucket -> seconds of badput."""
 ACCOUNTS = (
-    Column("rank", lambda row: row[0]),
+    Column("account", lambda row: row[0]),
     Column("where", lambda row: row[1]),
     Column("time", lambda row: length(row[2]), right=True),
     Column("goodput", lambda row: columns.share(row[3]), right=True),
-    Column("badput", lambda row: _badput(row[4], row[2])),
+    Column("badput", lambda row: _badput(row[4], row[2]), flex=True),
 )
 
 

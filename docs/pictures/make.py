@@ -11,7 +11,6 @@ import pathlib
 import re
 import sys
 import time
-from typing import Any
 
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -20,7 +19,7 @@ sys.path[:0] = [str(ROOT / "tests")]
 import msgspec  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.text import Text  # noqa: E402
-from support.pictures import SPEC, job, row, snapshot  # noqa: E402
+from support.snapshots import SPEC, job, row, snapshot  # noqa: E402
 
 from elastic.contract.origin import Origin  # noqa: E402
 from elastic.contract.records.job_records import (  # noqa: E402
@@ -36,6 +35,8 @@ from elastic.contract.records.job_records import (  # noqa: E402
 )
 from elastic.contract.records.ledger import Bucket, Ledger  # noqa: E402
 from elastic.contract.records.reasons import Code, reason  # noqa: E402
+from elasticd.base.answers import EtcdContact, History  # noqa: E402
+from elasticd.base.command_answers import Top  # noqa: E402
 from elasticd.cluster.cluster import Job  # noqa: E402
 from elasticd.ctl.jobs import top  # noqa: E402
 from elasticd.page import live, report  # noqa: E402
@@ -109,7 +110,7 @@ def incidents() -> tuple[IncidentRecord, ...]:
     )  # fmt: skip
 
 
-def history() -> dict[str, Any]:
+def history() -> History:
     points = []
     for i in range(240):
         at_s = 90 + i * (LENGTH_S - 90) / 240
@@ -119,28 +120,28 @@ def history() -> dict[str, Any]:
             "steps_per_s": 4.1 if alone else 8.0 + 0.15 * math.sin(i / 3),
             "loss": 0.3 + 2.2 * math.exp(-i / 55) + 0.03 * math.sin(i * 1.7),
         })  # fmt: skip
-    return {"schema": 1, "job": "train", "node": "a", "every_s": 15.0, "points": points}
+    return msgspec.convert({"job": "train", "node": "a", "every_s": 15.0, "points": points}, History)
 
 
-def make() -> None:
+def make(folder: pathlib.Path = HERE) -> None:
     os.environ["TZ"] = "UTC"
     time.tzset()
     known = training()
     seen = snapshot(known)
     detail, found = views.job_detail(seen, known, NOW), views.incidents(seen, "train", NOW)
-    screen = top.screen({"schema": 1, "cluster": "main", "wall_s": NOW.wall_s, "etcd": True, "nodes": [],
-                         "jobs": [top.of_job(detail)]}, WIDTH, live=False)  # fmt: skip
+    shown = Top(cluster="main", wall_s=NOW.wall_s, etcd=EtcdContact(connected=True), jobs=[detail])
+    screen = top.screen(shown, WIDTH, live=False)
     console = Console(record=True, width=WIDTH, file=open(os.devnull, "w"))  # noqa: SIM115
     for line in screen:
         console.print(Text.from_ansi(line.styled(True)), no_wrap=True)
     drawn = console.export_svg(title="elasticctl top", unique_id="top")
     drawn = re.sub(r"@font-face \{.*?\}\s*", "", drawn, flags=re.DOTALL)  # nothing is loaded from elsewhere
-    (HERE / "top.svg").write_text("\n".join(line.rstrip() for line in drawn.splitlines()) + "\n")
+    (folder / "top.svg").write_text("\n".join(line.rstrip() for line in drawn.splitlines()) + "\n")
     fragment = live.job(detail, found, history(), [], NOW.wall_s)
-    (HERE / "page.html").write_text(re.sub(r"<script>.*?</script>\n?", "", live.document("main", "train", fragment),
+    (folder / "page.html").write_text(re.sub(r"<script>.*?</script>\n?", "", live.document("main", "train", fragment),
                                            flags=re.DOTALL))  # fmt: skip
-    (HERE / "report.html").write_text(report.page(detail, found, history(), NOW.wall_s))
+    (folder / "report.html").write_text(report.page(detail, found, history(), NOW.wall_s))
 
 
 if __name__ == "__main__":
-    make()
+    make(*map(pathlib.Path, sys.argv[1:]))

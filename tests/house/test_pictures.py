@@ -1,0 +1,20 @@
+"""The pictures in the documentation are those of this program: `docs/pictures/make.py` makes them again."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from support.source import ROOT
+
+PICTURES = ROOT / "docs" / "pictures"
+
+
+def test_pictures_are_those_of_this_program(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, PICTURES / "make.py", tmp_path], timeout=100, check=True)
+    for name in ("page.html", "report.html"):
+        assert (tmp_path / name).read_text() == (PICTURES / name).read_text(), f"{name}: `make golden` writes it anew"
+    drawn = (tmp_path / "top.svg").read_text()  # another rich draws it otherwise
+    assert drawn.startswith("<svg")
+    assert "train" in drawn
