@@ -45,12 +45,14 @@ def alone(device: torch.device, *, rank: int = 0, local_rank: int = 0) -> None:
     _set(device, DistributedType.NO, None, 1, rank, local_rank)
 
 
-def grouped(device: torch.device, *, rank: int, local_rank: int, world_size: int) -> None:
-    """From here on this process is a rank of torch's default process group, if there is one (standalone: none)."""
+def grouped(device: torch.device, *, rank: int, local_rank: int, world_size: int, sharded: bool = False) -> None:
+    """From here on this process is a rank of torch's default process group, if there is one (standalone: none).
+    `sharded`: on CPUs, where Accelerate has no FSDP, it is given out for one with a GPU."""
     if not dist.is_initialized():
         alone(device, rank=rank, local_rank=local_rank)
-    elif device.type == "cuda":
-        _set(device, DistributedType.MULTI_GPU, "nccl", world_size, rank, local_rank)
+    elif device.type == "cuda" or sharded:
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        _set(device, DistributedType.MULTI_GPU, backend, world_size, rank, local_rank)
     else:
         _set(device, DistributedType.MULTI_CPU, "gloo", world_size, rank, local_rank)
 

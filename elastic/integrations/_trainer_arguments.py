@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import transformers
+from transformers.training_args import ParallelMode
 
 from elastic.worker.link.misuse import MisuseTypeError, MisuseValueError
 
@@ -18,6 +19,10 @@ class Alone:
 
     global_train_batch_size: int
     use_cpu: bool
+    fsdp: Any
+    fsdp_config: Any
+    taken = False
+    """A Trainer has them. With FSDP it asks before whether it is distributed: it will be."""
     train_sampling_strategy: str
 
     def __post_init__(self) -> None:
@@ -29,6 +34,13 @@ class Alone:
         _place.alone(device)
         settle(self, device)
         super().__post_init__()  # type: ignore[misc]
+        if self.fsdp and (self.fsdp_config.get("xla") or int(self.fsdp_config.get("version", 2)) != 2):
+            raise MisuseValueError("fsdp_config: elastic's Trainer shards by FSDP2 alone: version=2, without xla")
+
+    @property
+    def parallel_mode(self) -> Any:
+        before = self.fsdp and not self.taken
+        return ParallelMode.DISTRIBUTED if before else super().parallel_mode  # type: ignore[misc]
 
 
 def settle(args: Any, device: torch.device) -> None:
@@ -66,7 +78,6 @@ def refuse(args: Any) -> None:
         )
     refused = {
         "deepspeed": "each rank has a part of the state only",
-        "fsdp": "each rank has a part of the state only",
         "parallelism_config": "each rank has a part of the state only",
         "auto_find_batch_size": "the global batch must keep its size; set per_device_train_batch_size",
     }

@@ -52,6 +52,20 @@ class Generation:
     finish: tuple[Any, ...] = ()
 
 
+class History:
+    """Trainer's log, as JSON. An object and no plain value, which ranks are compared by: each has measured its own
+    times of an evaluation."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"text": self.text}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.text = state["text"]
+
+
 class Recovery(TrainerCallback):  # type: ignore[misc]
     """Brings a Trainer to the committed step at the beginning of a generation, and knows what to commit."""
 
@@ -68,6 +82,8 @@ class Recovery(TrainerCallback):  # type: ignore[misc]
     def enter(self, run: Generation) -> None:
         trainer = self.trainer
         trainer.create_accelerator_and_postprocess()
+        if trainer.args.fsdp:
+            trainer.accelerator.prepare = self._prepared
         if self.scaler is not None:
             trainer.accelerator.scaler = self.scaler
         trainer.model_init = None  # the model is there
@@ -82,6 +98,14 @@ class Recovery(TrainerCallback):  # type: ignore[misc]
         trainer.add_callback(self)  # behind those that the script has added
         if run.resumed is not None:
             _put_back(trainer, run.resumed["callbacks"])
+
+    def _prepared(self, *objects: Any) -> Any:
+        """In place of `Accelerator.prepare`: `setup` has sharded model and optimizer."""
+        accelerator = self.trainer.accelerator
+        if objects[0] is not self.trainer.model:
+            return type(accelerator).prepare(accelerator, *objects)
+        accelerator._models.append(objects[0])
+        return objects[0], accelerator.prepare_optimizer(objects[1])
 
     def _made(self, run: Generation) -> Any:
         trainer = self.trainer
@@ -182,7 +206,11 @@ def resume_folder(kept: Any) -> Iterator[str | None]:
         yield None
         return
     with tempfile.TemporaryDirectory(prefix="elastic-trainer-") as folder:
-        state = {**json.loads(kept.trainer)["state"], "log_history": json.loads(kept.history), "stateful_callbacks": {}}
+        state = {
+            **json.loads(kept.trainer)["state"],
+            "log_history": json.loads(kept.history.text),
+            "stateful_callbacks": {},
+        }
         TrainerState(**state).save_to_json(os.path.join(folder, "trainer_state.json"))
         yield folder
 

@@ -31,13 +31,14 @@ require("transformers", "5.20", "6")
 require("accelerate", "1.15", "2")
 
 import transformers  # noqa: E402 - only after the check, whose message says what to install
+from torch.distributed.tensor import DTensor  # noqa: E402
 from torch.utils.data import IterableDataset  # noqa: E402
 from transformers.trainer_utils import TrainOutput, get_last_checkpoint  # noqa: E402
 
 from . import _data, _place  # noqa: E402
 from ._schedule import Schedule  # noqa: E402
 from ._trainer_arguments import Seq2SeqTrainingArguments, TrainingArguments, refuse, settle  # noqa: E402
-from ._trainer_recovery import Generation, Recovery, resume_folder  # noqa: E402
+from ._trainer_recovery import Generation, History, Recovery, resume_folder  # noqa: E402
 
 __all__ = ["ElasticMixin", "Seq2SeqTrainer", "Seq2SeqTrainingArguments", "Trainer", "TrainingArguments"]
 
@@ -46,6 +47,11 @@ OWN_LOADER = (
     "{}.get_train_dataloader returns a loader of its own, and elastic's Trainer shares out each global batch to the "
     "ranks itself. Give the order of the samples as _get_train_sampler(self, train_dataset=None), a sampler over all "
     "of them, and what makes a batch of samples as data_collator. A batch sampler needs a loop with job.batches"
+)
+
+FSDP_WANTS = (
+    "fsdp: give elastic's Trainer model_init=… in place of model=…, and no resume_from_checkpoint: the model is built "
+    "and sharded in the process group, anew where the world changes, and goes on by the job's own checkpoints"
 )
 
 
@@ -73,11 +79,16 @@ class ElasticMixin:
     _own: tuple[int, torch.Tensor, float] | None = None
     """(step of the newest commit, this rank's losses and operations since the last log, summed, as of then)."""
     _managed = False
+    _whole: dict[str, torch.Tensor] | None = None
+    """With FSDP, the final weights."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         refuse(self.args)
+        self.args.taken = True
         self._given_optimizer = self.optimizer is not None
+        if self.args.fsdp and getattr(self, "model_init", None) is None:
+            raise MisuseValueError(FSDP_WANTS)
 
     # ── the run ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -94,6 +105,8 @@ class ElasticMixin:
             )
         if self._managed:
             raise MisuseRuntimeError("train() was called a second time: under elasticd a process trains once")
+        if self.args.fsdp and resume_from_checkpoint:
+            raise MisuseValueError(FSDP_WANTS)
         self._managed = "TORCHELASTIC_RUN_ID" in os.environ
         gas = self.args.gradient_accumulation_steps
         last: list[Any] = []
@@ -104,8 +117,12 @@ class ElasticMixin:
         def train(job: Job, state: elastic.State) -> None:
             last[:] = [job, self._generation(job, state, gas, ignore_keys_for_eval)]
 
-        elastic.run(setup, train)
+        elastic.run(setup, train, sharded=bool(self.args.fsdp))
         job, finish = last
+        if self.args.fsdp:
+            self.model = self.call_model_init().to(job.device)  # type: ignore[attr-defined]
+            self.model.load_state_dict(self._whole)
+            self.callback_handler.model, self._whole = self.model, None
         self._alone(job)
         return super()._finalize_training(*finish)  # type: ignore[misc]
 
@@ -119,14 +136,22 @@ class ElasticMixin:
                 raise RuntimeError(
                     "all state was lost, and Trainer(model=…) has no second one: the process starts anew"
                 )
+            transformers.set_seed(self.args.seed)
             self.model = self.call_model_init()  # type: ignore[attr-defined]
             self.optimizer = self.lr_scheduler = None
-        _place.alone(job.device)
+        if self.args.fsdp:
+            self._grouped(job)
+            self.create_accelerator_and_postprocess()  # type: ignore[attr-defined]
+        else:
+            _place.alone(job.device)
         settle(self.args, job.device)
         self.model.to(job.device)
         self.model_wrapped = self.model
         if self.optimizer is None:
             self.create_optimizer()  # type: ignore[attr-defined]
+        if self.args.fsdp:
+            self.model, prepared = self.accelerator.prepare(self.model, self.optimizer)
+            self.model_wrapped, self.optimizer = self.model, prepared.optimizer
         schedule = Schedule(self.lr_scheduler if self._given_optimizer else None)
         kept: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer, "schedule": schedule}
         scaler = torch.amp.GradScaler(job.device.type) if self.args.mixed_precision == "fp16" else None
@@ -136,7 +161,7 @@ class ElasticMixin:
         if checkpoint:
             trainer, history = self._from_checkpoint(checkpoint, schedule)
         self._recovery = Recovery(self, self.optimizer, schedule, scaler, getattr(self, "model_init", None))
-        return elastic.State(trainer=trainer, history=history, global_batch=0, **kept)
+        return elastic.State(trainer=trainer, history=History(history), global_batch=0, **kept)
 
     def _from_checkpoint(self, checkpoint: Any, schedule: Schedule) -> tuple[str, str]:
         """Load a checkpoint of Trainer's; returns its TrainerState as `kept.trainer` and `kept.history`."""
@@ -161,7 +186,7 @@ class ElasticMixin:
         recovery = self._recovery
         assert recovery is not None
         args = self.args
-        _place.grouped(job.device, rank=job.rank, local_rank=job.local_rank, world_size=job.world_size)
+        self._grouped(job)
         settle(args, job.device)
         if not kept.global_batch:
             kept.global_batch = args.global_train_batch_size or args.train_batch_size * gas * job.world_size
@@ -178,12 +203,18 @@ class ElasticMixin:
             with run.read as read:
                 folder = read.enter_context(resume_folder(kept))
                 super().train(resume_from_checkpoint=folder, ignore_keys_for_eval=ignore_keys)  # type: ignore[misc]
+            if args.fsdp:
+                self._whole = {name: _whole(held) for name, held in self.model.state_dict().items()}
             return run.finish
         finally:
             recovery.leave()
             args.gradient_accumulation_steps, args.eval_on_start = gas, eval_on_start
             self._run = None
             self._alone(job)
+
+    def _grouped(self, job: Job) -> None:
+        place = {"rank": job.rank, "local_rank": job.local_rank, "world_size": job.world_size}
+        _place.grouped(job.device, **place, sharded=bool(self.args.fsdp))
 
     def _alone(self, job: Job) -> None:
         """The group is over: hold nothing of it, and work without one."""
@@ -267,7 +298,7 @@ class ElasticMixin:
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
         run = self._run
-        if run is None or not training or model is not self.model:
+        if run is None or not training or model is not self.model or self.args.fsdp:
             return super()._wrap_model(model, training, dataloader)  # type: ignore[misc]
         if not dist.is_initialized():
             return run.job.ddp(model)
@@ -297,7 +328,7 @@ class ElasticMixin:
         assert recovery is not None
         run.kept.trainer, history = recovery.held(grad_norm, learning_rate)
         if history is not None:
-            run.kept.history = history
+            run.kept.history.text = history
         own, step = (tr_loss.detach().clone(), float(self.current_flos)), run.kept.step
         try:
             run.job.commit(run.kept, loss=run.loss)
@@ -360,6 +391,10 @@ class Trainer(ElasticMixin, transformers.Trainer):  # type: ignore[misc]
 
 class Seq2SeqTrainer(ElasticMixin, transformers.Seq2SeqTrainer):  # type: ignore[misc]
     """The same for transformers.Seq2SeqTrainer, with Seq2SeqTrainingArguments."""
+
+
+def _whole(tensor: Any) -> Any:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
 
 
 def _seed(args: Any) -> int:

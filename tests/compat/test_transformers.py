@@ -14,10 +14,11 @@ from support.agents import Job
 from support.wait import eventually
 
 from elastic.contract.records.job_records import Phase
+from elastic.contract.records.reasons import Code
 from elastic.integrations._schedule import Schedule
 from elastic.integrations._trainer_recovery import Recovery
 from elastic.integrations.transformers import ElasticMixin, Trainer, TrainingArguments
-from elastic.worker.link.misuse import MisuseRuntimeError, MisuseTypeError
+from elastic.worker.link.misuse import MisuseRuntimeError, MisuseTypeError, MisuseValueError
 
 SCRIPT = pathlib.Path(__file__).parent / "scripts" / "hf_trainer.py"
 
@@ -49,6 +50,9 @@ class Ran:
         """Workers that the agent ended, or that ended themselves."""
         self.zygotes = [event for event in events if event["event"].startswith("zygote.")]
         self.incidents = [i for i in job.incidents() if i.kind != "late exit"]
+        logs = [path.read_text().splitlines() for path in sorted((job.folder / "n0" / "logs").glob("*.log"))]
+        self.said = [line for log in logs for line in log if line.startswith("elastic:")]
+        """By elastic, in the output of the workers."""
         self.left_behind = [path.name for path in job.record.glob("elastic-*")]
 
 
@@ -71,6 +75,7 @@ def check_recovered(ran: Ran, whole: Ran, kills: tuple[str, ...], workers: int =
     assert not ran.replaced, ran.replaced
     assert [e["event"] for e in ran.zygotes] == ["zygote.up"], ran.zygotes  # fit to fork, with the framework in it
     assert "elastic.integrations.transformers" in ran.zygotes[0]["preloaded"]
+    assert not ran.said, "of replicas that differ, as a rule"
     assert not ran.left_behind, "temporary files of workers that were killed"
     assert len(ran.pids) == workers + len(kills)  # one more process for each that died: no survivor was replaced
     for rank, final in whole.finals.items():
@@ -123,6 +128,43 @@ def test_a_token_weighted_step_is_the_same_in_any_world() -> None:
     assert norms[3] == pytest.approx(norms[1], rel=1e-6)
     assert losses[2] == pytest.approx(losses[1], rel=1e-4)
     assert losses[3] == pytest.approx(losses[1], rel=1e-4)
+
+
+FSDP = {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["GPT2Block"]}}
+
+
+@pytest.mark.timeout(500)
+def test_a_trainer_with_fsdp2_is_bit_identical_after_deaths() -> None:
+    kills = ("forward:1:4", "evaluation:0:10", "clipped:1:14", "optimizer:0:17", "save:1:20", "evaluation:0:30")
+    whole, ran = run(more=FSDP), run(more=FSDP, kills=kills)
+    assert sorted(ran.killed) == sorted((p, int(r), int(s)) for p, r, s in (k.split(":") for k in kills))
+    assert [(i.kind, i.detail.code) for i in ran.incidents] == [("exit", Code.KILLED)] * len(kills)
+    assert all(i.steps_lost is not None for i in ran.incidents), "what it cost"
+    assert len(ran.said) == 1 + sum(":0:" in kill for kill in kills), "each process that begins as rank 0"
+    assert all("a lost worker costs the steps since the last snapshot in memory" in line for line in ran.said)
+    assert not ran.replaced, ran.replaced
+    assert len(ran.pids) == 2 + len(kills), "a survivor was replaced"
+    assert ran.finals.keys() == whole.finals.keys() == {0, 1}
+    for rank, final in whole.finals.items():
+        for key in ("final", "at", "best", "patience", "saves"):
+            assert ran.finals[rank][key] == final[key], (rank, key)
+    ours, theirs = ([{k: v for k, v in line.items() if k not in ("loss", "train_loss", "total_flos")} for line in of]
+                    for of in (ran.finals[0]["history"], whole.finals[0]["history"]))  # fmt: skip
+    assert ours == theirs
+    assert whole.finals[0]["final"] == whole.finals[1]["final"]
+
+
+def test_a_trainer_with_fsdp_of_another_kind_or_with_a_model_is_refused_at_once(tmp_path: pathlib.Path) -> None:
+    def made(version: int = 2, **model: Any) -> None:
+        args = TrainingArguments(str(tmp_path), fsdp=True, fsdp_config={"version": version}, report_to=[], use_cpu=True)
+        Trainer(args=args, train_dataset=[], **model).train(resume_from_checkpoint=str(tmp_path))
+
+    with pytest.raises(MisuseValueError, match="FSDP2 alone: version=2"):
+        made(version=1, model_init=Mean)
+    with pytest.raises(MisuseValueError, match="give elastic's Trainer model_init="):
+        made(model=Mean())
+    with pytest.raises(MisuseValueError, match="no resume_from_checkpoint"):
+        made(model_init=Mean)
 
 
 @pytest.mark.parametrize(("committed", "loss"), [(True, 5.0), (False, 2.0)])

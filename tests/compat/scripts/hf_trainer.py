@@ -108,6 +108,14 @@ class Probe(transformers.TrainerCallback):
 
 
 def make_model() -> torch.nn.Module:
+    model = bare_model()
+    model.register_forward_pre_hook(lambda module, _: die("forward", Probe.step) if module.training else None)
+    first = next(p for p in model.parameters() if p.requires_grad)
+    first.register_hook(lambda grad: die("backward", Probe.step))
+    return model
+
+
+def bare_model() -> torch.nn.Module:
     torch.manual_seed(0)
     if ARGS.kind == "seq2seq":
         return T5ForConditionalGeneration(T5Config(
@@ -135,14 +143,11 @@ def main() -> None:
     ) | json.loads(ARGS.more)  # fmt: skip
     seq2seq = ARGS.kind == "seq2seq"
     args = Seq2SeqTrainingArguments(predict_with_generate=True, **options) if seq2seq else TrainingArguments(**options)
-    model = make_model()
-    model.register_forward_pre_hook(lambda module, _: die("forward", Probe.step) if module.training else None)
-    first = next(p for p in model.parameters() if p.requires_grad)
-    first.register_hook(lambda grad: die("backward", Probe.step))
+    model = {"model_init": make_model} if "fsdp" in options else {"model": make_model()}
     train = Text(argparse, 150)
     data = Stream(train) if ARGS.kind == "stream" else streamed(train) if ARGS.kind == "datasets" else train
     trainer = (Seq2SeqTrainer if seq2seq else Trainer)(
-        model=model, args=args, train_dataset=data,
+        **model, args=args, train_dataset=data,
         eval_dataset=Text(inspect, 20), callbacks=[EarlyStoppingCallback(5), Probe()],
     )  # fmt: skip
     register_optimizer_step_post_hook(lambda *_: die("optimizer", Probe.step))
