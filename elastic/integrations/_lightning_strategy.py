@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -39,6 +40,11 @@ REFUSED = {
     "StochasticWeightAveraging": "its average is no part of the state: average the weights of checkpoints afterwards",
 }
 """Callbacks by the name of a class in their ancestry -> why, and what to do instead."""
+
+NO_MESH = (
+    "LightningModule.device_mesh: ElasticStrategy does not shard, each rank has the whole model. Shard in a loop of "
+    "your own, with Fabric's ModelParallelStrategy and elastic.run(setup, train, sharded=True), see docs/sharded.md"
+)
 
 _SAVED = ("_last_global_step_saved", "_last_checkpoint_saved")
 """Attributes of a ModelCheckpoint that decide whether it saves, and are not in its state dict."""
@@ -102,7 +108,12 @@ class ElasticStrategy(DDPStrategy):
         if datamodule is not None:
             call._call_lightning_datamodule_hook(trainer, "setup", stage="fit")
         call._call_lightning_module_hook(trainer, "setup", stage="fit")
-        call._call_lightning_module_hook(trainer, "configure_model")
+        try:
+            call._call_lightning_module_hook(trainer, "configure_model")
+        except TypeError as error:
+            if "device_mesh" in str(traceback.extract_tb(error.__traceback__)[-1].line):  # it is None
+                raise MisuseValueError(NO_MESH) from error
+            raise
         if self._layer_sync is not None:
             self._layer_sync.apply(model)
         self.precision_plugin.convert_module(model)

@@ -58,7 +58,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def __init__(self, job: Job, state: elastic.State, *, seed: int = 0, weigh: bool = True, **options: Any) -> None:
         if refused := [name for name in _REFUSED if options.get(name)]:
             raise MisuseValueError(
-                f"{refused[0]}: not supported by elastic's Accelerator, each rank has the whole state"
+                f"{refused[0]}: not supported by elastic's Accelerator, each rank has the whole state. For FSDP2 make "
+                "Accelerate's own in setup, with elastic.run(setup, train, sharded=True): docs/sharded.md"
             )
         _place.grouped(job.device, rank=job.rank, local_rank=job.local_rank, world_size=job.world_size)
         super().__init__(**{**options, "cpu": job.device.type == "cpu"})

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import FullyShardedDataParallelPlugin
 from support.agents import Job
 from support.wait import eventually
 from torch.nn.parallel import DistributedDataParallel
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import elastic
 from elastic.contract.records.job_records import Phase
 from elastic.integrations.accelerate import Accelerator
+from elastic.worker.link.misuse import MisuseValueError
 
 SCRIPT = pathlib.Path(__file__).parent / "scripts" / "accelerate_loop.py"
 
@@ -71,6 +73,14 @@ def test_a_step_is_the_same_in_any_world() -> None:
 def setup(job: Any) -> elastic.State:
     model = torch.nn.Linear(1, 1)
     return elastic.State(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_sharding_by_elastics_accelerator_is_refused_with_the_way_out() -> None:
+    def train(job: Any, state: Any) -> None:
+        Accelerator(job, state, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+
+    with pytest.raises(MisuseValueError, match=r"^fsdp_plugin: .* make Accelerate's own in setup.*sharded=True"):
+        elastic.run(setup, train)
 
 
 def test_loop_that_is_left_within_a_step_is_refused_when_it_is_entered_again() -> None:

@@ -4,12 +4,18 @@ without."""
 from __future__ import annotations
 
 import pathlib
+from typing import Any
 
+import lightning
 import pytest
+import torch
 from support.agents import Job
 from support.wait import eventually
+from torch.distributed.fsdp import fully_shard
 
 from elastic.contract.records.job_records import Phase
+from elastic.integrations.lightning import ElasticStrategy
+from elastic.worker.link.misuse import MisuseError
 
 SCRIPT = pathlib.Path(__file__).parent / "scripts" / "lightning_trainer.py"
 
@@ -106,3 +112,32 @@ def test_loop_with_fabric_survives_deaths() -> None:
             finals.append({(line["final"], line["at"], line["of"]) for line in lines if "final" in line})
     assert finals[0] == finals[1]
     assert len(finals[0]) == 1
+
+
+class Sharded(lightning.LightningModule):
+    def __init__(self, *, by_name: bool) -> None:
+        super().__init__()
+        self.by_name = by_name
+
+    def configure_model(self) -> None:
+        self.inner = torch.nn.Linear(2, 1)
+        fully_shard(self.inner, mesh=self.device_mesh["data_parallel"] if self.by_name else self.device_mesh)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        raise AssertionError("a step was made")
+
+
+@pytest.mark.parametrize(
+    ("by_name", "said"),
+    [(True, r"device_mesh: ElasticStrategy does not shard.*Fabric's"), (False, r"sharded=True.*leave out fully_shard")],
+)
+def test_a_module_that_shards_itself_is_refused_before_the_first_step(by_name: bool, said: str) -> None:
+    trainer = lightning.Trainer(
+        accelerator="cpu", strategy=ElasticStrategy(), max_steps=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False,
+    )  # fmt: skip
+    with pytest.raises(MisuseError, match=said):
+        trainer.fit(Sharded(by_name=by_name), torch.utils.data.DataLoader([torch.ones(2)] * 4))
