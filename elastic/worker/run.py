@@ -453,9 +453,19 @@ class ManagedWorker:
         torch_private.forget_sharding()
         torch_private.set_random_tracker(None)
         job.rank, job.world_size = form.rank, form.world_size
+        before = self._seat[1] if self._seat else 0
         self._seat, self._groups = None, MeshGroups()
-        with self._groups.recorded():
-            self._build(job)
+        try:
+            with self._groups.recorded():
+                self._build(job)
+        except (RuntimeError, ValueError) as error:
+            if form.world_size >= before or self._session.over(form.generation) or is_communication_error(error):
+                raise
+            raise misuse.MisuseRuntimeError(
+                f"setup() fails in a world of {form.world_size} ranks: {error}. If it needs as many as before "
+                f"({before}), give that as the minimum of `nodes`: the job then waits for them. Otherwise let its "
+                "meshes follow from dist.get_world_size()"
+            ) from error
         self._seat = form.rank, form.world_size
         self._session.check(form.generation, -1)
         if self._parked is not None and self._parked[0] == self._state.shard_key():

@@ -65,6 +65,19 @@ def test_a_replacement_that_builds_other_boxes_is_refused(tmp_path: Path) -> Non
         assert "setup() has built other boxes of the state" in str(state.reason)
 
 
+@LONG
+def test_a_world_that_is_too_small_for_the_mesh_ends_the_job_by_name_and_keeps_its_checkpoint(tmp_path: Path) -> None:
+    spec: dict[str, Any] = {"nodes": "1:2", "checkpoint": {"dir": str(tmp_path), "every_steps": 2}}
+    with job_of("four", steps=500, **spec) as job:
+        job.wait_step(6)
+        job.kill_node("n1")
+        state = end(job)
+        assert state.phase is Phase.FAILED
+        assert "setup() fails in a world of 2 ranks" in str(state.reason)
+        assert "the minimum of `nodes`" in str(state.reason)
+        assert list(tmp_path.glob("step-*"))
+
+
 def shards(folder: Path, step: int) -> list[Path]:
     return sorted((folder / f"step-{step}").glob("*.safetensors"))
 

@@ -130,6 +130,8 @@ def shard(model: Net) -> None:
         return
     if has("eight"):
         world = 8
+    if has("four"):
+        world = 4
     if has("other_boxes") and list(ARGS.record.glob("died.*")):
         model.blocks[0].up.weight = nn.Parameter(torch.zeros(60, WIDTH))
     if has("tp"):
