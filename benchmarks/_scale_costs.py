@@ -130,7 +130,7 @@ def followers(formed: GenerationRecord) -> Iterator[bytes]:
         middle = len(formed.nodes) // 2 + lost
         nodes = formed.nodes[:middle] + formed.nodes[middle + 1 :]
         after = msgspec.structs.replace(formed, number=formed.number + 1, nodes=nodes)
-        raw = encode(written(after, formed, reader.base).generation)
+        raw = encode(written(after, formed, reader.base, True).generation)
         yield raw
 
 

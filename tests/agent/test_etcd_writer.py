@@ -294,6 +294,21 @@ def test_large_generation_record_is_its_changes(nodes: int, large: bool) -> None
     assert all(a is b for a, b in zip(read, before.nodes[1:], strict=True)) is large
 
 
+def test_a_large_generation_is_not_published_without_its_base() -> None:
+    """etcd was wiped and the generation written back, at the revision that it had, since the leader last looked."""
+    harness = WriterHarness()
+    harness.client.put(KEYS.member("n"), b"ours")
+    reader = GenerationReader()
+    before = reader.read(encode(generation(1, [place(f"n{i}") for i in range(LARGE_JOB_NODES + 2)])))
+    revision = harness.client.put(KEYS.generation, encode(before))
+    view = JobView(generation=before, generation_revision=revision, base=reader.base, base_revision=revision - 1)
+    after = Change(before.nodes[1:], "n0 is gone", planned=False)
+    harness.writer.publish(Publish(2, after, revision, None, None), view)
+    harness.queues["urgent"].orders[-1]()
+    harness.stores.close()
+    assert harness.client.server.kvs[KEYS.generation].value == encode(before)
+
+
 def test_a_store_is_another_on_another_basis() -> None:
     stores = Stores("203.0.113.1")
     _, first = stores.open(3, 7)

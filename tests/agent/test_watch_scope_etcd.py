@@ -116,7 +116,7 @@ def test_the_base_is_read_when_it_is_asked_for_and_not_again() -> None:
 def test_a_base_that_cannot_be_read_is_a_loss_of_contact_and_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not more often than once a second, whatever is there."""
     watcher, now = Watcher(4), [100.0]
-    monkeypatch.setattr("elastic.agent.etcd.watch_scope.time.monotonic", lambda: now[0])
+    monkeypatch.setattr(watcher.sight, "_clock_s", lambda: now[0])
     watcher.server.put_all([Put(KEYS.base, b"base")])
     watcher.sight.start(watcher.seen.append, 0.0)
     watcher.look()

@@ -142,11 +142,11 @@ def test_a_large_job_s_generation_is_read_with_its_base() -> None:
     job, reader = KEYS.job("j"), GenerationReader()
     nodes = tuple(GenerationNode(node=f"n{i}", incarnation="i", host="h", slots=(0,)) for i in range(100))
     head = {"store_host": "h", "store_port": 1, "leader": "n0", "why": "forming"}
-    first = written(GenerationRecord(number=1, nodes=nodes, **head), None, None)
+    first = written(GenerationRecord(number=1, nodes=nodes, **head), None, None, False)
     assert first.base is not None
     before = reader.read(encode(first.generation), encode(first.base))
     after = GenerationRecord(number=2, nodes=nodes[1:], **head)
-    delta = encode(written(after, before, reader.base).generation)
+    delta = encode(written(after, before, reader.base, True).generation)
     spec, base = KV(job.spec, encode(SPEC)), KV(job.base, encode(first.base))
     assert read(spec, base, KV(job.generation, delta)).jobs["j"].generation == after
     without = read(spec, KV(job.generation, delta))

@@ -13,6 +13,7 @@ from support.fake_etcd import FakeServer
 from elastic.contract.job.spec import Checkpoint, JobSpec, Restarts
 from elastic.contract.keys import ClusterKeys
 from elastic.contract.records import job_records as records
+from elastic.contract.records.generation_delta import GenerationReader
 from elastic.contract.records.job_records import GenerationRecord, JobState, Phase, SpecRecord, decode, encode
 from elastic.etcd.client import Put
 from elastic.recovery.machine.effects import Effect
@@ -139,8 +140,8 @@ class Cluster:
                 self.clock.after(self.delay(0.001, 0.01) + self.rng.random() * self.etcd_slow_s, node.pump)
 
     def record(self) -> GenerationRecord | None:
-        kv = self.etcd.kvs.get(self.keys.generation)
-        return decode(GenerationRecord, kv.value) if kv else None
+        kv, base = self.etcd.kvs.get(self.keys.generation), self.etcd.kvs.get(self.keys.base)
+        return GenerationReader().read(kv.value, base.value if base else None) if kv else None
 
     def state(self) -> JobState:
         kv = self.etcd.kvs.get(self.keys.state)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from support.incidents import on_record
 
-from elastic.contract.records.job_records import GenerationRecord, IncidentRecord, JobState, Phase, decode
+from elastic.contract.records.job_records import GenerationRecord, IncidentRecord, JobState, Phase
 from elastic.contract.records.reasons import Code, codes
 from elastic.contract.worker import messages
 from elastic.recovery.facts.restart_budget import BAD_NODE_FAILURES
@@ -172,9 +172,8 @@ class Judge:
     def stored(self) -> None:
         """Something may have been written to etcd."""
         cluster = self._cluster
-        kv = cluster.etcd.kvs.get(cluster.keys.generation)
         old = self.stands[1] if self.stands[0] == cluster.etcd.cluster else None  # else it was wiped
-        new = decode(GenerationRecord, kv.value) if kv else None
+        new = cluster.record()
         self.stands = cluster.etcd.cluster, new
         if new is not None and new.restore == "snapshot" and (old is None or old.number < new.number):
             self.condemned |= cluster.training.spoiled

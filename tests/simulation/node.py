@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING
 
-from support.fake_etcd import FakeClient, FakeWatch
+from support.fake_etcd import FakeClient
 
 from elastic.agent import write_queue
+from elastic.agent.etcd.view_reader import ViewReader
+from elastic.agent.etcd.watch_scope import WatchScope
 from elastic.agent.etcd.writer import EtcdWriter
 from elastic.contract.records.job_records import ProgressRecord
 from elastic.contract.records.reasons import Code, reason
@@ -16,7 +18,6 @@ from elastic.etcd.client import EtcdError, View
 from elastic.recovery import recovery
 from elastic.recovery.facts.membership import leader, living
 from elastic.recovery.facts.transitions import Stage
-from elastic.recovery.facts.view import JobView
 from elastic.recovery.leading import PUBLISH_AGAIN_S
 from elastic.recovery.machine.effects import Effect, FindNewestSaved, ForkPlain, ForkWorker, Kill, Leave, SaveNow, Send
 from elastic.recovery.machine.events import Event, NewestSaved, Progress, Saving, Start, Tick, Viewed, WorkerExited
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from .cluster import Cluster
 
 BEAT_S = Timeouts().beat_s
+ALL = 10**6
+"""Members, of whom none is too many to be watched at first."""
 PROGRESS_S = 2.0
 AT_REST = ("",)
 Order = Callable[[], None]
@@ -132,8 +135,8 @@ class Node:
         self._starts = 0
         self._client: FakeClient | None = None
         self._view: View | None = None
-        self._watch: FakeWatch | None = None
-        self._narrow_since_s = 0.0
+        self._scope: WatchScope | None = None
+        self._reader: ViewReader | None = None
         self._queue: list[Event] = []
         self._undone: tuple[Effect, ...] = ()
         """What it was about to do when it was stopped."""
@@ -192,7 +195,9 @@ class Node:
             wall=self.wall_s,
         )
         self.agent = Agent(policy)
-        self._watch = client.watch(cluster.keys.root, self._on_view)
+        self._reader = ViewReader(cluster.keys)
+        self._scope = WatchScope(client, cluster.keys, ALL, lambda: cluster.clock.now_s)  # type: ignore[arg-type]
+        self._scope.start(self._on_view, self.now_s())
         self.take(Start())
         cluster.clock.after(PROGRESS_S, self._tell_progress, self.incarnation)
         self.pump()
@@ -249,11 +254,16 @@ class Node:
         if self.agent is None or self.paused:
             return
         assert self._client is not None
+        assert self._scope is not None
+        assert self._reader is not None
         self._client.pump()
         if self._view is not None:
             view, self._view = self._view, None
-            whole = view.prefix == self.cluster.keys.root
-            self.take(Viewed(JobView.read(self.cluster.keys, view.kvs, view.revision, whole), view.connected))
+            job = self._reader.read(view, self.agent)
+            if self._reader.lacks_base and not self._scope.complete:
+                self._scope.read_base()
+                self.cluster.clock.after(self.cluster.delay(0.001, 0.02), self.pump)
+            self.take(Viewed(job, view.connected))
 
     def soon(self, event: Event, worker_id: int = 0) -> None:
         """From worker `life`, or a thread of the agent (0): taken in the loop's turn, in the order of its source."""
@@ -372,18 +382,14 @@ class Node:
         )  # fmt: skip
 
     def _look_around(self) -> None:
-        """As `agent.sight.WatchScope`: in a large job a node watches the head only, while it need not lead."""
-        agent, watch = self.agent, self._watch
-        if agent is None or watch is None or self._client is None or not agent.etcd.connected:
+        """As `AgentLoop` does: in a large job a node watches the head only, while it need not lead."""
+        agent, scope = self.agent, self._scope
+        if agent is None or scope is None or not agent.etcd.connected:
             return
-        root = self.cluster.keys.root
-        narrow = watch.prefix != root
-        whole = watches_members(agent, self.now_s(), self.now_s() - self._narrow_since_s if narrow else None)
-        if whole == narrow:
-            watch.close()
+        before = scope.complete
+        scope.choose(watches_members(agent, self.now_s(), scope.narrow_for_s(self.now_s())), self.now_s())
+        if scope.complete != before:
             self._view = None
-            self._narrow_since_s = self.now_s()
-            self._watch = self._client.watch(root if whole else self.cluster.keys.head, self._on_view)
             self.cluster.clock.after(self.cluster.delay(0.001, 0.02), self.pump)
 
     def _do_all(self, effects: tuple[Effect, ...]) -> None:
@@ -486,7 +492,7 @@ class Node:
         number = agent.formed.generation.number if agent.formed.generation else -1
         if any(w.stage is Stage.READY and w.generation == number for w in agent.local.workers.values()):
             due.append(now_s + 0.5)
-        narrow = self._watch is not None and self._watch.prefix != self.cluster.keys.root
+        narrow = self._scope is not None and not self._scope.complete
         if self.agent.local.saving:  # whether it still does
             due.append(now_s + 0.5)
         if narrow:  # whether it still steps

@@ -24,7 +24,7 @@ from support.warm import forge
 from elastic.contract.agent_files import AgentConfig
 from elastic.contract.job.spec import parse_job
 from elastic.contract.keys import ClusterKeys
-from elastic.contract.records.job_records import GenerationRecord, JobState, SpecRecord, decode, encode
+from elastic.contract.records.job_records import GenerationHead, JobState, SpecRecord, decode, encode
 from elastic.contract.timeouts import Timeouts
 from elastic.etcd.client import Etcd, EtcdError
 
@@ -183,7 +183,7 @@ class Soak:
             phase=state.phase.value if state.phase.over else "",
             reason=str(state.reason),
             restarts=state.restarts,
-            generations=decode(GenerationRecord, generation.value).number if generation else 0,
+            generations=decode(GenerationHead, generation.value).number if generation else 0,
             incidents=[
                 Incident(kind=i.kind, steps_lost=i.steps_lost, restored_from=i.restored_from, detail=i.text)
                 for i in incidents

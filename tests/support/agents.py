@@ -18,6 +18,7 @@ import msgspec
 from elastic.contract.agent_files import AgentConfig, AgentStatus
 from elastic.contract.job.spec import parse_job
 from elastic.contract.keys import ClusterKeys
+from elastic.contract.records.generation_delta import GenerationReader
 from elastic.contract.records.job_records import (
     GenerationRecord,
     IncidentRecord,
@@ -169,8 +170,8 @@ class Job:
         return decode(JobState, kv.value) if kv else JobState()
 
     def generation(self) -> GenerationRecord | None:
-        kv = self.etcd.get(self.keys.generation)
-        return decode(GenerationRecord, kv.value) if kv else None
+        kv, base = self.etcd.get(self.keys.generation), self.etcd.get(self.keys.base)
+        return GenerationReader().read(kv.value, base.value if base else None) if kv else None
 
     def progress(self) -> ProgressRecord | None:
         kv = self.etcd.get(self.keys.progress)

@@ -64,7 +64,8 @@ class EtcdKeys:
         before = leader.read(self.generation, self.base)
         assert leader.base is not None
         self.number += 1
-        told = written(generation(self.number, nodes), before, leader.base)
+        is_there = self.base is not None and leader.is_base(self.base)
+        told = written(generation(self.number, nodes), before, leader.base, is_there)
         self.generation = encode(told.generation)
         if told.base is not None:
             self.base = encode(told.base)
@@ -127,12 +128,15 @@ def test_one_that_sees_each_generation_needs_no_base() -> None:
 
 def test_the_base_is_written_with_the_first_generation_and_not_again_with_the_second() -> None:
     nodes = some(100, random.Random(6))
-    first = written(generation(1, nodes), None, None)
+    first = written(generation(1, nodes), None, None, False)
     assert first == Written(generation(1, nodes), BaseRecord(nodes=nodes))
     reader = GenerationReader()
-    before = reader.read(encode(first.generation), encode(first.base) if first.base else None)
-    assert written(generation(2, nodes[1:]), before, reader.base).base is None
-    assert written(generation(2, nodes[::-1]), before, reader.base).base == BaseRecord(nodes=nodes[::-1])
+    before = reader.read(encode(first.generation))
+    assert first.base is not None
+    assert reader.is_base(encode(first.base))
+    assert written(generation(2, nodes[1:]), before, reader.base, True).base is None
+    assert written(generation(2, nodes[1:]), before, reader.base, False).base == first.base
+    assert written(generation(2, nodes[::-1]), before, reader.base, True).base == BaseRecord(nodes=nodes[::-1])
 
 
 def test_generation_reader_decodes_only_changed_places() -> None:
@@ -208,7 +212,7 @@ def test_generation_reader_rejects_invalid_records_and_keeps_the_last_one(raw: b
     assert reader.read(good) is kept
     assert reader.base is not None
     after = generation(2, kept.nodes[:1])
-    assert reader.read(encode(written(after, kept, reader.base).generation)) == after
+    assert reader.read(encode(written(after, kept, reader.base, True).generation)) == after
 
 
 def test_another_protocol_is_said_so() -> None:

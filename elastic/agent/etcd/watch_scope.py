@@ -25,11 +25,12 @@ log = structlog.get_logger()
 class WatchScope:
     """One watch at a time; it passes its views to `post`, in its own thread. Used by the agent's loop only."""
 
-    def __init__(self, etcd: Etcd, keys: JobKeys, crowd: int) -> None:
+    def __init__(self, etcd: Etcd, keys: JobKeys, crowd: int, clock_s: Callable[[], float] = time.monotonic) -> None:
         """crowd: if the job already has more members than this, start with the head."""
         self._etcd = etcd
         self._keys = keys
         self._crowd = crowd
+        self._clock_s = clock_s
         self._watch: Watch | None = None
         self._post: Callable[[View], None] = lambda view: None
         self._narrow_since_s: float | None = None
@@ -88,9 +89,9 @@ class WatchScope:
     def _with_base(self, view: View) -> View:
         """In the watch's thread. Raises EtcdError."""
         if self._base_wanted and view.connected:
-            if (left_s := self._base_read_s + BASE_AGAIN_S - time.monotonic()) > 0:
+            if (left_s := self._base_read_s + BASE_AGAIN_S - self._clock_s()) > 0:
                 raise EtcdUnavailable(f"{self._keys.base} is of another generation: read again in {left_s:.1f} s")
-            self._base_read_s = time.monotonic()
+            self._base_read_s = self._clock_s()
             self._base, self._base_wanted = self._etcd.get(self._keys.base), False
         return replace(view, kvs=MappingProxyType({**view.kvs, self._keys.base: self._base})) if self._base else view
 

@@ -211,10 +211,12 @@ class EtcdWriter:
             managed=effect.managed,
         )
         large = len(record.nodes) > self.policy.crowd
-        told = written(record, view.generation, view.base) if large else Written(record)
+        told = written(record, view.generation, view.base, view.base_revision > 0) if large else Written(record)
         ops: list[Op] = [Put(self.keys.generation, encode(told.generation))]
         if told.base is not None:
             ops.append(Put(self.keys.base, encode(told.base)))
+        elif large:  # etcd may have been wiped since
+            guards.append(ModIs(self.keys.base, view.base_revision))
         if effect.state is not None:
             ops.append(Put(self.keys.state, encode(effect.state)))
         if number > KEPT_RECORDS:

@@ -55,8 +55,6 @@ class Base(NamedTuple):
 
     digest: str
     generation: GenerationRecord
-    written: bool = True
-    """Whether its nodes are in etcd as the job's base."""
 
 
 class GenerationReader:
@@ -67,6 +65,7 @@ class GenerationReader:
         self._record: GenerationRecord | None = None
         self.base: Base | None = None
         """Of the last one; None before the first."""
+        self._digest: tuple[bytes | None, str] = (None, "")
 
     def read(self, raw: bytes, base: bytes | None = None) -> GenerationRecord:
         """`base`: the job's BaseRecord as encoded, if it is known.
@@ -82,8 +81,8 @@ class GenerationReader:
             unread = _UNREAD.decode(raw)
             nodes, changes = unread.nodes, unread.changes
             if unread.protocol == PROTOCOL and isinstance(nodes, msgspec.Raw):
-                record, own = GenerationRecord(nodes=_NODES.decode(nodes), **_head(unread)), digest(nodes)
-                return record, Base(own, record, written=base is not None and digest(_nodes(base)) == own)
+                record = GenerationRecord(nodes=_NODES.decode(nodes), **_head(unread))
+                return record, Base(digest(nodes), record)
             if unread.protocol == PROTOCOL and changes is not None:
                 since = self._with_nodes(changes.since) or _of_base(unread, changes.since, base)
                 record = GenerationRecord(nodes=spliced(since.nodes, changes.splices), **_head(unread))
@@ -95,6 +94,12 @@ class GenerationReader:
             pass
         decode(GenerationRecord, raw)  # raises the right error
         raise msgspec.ValidationError("GenerationRecord: it cannot be read")
+
+    def is_base(self, base: bytes) -> bool:
+        """Whether this BaseRecord has the nodes of the last generation's base."""
+        if base is not self._digest[0]:
+            self._digest = base, digest(_nodes(base))
+        return self.base is not None and self.base.digest == self._digest[1]
 
     def _with_nodes(self, since: str) -> GenerationRecord | None:
         """The generation with the nodes of this digest, if it was read before."""
@@ -130,22 +135,23 @@ class Written(NamedTuple):
 
     generation: GenerationRecord | GenerationDelta
     base: BaseRecord | None = None
+    """None: the one that is there stays."""
 
 
-def written(record: GenerationRecord, before: GenerationRecord | None, base: Base | None) -> Written:
-    """Of a large generation. `base`: that of `before`, which it follows. If too much has changed since, the nodes of
-    `before`, which everyone has, take its place; or its own, if it has all of them."""
+def written(record: GenerationRecord, before: GenerationRecord | None, base: Base | None, is_there: bool) -> Written:
+    """Of a large generation. `base`: that of `before`, which it follows; `is_there`: whether etcd has it. If too much
+    has changed since, the nodes of `before`, which everyone has, take its place; or its own, if it has all of them."""
     if before is None or base is None:
         return Written(record, BaseRecord(nodes=record.nodes))
-    since, is_written = base.generation, base.written
+    since = base.generation
     told = changes(since.nodes, record.nodes)
     if told is None or sum(1 + len(splice.nodes) for splice in told.splices) > 1 + FEW * len(record.nodes):
-        since, is_written = before, False
+        since, is_there = before, False
         told = changes(before.nodes, record.nodes)
     if told is None:
         return Written(record, BaseRecord(nodes=record.nodes))
     delta = GenerationDelta(changes=told, **_head(record))
-    return Written(delta, None if is_written else BaseRecord(nodes=since.nodes))
+    return Written(delta, None if is_there else BaseRecord(nodes=since.nodes))
 
 
 def digest(text: bytes | msgspec.Raw) -> str:

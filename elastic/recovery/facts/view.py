@@ -102,6 +102,8 @@ class JobView:
     generation_revision: int = 0
     base: Base | None = field(default=None, compare=False)
     """Of `generation`: see `generation_delta`."""
+    base_revision: int = field(default=0, compare=False)
+    """Of the record with its nodes; 0: that is not there, or only the head of the job is watched."""
     written_back: bool = False
     """Whether `generation` was written back after etcd had lost its data, and none has been published since."""
     saved_step: int = 0
@@ -167,7 +169,8 @@ class JobReader:
             if any(key.startswith((keys.broken_all, keys.incidents)) for key in changed):
                 listed = self._list(kvs)
         spec, state, generation = kvs.get(keys.spec), kvs.get(keys.state), kvs.get(keys.generation)
-        formed = self._generation(generation, kvs.get(keys.base)) if generation else None
+        base = kvs.get(keys.base)
+        formed = self._generation(generation, base) if generation else None
         restored, broken = kvs.get(keys.restored), kvs.get(keys.broken(formed.number)) if formed else None
         progress = kvs.get(keys.progress)
         view = JobView(
@@ -178,6 +181,7 @@ class JobReader:
             generation=formed,
             generation_revision=generation.mod_revision if generation else 0,
             base=self._generations.base if generation else None,
+            base_revision=self._base_revision(base) if has_all_members else 0,
             written_back=bool(generation and restored and restored.mod_revision == generation.mod_revision),
             broken=self._record(BrokenRecord, broken) if broken else None,
             broken_before=self._failed_before(kvs, formed, listed.broken) if formed else (),
@@ -195,6 +199,9 @@ class JobReader:
     def _generation(self, generation: Stored, base: Stored | None) -> GenerationRecord:
         read = functools.partial(self._generations.read, base=base.value if base else None)
         return self._record(GenerationRecord, generation, read)
+
+    def _base_revision(self, base: Stored | None) -> int:
+        return base.mod_revision if base and self._generations.is_base(base.value) else 0
 
     def _list(self, kvs: Mapping[str, Stored]) -> _Listed:
         keys = self._keys
