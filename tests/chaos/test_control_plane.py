@@ -21,6 +21,7 @@ def steps_on(job: Job, more: int = 20) -> None:
     eventually(lambda: job.history.step() >= there + more, 30.0, f"{more} steps after {there}")
 
 
+@pytest.mark.long
 def test_etcd_and_daemons_come_and_go() -> None:
     """In one run: daemons killed and started, etcd killed beyond every lease, paused, and back."""
     steps, pace_s, more = 400, 0.1, 10

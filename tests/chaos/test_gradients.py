@@ -43,7 +43,8 @@ NAMED = {
 }
 
 
-@pytest.mark.parametrize("bugs", [("none", "drift"), pytest.param(("same", "unused"), marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("bugs", [("none", "drift"), ("same", "unused")])
 def test_what_is_wrong_with_the_gradients_is_named_on_request_and_as_events(bugs: tuple[str, ...]) -> None:
     with Cluster(nodes=2, slots=1) as cluster:
         said = {}

@@ -39,6 +39,7 @@ def top_slow_ranks(client: Client, name: str) -> list[int]:
     return [each.rank for step_time in rows for each in step_time.slow_ranks]
 
 
+@pytest.mark.long
 def test_a_rank_slower_than_the_median_is_named_until_it_is_not_any_more() -> None:
     with Cluster(nodes=2, slots=2) as cluster:
         job = cluster.submit(

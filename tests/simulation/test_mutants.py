@@ -81,6 +81,7 @@ def test_mutant_is_caught(mutant: Mutant, quiet: None) -> None:
     assert by, f"{TRIES} histories and {len(FILES)} scenarios, and nobody noticed: {mutant.name}"
 
 
+@pytest.mark.long  # those tests run anyway: here it is seen that they do so without pytest, too
 @pytest.mark.parametrize("test", sorted({mutant.test for mutant in MUTANTS if mutant.test}))
 def test_mutant_detecting_tests_pass_without_the_mutation(test: str, quiet: None) -> None:
     assert not fails(test)

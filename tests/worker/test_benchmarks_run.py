@@ -12,7 +12,6 @@ from support.source import ROOT
 
 BENCHMARKS = ROOT / "benchmarks"
 IN_MAKE_TEST = {
-    "commit": {"percent_of_a_step", "us_a_step"},
     "evidence": {"records", "wrong"},
     "goodput": {
         "elasticd, standbys", "elasticd, no standby", "torchrun, tuned", "torchrun, defaults", "FlashRecovery's 150 s",
@@ -22,6 +21,7 @@ IN_MAKE_TEST = {
 }  # fmt: skip
 IDLE = {"idle_pss_mb", "idle_pss_daemon_mb", "idle_pss_agent_mb", "idle_pss_zygote_mb"}
 LONGER = {
+    "commit": {"percent_of_a_step", "us_a_step"},
     "compared": {
         "elasticd", "torchrun", "torchrun_defaults", "torchft", "torchft_tuned", "nvrx_launcher", "nvrx_inprocess",
         "ray_train",
@@ -99,16 +99,16 @@ def test_a_benchmark_runs(name: str) -> None:
 
 
 @pytest.mark.long  # some 15 s of a core each
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(420)
 @pytest.mark.parametrize("name", LONGER)
 def test_a_benchmark_with_a_cluster_runs(name: str) -> None:
-    assert last_line(name, 280.0).keys() == LONGER[name]
+    assert last_line(name, 400.0).keys() == LONGER[name]
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(420)
 def test_the_benchmark_of_versions_runs_recovery_and_reform() -> None:
-    for figures in last_line("versions", 280.0).values():
+    for figures in last_line("versions", 400.0).values():
         assert isinstance(figures, dict)
         assert figures["recovery"]["new"].keys() == {"kills", "kill_median_s", "steps_lost"}
         assert {"form_ms", "freed_s", "descriptors_left"} <= figures["forming"]["new"].keys()
