@@ -24,7 +24,7 @@ from _harness import HERE, SMOKE, Node, Processes, kill, machine, wait_for, work
 RANKS = 4
 LOSS = struct.Struct("<qd")
 """As the job writes it: step, loss."""
-STEPS_A_KILL = 40
+STEPS_A_KILL = 20
 """Mean number of steps from one kill to the next: about a second with the recovery."""
 SPARE = 1.05
 """More steps than the kills need on average, so that the job ends after the last one."""
