@@ -1065,6 +1065,12 @@ def test_a_failure_after_etcd_has_lost_a_false_alarm_has_one_record() -> None:
     assert play(draw(1521727)).failure == ""
 
 
+def test_a_step_before_a_group_failed_does_not_show_that_the_job_goes_on() -> None:
+    """The leader, just awake, heard first of a node's death and then that its own group had failed, with a step made
+    shortly before: it told the death as a false alarm, and a moment later as an incident of its own."""
+    assert play(draw(825548803)).failure == ""
+
+
 def test_steps_of_before_a_set_back_are_not_counted_by_a_node_that_joins_as_planned() -> None:
     """The progress on record is of the generation before the one that began again from setup."""
     assert play(draw(786425160)).failure == ""

@@ -142,6 +142,8 @@ class Turn:
             return False
         if self.saved_here():
             return True  # all ranks have reached the end; a silent one has nothing left to do
+        if self.local.suspicious_since_s is not None:
+            return False  # a collective has failed here: the last step of this group is over, however short ago
         return self.now_s - self.progress.stepped_at_s < max(STALL_S, 3 * self.progress.step_s)
 
     def done_here(self) -> bool:
