@@ -107,7 +107,7 @@ examples: venv
 
 # Each benchmark in its smallest size: it runs to its end, and its last line is complete.
 bench-smoke: venv
-	@$(BIN)/pytest -q -n 2 --dist worksteal -m "long or not long" tests/worker/test_benchmarks_run.py \
+	@$(BIN)/pytest -q -n 2 --dist worksteal -o faulthandler_timeout=400 -m "long or not long" tests/worker/test_benchmarks_run.py \
 		tests/worker/test_state_benchmark.py
 
 # The records behind the figures that README and docs quote, in docs/evidence: some 35 minutes of a quiet machine.

@@ -60,6 +60,7 @@ LONG = (
     ),
     *("fp16+columns+disk", "muon+disk", "meta+offload+ema+disk"),
     *("compile", "hsdp+compile", "tp+compile"),
+    *("context", "context+dropout+clip+ema", "context+disk"),
 )
 
 

@@ -326,12 +326,20 @@ def _must_go_on(cluster: Cluster) -> None:
 
 
 def _incidents_end(cluster: Cluster) -> None:
-    """Where the job steps again, no incident stays open; and what each says of lost steps is true."""
+    """Where the job steps again, no incident stays open or untold; and what each says of lost steps is true."""
 
     def none_is_open() -> bool:
         return not any(i.open and i.kind != "planned" for i in cluster.judge.incidents().values())
 
-    cluster.clock.run(cluster.clock.now_s + INCIDENT_S, none_is_open)
+    def all_are_told() -> bool:
+        """A leader that stood still beyond its lease tells what it knows once it is a member again."""
+        try:
+            cluster.judge.failures_told()
+        except Broken:
+            return False
+        return none_is_open()
+
+    cluster.clock.run(cluster.clock.now_s + INCIDENT_S, all_are_told)
     if not none_is_open() and cluster.whole() and not cluster.over():
         raise Broken("incidents", f"one stays open: {cluster.judge.incidents()}")
     cluster.judge.steps_told()

@@ -1065,6 +1065,10 @@ def test_a_failure_after_etcd_has_lost_a_false_alarm_has_one_record() -> None:
     assert play(draw(1521727)).failure == ""
 
 
+def test_a_leader_that_stands_still_while_it_goes_on_alone_tells_the_loss_when_it_is_a_member_again() -> None:
+    assert play(draw(394023202)).failure == ""
+
+
 def test_a_step_before_a_group_failed_does_not_show_that_the_job_goes_on() -> None:
     """The leader, just awake, heard first of a node's death and then that its own group had failed, with a step made
     shortly before: it told the death as a false alarm, and a moment later as an incident of its own."""

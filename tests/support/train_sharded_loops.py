@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -72,6 +73,8 @@ class Block(nn.Module):
             self.bn = nn.BatchNorm1d(WIDTH)
         if has("counted"):
             self.register_buffer("seen", torch.zeros(()))
+        if has("context"):
+            self.query, self.pair = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return checkpoint(self.inner, x, use_reentrant=False) if has("recompute") else self.inner(x)
@@ -81,10 +84,21 @@ class Block(nn.Module):
             x = self.bn(x)
         if has("counted"):
             self.seen += 1
+        if has("context"):
+            x = x + attended(self.query(x), self.pair(x))
         if has("uneven"):
             x = x + self.back(torch.tanh(self.pick(x)))
         x = F.dropout(x, 0.1) if has("dropout") else x
         return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+context: dict[str, DeviceMesh] = {}
+
+
+def attended(query: torch.Tensor, pair: torch.Tensor) -> torch.Tensor:
+    """Attention of this rank's part of the sequence to all of it, which the ranks of its context have together."""
+    key, value = all_gather_tensor_autograd(pair, 0, context["mesh"]).chunk(2, dim=1)
+    return F.scaled_dot_product_attention(query[None], key[None], value[None])[0]
 
 
 class Net(nn.Module):
@@ -141,6 +155,10 @@ def shard(model: Net) -> None:
     elif has("tp_alone"):
         parallel(model, init_device_mesh("cpu", (world,), mesh_dim_names=("tensor",)))
         return
+    elif has("context"):
+        both = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("data", "context"))
+        context["mesh"] = both["context"]
+        mesh = both._flatten("data_context")
     elif has("hsdp"):
         mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
     else:
@@ -314,7 +332,8 @@ def held() -> dict[str, int]:
 
 
 def backward(job: Any, state: Any) -> torch.Tensor:
-    part = {"tp": job.rank // 2, "tp_alone": 0}.get(next((f for f in ("tp", "tp_alone") if has(f)), ""), job.rank)
+    parts = {"tp": job.rank // 2, "tp_alone": 0, "context": job.rank // 2}
+    part = parts.get(next((f for f in parts if has(f)), ""), job.rank)
     micro = MICRO if has("accumulate", "accumulate_scaled", "accumulate_each", "accumulate_hsdp") else 1
     for turn in range(micro):
         if has("accumulate", "accumulate_scaled"):
@@ -324,6 +343,8 @@ def backward(job: Any, state: Any) -> torch.Tensor:
             state.model.set_requires_all_reduce(turn == micro - 1)
         seed = (state.step * MICRO + turn) * RANKS + part
         x = torch.randint(0, VOCABULARY, (8,), generator=torch.Generator().manual_seed(seed))
+        if has("context"):
+            x = x.chunk(2)[job.rank % 2]
         loss = F.cross_entropy(state.model(x), x) / (micro if has("accumulate_scaled") else 1)
         (state.scaler.scale(loss) if has("fp16") else loss).backward()
     return loss
