@@ -19,6 +19,7 @@ from elastic.contract.records.generation_delta import (
 from elastic.contract.records.job_records import (
     PROTOCOL,
     BaseRecord,
+    Changes,
     GenerationDelta,
     GenerationNode,
     GenerationRecord,
@@ -124,6 +125,23 @@ def test_one_that_sees_each_generation_needs_no_base() -> None:
         assert isinstance(told.generation, GenerationDelta)
         assert len(etcd.generation) < 2000, "the changes since the base are few"
     assert 2 < bases < 20, "and the base is not written each time"
+
+
+@pytest.mark.parametrize(
+    "splices", [(Splice(5, 0),) * 2, (Splice(4, 6), Splice(5, 7)), (Splice(3, 99),), (Splice(-1, 2),)]
+)
+def test_changes_that_overlap_or_go_beyond_the_base_are_refused(splices: tuple[Splice, ...]) -> None:
+    """A job's user may write them, and a daemon reads them."""
+    nodes = some(20, random.Random(7))
+    reader = GenerationReader()
+    before = reader.read(encode(generation(1, nodes)))
+    assert reader.base is not None
+    delta = written(generation(2, nodes[1:]), before, reader.base, True).generation
+    assert isinstance(delta, GenerationDelta)
+    wrong = msgspec.structs.replace(delta, changes=Changes(since=reader.base.digest, splices=splices))
+    with pytest.raises(msgspec.ValidationError):
+        reader.read(encode(wrong))
+    assert reader.read(encode(delta)).nodes == nodes[1:]
 
 
 def test_the_base_is_written_with_the_first_generation_and_not_again_with_the_second() -> None:

@@ -181,16 +181,21 @@ def changes(before: tuple[GenerationNode, ...], after: tuple[GenerationNode, ...
 
 
 def spliced(places: tuple[GenerationNode, ...], splices: Sequence[Splice]) -> tuple[GenerationNode, ...]:
-    nodes: tuple[GenerationNode, ...] = ()
+    """Raises msgspec.ValidationError unless they are in order: a job's user can write any, and a few that overlap would
+    make a list that no daemon has memory for."""
+    nodes: list[GenerationNode] = []
     at = 0
     for splice in splices:
-        nodes += places[at : splice.start] + splice.nodes
+        if not at <= splice.start <= splice.stop <= len(places):
+            raise msgspec.ValidationError("GenerationDelta: its changes overlap, or are of nodes that the base has not")
+        nodes += places[at : splice.start]
+        nodes += splice.nodes
         at = splice.stop
-    return nodes + places[at:]
+    return (*nodes, *places[at:])
 
 
 def _carry_over(earlier: GenerationRecord, record: GenerationRecord, splices: Sequence[Splice]) -> None:
-    """Copy the cached lookups of `known` to `record`, with the ranks after each splice shifted."""
+    """Copy the cached lookups of `earlier` to `record`, with the ranks after each splice shifted."""
     moves = []
     for start, stop, new in (msgspec.structs.astuple(splice) for splice in splices):
         moves.append((start, stop, len(new) - (stop - start), _workers(new) - _workers(earlier.nodes[start:stop])))
