@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from elastic.checkpoint.interval import IntervalRule
+from elastic.contract.origin import Origin
 from elastic.contract.structs import replace
 from elastic.contract.worker import messages
 from elastic.contract.worker.beat import Doing
@@ -100,6 +101,8 @@ class ManagedWorker:
         """(rank, world size) for which `setup` has built the state; None: it has not, or not to the end."""
         self._groups = MeshGroups()
         """Those that it has made."""
+        self._state_is_there = False
+        """A rank had the state of a sharded job when this generation formed."""
         self._never = ""
         """Why they cannot be made again; empty: they can, as far as is known."""
         self._session = session
@@ -319,7 +322,10 @@ class ManagedWorker:
         """Get the newest state there is. If none is left and none was ever saved, that is what a new `setup` builds:
         a survivor that was within a step when another rank died is not at fault and must not fail for it."""
         try:
-            return self._synchronise(job, form)
+            synced = self._synchronise(job, form)
+            if not (self._state_is_there and synced.origin is Origin.SETUP):
+                return synced
+            # Parts of other boxes than are needed now, and nothing saved: what `setup` shares out counts after all.
         except StateLostError as error:
             print(f"elastic: {error}; training begins again from setup()", file=sys.stderr, flush=True)
         if self._sharded:
@@ -327,7 +333,7 @@ class ManagedWorker:
         elif self._state.established or not self._state.clean():
             self._drop(job)
             self._build(job)
-            self._state.to(job.device)
+        self._state.to(job.device)
         return self._synchronise(job, form)
 
     def _synchronise(self, job: Job, form: messages.Form) -> SyncResult:
@@ -407,9 +413,7 @@ class ManagedWorker:
     def _pair(self, form: messages.Form, synced: SyncResult) -> None:
         """Parts that one node alone has are copied to another from now on."""
         own = Neighbour(synced.key, form.group_rank, form.local_rank, self._snapshots.buddy.listen())
-        given = msgspec.to_builtins(own)
-        cpu = torch.device("cpu")
-        everyone = shared_values.gather(given, rank=form.rank, world_size=form.world_size, device=cpu)
+        everyone = _gathered(msgspec.to_builtins(own), form)
         self._snapshots.pair(form.rank, [msgspec.convert(each, Neighbour) for each in everyone])
 
     def _built_state(self, job: Job, form: messages.Form) -> State:
@@ -417,7 +421,11 @@ class ManagedWorker:
         made again."""
         if not self._sharded:
             return self._state
-        repeats = hasattr(self, "_state") and self._seat == (form.rank, form.world_size)
+        built = hasattr(self, "_state")
+        has_it = self._parked is not None or (built and self._state.established)
+        self._state_is_there = any(_gathered(has_it, form))
+        alone = self._state_is_there or not self._groups.shares_out
+        repeats = built and self._seat == (form.rank, form.world_size) and alone
         self._never = self._never or (self._groups.why_not(self._state.modules()) if repeats else "")
         if repeats and not self._never:
             try:
@@ -456,7 +464,7 @@ class ManagedWorker:
         before = self._seat[1] if self._seat else 0
         self._seat, self._groups = None, MeshGroups()
         try:
-            with self._groups.recorded():
+            with self._groups.recorded(state_is_there=self._state_is_there and not anew):
                 self._build(job)
         except (RuntimeError, ValueError) as error:
             if form.world_size >= before or self._session.over(form.generation) or is_communication_error(error):
@@ -489,6 +497,12 @@ class ManagedWorker:
         message = f"{type(failure).__name__}: {failure}"[:COMPLAINT_CHARS]
         complaint = failure.why if isinstance(failure, FormError) else message
         session.send(messages.CollectiveFailed(generation=form.generation, error=complaint, altered=altered, **said))
+
+
+def _gathered(value: Any, form: messages.Form) -> Sequence[Any]:
+    """Of all ranks, on all ranks."""
+    cpu = torch.device("cpu")
+    return shared_values.gather(value, rank=form.rank, world_size=form.world_size, device=cpu)
 
 
 def _position(form: messages.Form, synced: SyncResult) -> RankPosition:

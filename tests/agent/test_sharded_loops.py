@@ -49,7 +49,7 @@ LONG = (
     *("recompute", "unsharded", "offload", "meta", "hsdp+meta", "dropout", "counted", "hsdp+counted"),
     *("changes_first+ema_values", "hsdp+changes_first+ema_values", "hsdp+changes_first+ema_object", "tp+changes_first"),
     *("sgd", "adagrad", "foreach", "fused", "amsgrad", "muon", "hsdp+muon", "in_backward", "hsdp+in_backward"),
-    *("tp", "tp+fused", "tp+schedule+accumulate_each", "tp_alone", "tp_alone+sgd"),
+    *("tp", "tp+fused", "tp+schedule+accumulate_each", "tp_alone", "tp_alone+sgd", "tp+own_draws"),
     *(
         "own+disk",
         "statistics+disk",
@@ -59,7 +59,7 @@ LONG = (
         "lora+tied+disk",
     ),
     *("fp16+columns+disk", "muon+disk", "meta+offload+ema+disk"),
-    *("compile", "hsdp+compile", "tp+compile"),
+    *("compile", "hsdp+compile", "tp+compile", "inductor", "hsdp+inductor", "tp+inductor"),
     *("context", "context+dropout+clip+ema", "context+disk"),
 )
 
@@ -73,10 +73,11 @@ def job_of(of: str, *, die: str = "", steps: int = STEPS, step_ms: float = 10.0,
 
 
 @functools.cache
-def undisturbed(of: str, steps: int = STEPS) -> dict[str, str]:
+def undisturbed(of: str, steps: int = STEPS, world: int = 4) -> dict[str, str]:
     """Rank -> digest of what it has in the end, in plain torch."""
     folder = Path(scratch.folder("plain"))
     argv = [str(SCRIPT), "--plain", "--record", str(folder), "--of", of, "--steps", str(steps), "--step-ms", "0"]
+    argv += ["--world", str(world)]
     try:
         with procs.Procs() as started, open(folder / "out", "ab") as output:
             code = started.python(argv, output=output).wait(100 + steps)
@@ -131,6 +132,19 @@ def test_a_loop_is_bit_identical_after_deaths(of: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("of", LONG)
 def test_a_loop_is_bit_identical_after_deaths_of_ranks_and_a_node(of: str, tmp_path: Path) -> None:
     assert_alike(of, tmp_path, node=True)
+
+
+@pytest.mark.long
+def test_values_are_shared_out_again_where_no_part_fits_the_new_world() -> None:
+    """The survivors have parts, of other boxes than are needed now, and nothing was saved."""
+    of = "tp_alone+own_draws"
+    with job_of(of, steps=200, nodes="1:2") as job:
+        eventually(functools.partial(made_steps, job, 1, 3), 60.0, "steps")
+        job.kill_node("n1")
+        job.wait_phase(Phase.SUCCEEDED)
+        last = {line["rank"]: line["world_size"] for line in job.lines() if line.get("step") == 200}
+        assert last == {0: 2, 1: 2}
+        assert finals(job.record) == undisturbed(of, 200, world=2)
 
 
 @pytest.mark.long

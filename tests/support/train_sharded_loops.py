@@ -38,6 +38,7 @@ parser.add_argument("--step-ms", type=float, default=10.0)
 parser.add_argument("--of", default="fsdp", help="features, joined by +")
 parser.add_argument("--die", default="", help="RANK:STEP:PLACE, comma-separated; a death strikes once")
 parser.add_argument("--plain", action="store_true")
+parser.add_argument("--world", type=int, default=4, help="with --plain")
 ARGS = parser.parse_args()
 FEATURES = set(ARGS.of.split("+"))
 WIDTH, VOCABULARY, MICRO, RANKS = 24, 61, 3, 4
@@ -128,6 +129,11 @@ def net() -> Net:
         model.requires_grad_(False)
         for block in model.blocks:
             block.up, block.down = Adapted(block.up), Adapted(block.down)
+    if has("own_draws"):  # rank 0's count, or those of the lowest rank of each tensor group
+        for param in (
+            param for block in model.blocks for layer in (block.up, block.down) for param in layer.parameters()
+        ):
+            nn.init.normal_(param, std=0.05, generator=torch.Generator().manual_seed(dist.get_rank()))
     if has("compile", "inductor"):
         for block in model.blocks:
             block.compile(backend="inductor" if has("inductor") else "aot_eager")
@@ -457,15 +463,15 @@ for found, where, number in (
 
 class PlainJob:
     def __init__(self, rank: int) -> None:
-        self.rank, self.world_size, self.generation = rank, RANKS, 1
+        self.rank, self.world_size, self.generation = rank, ARGS.world, 1
 
     def commit(self, state: Any, loss: object) -> None:
         state.step += 1
 
 
 def plain(rank: int, port: int) -> None:
-    store = dist.TCPStore("127.0.0.1", port, RANKS, is_master=rank == 0)
-    dist.init_process_group("gloo", rank=rank, world_size=RANKS, store=store)
+    store = dist.TCPStore("127.0.0.1", port, ARGS.world, is_master=rank == 0)
+    dist.init_process_group("gloo", rank=rank, world_size=ARGS.world, store=store)
     job = PlainJob(rank)
     state = setup(job)  # type: ignore[arg-type]
     state.step = 0
@@ -478,7 +484,7 @@ def plain_ranks() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     children = []
-    for rank in range(RANKS):
+    for rank in range(ARGS.world):
         if not (child := os.fork()):
             torch.set_num_threads(1)
             plain(rank, port)

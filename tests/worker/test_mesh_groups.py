@@ -12,7 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from elastic.worker.torch_internals import torch_private
 from elastic.worker.torch_internals.mesh_groups import MeshGroups, can_put_back, put_back
@@ -38,8 +39,12 @@ def form(rank: int, world_size: int, port: int, generation: int) -> None:
 
 def built(of: str) -> nn.Module:
     torch.manual_seed(5)
-    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+    hidden = 8 if of == "tp" else 7  # which does not pass on uneven parts
+    model = nn.Sequential(nn.Linear(5, hidden), nn.Tanh(), nn.Linear(hidden, 3))
     world = dist.get_world_size()
+    if of == "tp":
+        mesh = init_device_mesh("cpu", (world,))
+        return parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
     if of == "hsdp":
         mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
     else:
@@ -80,7 +85,7 @@ def twice(rank: int, world_size: int, port: int, *, of: str, interrupted: str) -
     form(rank, world_size, port, 2)
     if rank == 1:
         other = MeshGroups()  # a replacement, whose `setup` makes them for the first time
-        with other.recorded():
+        with other.recorded(state_is_there=True):
             model = built(of)
     else:
         made.again([model])
@@ -94,7 +99,16 @@ def twice(rank: int, world_size: int, port: int, *, of: str, interrupted: str) -
 
 
 @pytest.mark.parametrize(
-    ("of", "interrupted"), [("fsdp", ""), ("hsdp", ""), ("fsdp", "forward"), ("fsdp", "backward"), ("hsdp", "backward")]
+    ("of", "interrupted"),
+    [
+        ("fsdp", ""),
+        ("hsdp", ""),
+        ("tp", ""),
+        ("fsdp", "forward"),
+        ("fsdp", "backward"),
+        ("hsdp", "backward"),
+        ("tp", "backward"),
+    ],
 )
 def test_a_survivor_keeps_its_model_beside_a_replacement_that_builds_it(of: str, interrupted: str) -> None:
     for found in run_ranks(twice, world_size=4 if of == "hsdp" else 2, of=of, interrupted=interrupted):
@@ -103,11 +117,6 @@ def test_a_survivor_keeps_its_model_beside_a_replacement_that_builds_it(of: str,
 
 def exchanges() -> None:
     dist.barrier()
-
-
-def shares_out() -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    parallelize_module(nn.Sequential(nn.Linear(4, 4)), mesh, {"0": ColwiseParallel()})
 
 
 def own_group() -> None:
@@ -137,7 +146,6 @@ def sends() -> None:
 NEW_GROUP, KEPT = dist.new_group, list[Any]()
 SETUPS = [
     (exchanges, "exchanges data"),
-    (shares_out, "exchanges data"),
     (sends, "exchanges data"),
     (own_group, "of its own"),
     (own_group_by_another_name, "of its own"),
@@ -165,6 +173,34 @@ def test_a_setup_that_does_more_in_the_group_is_told_and_runs_again() -> None:
     for found in run_ranks(reasons, world_size=2):
         for (_, part), why in zip(SETUPS, found, strict=True):
             assert part in why
+
+
+def shared_out(rank: int, world_size: int, port: int, *, there: list[bool]) -> Any:
+    """What ranks with values of their own have of them, for each of `there`."""
+    form(rank, world_size, port, 1)
+    found = []
+    for number, state_is_there in enumerate(there):
+        end()
+        form(rank, world_size, port, 2 + number)
+        made = MeshGroups()
+        with made.recorded(state_is_there=state_is_there):
+            mesh = init_device_mesh("cpu", (world_size,))
+            layer = nn.Linear(3, 3)
+            for param in layer.parameters():
+                nn.init.constant_(param, 10.0 + rank)
+            parallelize_module(nn.Sequential(layer), mesh, {"0": ColwiseParallel()})
+            alike = distribute_tensor(torch.full((2,), 10.0 + rank), mesh, [Replicate()])
+        shards = [shard.to_local().unique().tolist() for shard in (*layer.parameters(), alike)]  # type: ignore[attr-defined]
+        found.append((shards, made.shares_out, made.why_not([])))
+    end()
+    return found
+
+
+def test_values_are_shared_out_only_where_no_rank_has_the_state() -> None:
+    """3 rows over 2 ranks: uneven parts."""
+    for rank, (new, there) in enumerate(run_ranks(shared_out, world_size=2, there=[False, True])):
+        assert new == [[[10.0]] * 3, True, ""]
+        assert there == [[[10.0 + rank]] * 3, True, ""]
 
 
 def enlarged(rank: int, world_size: int, port: int) -> Any:

@@ -9,6 +9,7 @@ the forming itself, or a collective. The exception that torch then raises is not
 from __future__ import annotations
 
 import ctypes
+import gc
 import itertools
 import math
 import os
@@ -58,6 +59,10 @@ attempts."""
 
 RESOLVE_AGAIN_S = 0.5
 """Pause between failed look-ups of the store's host."""
+
+# A process that the script forks, as a DataLoader does, must not collect what is garbage here, perhaps with a group of an
+# earlier generation in it: its destructor waits for gloo's threads, of which a fork has none, for ever.
+os.register_at_fork(after_in_child=gc.freeze)
 
 
 class Group:

@@ -4,12 +4,15 @@ A survivor keeps its model, whose DTensors and FSDP2 modules refer to meshes, an
 same groups in the same order as a replacement's `setup` does at that moment, so that they have the same names, and
 gives them to the meshes and to FSDP2. That is right only if `setup` does nothing else in the group: if it exchanges
 data, or gets hold of a group in any way that is not known to be harmless, `why_not` says so, and `setup` runs again.
+What DTensor shares out by itself (`distribute_tensor`, so tensor parallelism) is no such exchange: where a rank has the
+state, all others get it from there, and each takes its part of its own values meanwhile.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.device_mesh as mesh_module
 import torch.distributed.distributed_c10d as c10d
+import torch.distributed.tensor.placement_types as placements
 
 from . import torch_private
 
@@ -49,12 +53,18 @@ class MeshGroups:
         self._random: Any = None
         """DTensor's generator, if `setup` has made it."""
         self._why_not = ""
+        self.shares_out = False
+        """DTensor shares out values in `setup`: all ranks run it, unless one has the state."""
+        self._shared: Counter[str] = Counter()
+        """Collectives of that, by group."""
 
     @contextlib.contextmanager
-    def recorded(self) -> Iterator[None]:
-        """Note what the code within makes, which runs in the formed group."""
+    def recorded(self, *, state_is_there: bool = False) -> Iterator[None]:
+        """Note what the code within makes, which runs in the formed group. `state_is_there`: on a rank, from which all
+        get it, so that nothing is shared out; alike on all ranks."""
         keepers, groups = _keepers(), set(c10d._world.pg_map)
-        places = self._watched(keepers)
+        world_before = _exchanges(dist.group.WORLD)
+        places = self._watched(keepers) + self._sharing(state_is_there)
         before = [(where, name, where.__dict__[name]) for where, name, _ in places]
         for where, name, act in places:
             setattr(where, name, act)
@@ -68,7 +78,8 @@ class MeshGroups:
         noted = {name for *_, name in self._calls if name}
         if len(set(c10d._world.pg_map) - groups) > len(noted):  # by a function that was imported before
             self._cannot(_OWN_GROUP)
-        if any(map(_exchanged, [dist.group.WORLD, *map(_named, noted)])):
+        self._shared[_name(dist.group.WORLD)] += world_before
+        if any(_exchanges(group) > self._shared[_name(group)] for group in [dist.group.WORLD, *map(_named, noted)]):
             self._cannot("it exchanges data with the other ranks")
         if not can_put_back():
             self._cannot(f"torch {torch.__version__} cannot put back a step that was interrupted")
@@ -93,6 +104,34 @@ class MeshGroups:
         get, put = world.WORLD.fget, world.WORLD.fset  # type: ignore[attr-defined]
         places += [(c10d, "_get_default_group", self._asked(c10d._get_default_group))]
         return [*places, (world, "WORLD", property(self._asked(get), put))]
+
+    def _sharing(self, state_is_there: bool) -> list[tuple[Any, str, Any]]:
+        """As `_watched`, for what DTensor shares out. A torch that has other functions for that exchanges data."""
+
+        names = "mesh_scatter", "mesh_broadcast"
+        if not all(hasattr(placements, name) for name in names):
+            return []
+        scatter, broadcast = (getattr(placements, name) for name in names)
+
+        def counted(share: Maker, mesh: Any, mesh_dim: int, *args: Any, **options: Any) -> Any:
+            group = mesh.get_group(mesh_dim)
+            before = _exchanges(group)
+            result = share(*args, mesh, mesh_dim, **options)
+            self._shared[_name(group)] += _exchanges(group) - before
+            return result
+
+        def own_chunk(output: torch.Tensor, chunks: Any, mesh: Any, mesh_dim: int = 0, **options: Any) -> Any:
+            self.shares_out = True
+            if not state_is_there:
+                return counted(scatter, mesh, mesh_dim, output, chunks, **options)
+            output.copy_(chunks[mesh.get_local_rank(mesh_dim)])
+            return None
+
+        def own_values(tensor: torch.Tensor, mesh: Any, mesh_dim: int = 0, **options: Any) -> Any:
+            self.shares_out = True
+            return None if state_is_there else counted(broadcast, mesh, mesh_dim, tensor, **options)
+
+        return [(placements, name, act) for name, act in zip(names, (own_chunk, own_values), strict=True)]
 
     def _cannot(self, why: str) -> None:
         self._why_not = self._why_not or why
@@ -168,10 +207,10 @@ def _name(group: Any) -> str:
     return str(getattr(group, "group_name", ""))
 
 
-def _exchanged(group: Any) -> bool:
-    """Whether anything was sent over it, by any of its back ends: one with NCCL has gloo for the CPU."""
+def _exchanges(group: Any) -> int:
+    """Collectives in it so far, of all of its back ends: one with NCCL has gloo for the CPU."""
     backends = [group._get_backend(device) for device in group._device_types]
-    return any(backend._get_sequence_number_for_group() for backend in backends)
+    return sum(backend._get_sequence_number_for_group() for backend in backends)
 
 
 def _named(name: str) -> Any:
