@@ -34,7 +34,7 @@ RECORDS = ROOT / "docs" / "evidence"
 LIMIT_S = 3600
 RECOVERY = (
     *(f"elastic/{part}/**/*.py" for part in ("agent", "checkpoint", "contract", "etcd", "recovery", "util", "worker")),
-    *(f"daemon/{part}/**/*.py" for part in ("agents", "cluster", "node", "processes")),
+    *(f"daemon/{part}/**/*.py" for part in ("agents", "cluster", "machine/processes", "node")),
 )
 """What takes part in the recovery of a job: not what shows it."""
 QUOTE = re.compile(r"([\d][\d.,]*)[^\d<]*<!-- ([a-z_]+)\.([\w./ ,'-]+?) -->")

@@ -26,7 +26,7 @@ from elasticd.base.safe_text import block
 from elasticd.base.sd_notify import Notify
 from elasticd.base.settings import Settings
 from elasticd.machine.first_process import become_init
-from elasticd.processes.shutdown import stop_all, unsaved
+from elasticd.machine.processes.shutdown import stop_all, unsaved
 from elasticd.views.instant import Identity
 
 from .agents import job_folders
@@ -34,8 +34,8 @@ from .base import config, ownership
 from .etcd import cluster_key, trust
 from .machine import addresses, host
 from .machine import first_process as lean
+from .machine.processes import launch, shutdown
 from .page import access
-from .processes import launch, shutdown
 
 FLAGS = ("cluster", "node", "address", "state_dir", "socket", "slots", "log_level")
 """Settings with a flag of their own; all others are set by --set."""

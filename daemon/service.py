@@ -36,12 +36,12 @@ from elasticd.cluster.published_state import PublishedState
 from elasticd.machine.gpus import GpuCheck
 from elasticd.machine.health import Health
 from elasticd.machine.host import Gpus, StateFolder
+from elasticd.machine.processes.launch import Launcher
 from elasticd.node.asks import AnswerQueue, Asker
 from elasticd.node.event_queue import EventQueue, Stop
 from elasticd.node.loop import DaemonLoop
 from elasticd.node.writer import ClusterWriter
 from elasticd.plugins import NodeFacts, Notice
-from elasticd.processes.launch import Launcher
 from elasticd.views.instant import Identity
 
 from .api import remote_answers

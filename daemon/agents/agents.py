@@ -33,8 +33,8 @@ from elasticd.base.folders import Folder
 from elasticd.base.log import Log
 from elasticd.base.threads import Threads
 from elasticd.machine import host
-from elasticd.processes import launch
-from elasticd.processes import shutdown as leftovers
+from elasticd.machine.processes import launch
+from elasticd.machine.processes import shutdown as leftovers
 
 from . import job_folders
 from .etcd_grants import EtcdGrants

@@ -38,7 +38,7 @@ from elasticd.base.ownership import lent, private
 from elasticd.base.settings import Settings
 from elasticd.base.threads import Threads
 from elasticd.machine import host
-from elasticd.processes import launch, shutdown
+from elasticd.machine.processes import launch, shutdown
 
 from . import certificates
 from .closing import Closing

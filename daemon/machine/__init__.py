@@ -1,1 +1,1 @@
-"""This machine: name, addresses, GPUs, health, what `elasticctl doctor` finds, notices that it will go away."""
+"""This machine: name, addresses, GPUs, health, processes, what `elasticctl doctor` finds, notices that it goes away."""

@@ -33,7 +33,7 @@ from elasticd.cluster.cluster import Cluster, ClusterReader, Job
 from elasticd.cluster.published_state import Contact, LocalAgent, PublishedState, Snapshot
 from elasticd.diagnosis.timeline import Timeline
 from elasticd.machine.health import Health
-from elasticd.processes import launch
+from elasticd.machine.processes import launch
 
 from .chores import Chores
 from .event_queue import Event, EventQueue, NodeLeaseLost, NodeRegistered, Stop, Updated, Written

@@ -23,7 +23,7 @@ from elasticd.agents.agents import Agents
 from elasticd.agents.retention import AGENT_FILES
 from elasticd.base.errors import CannotStart
 from elasticd.base.threads import Threads
-from elasticd.processes.launch import ServiceProcess, Started
+from elasticd.machine.processes.launch import ServiceProcess, Started
 
 NOTHING = ((0, 0), 0.0)
 SUBMITTED_S = 100.0

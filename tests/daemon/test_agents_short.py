@@ -20,7 +20,7 @@ from elasticd.agents.agents import SHORT_OF_S, Agents, Gone, Running
 from elasticd.base.errors import CannotStart
 from elasticd.base.threads import Threads
 from elasticd.cluster.reconcile import FAILED_STARTS
-from elasticd.processes.launch import ServiceProcess, Started
+from elasticd.machine.processes.launch import ServiceProcess, Started
 
 
 class Refuses:

@@ -35,7 +35,7 @@ from elasticd.base.threads import Threads
 from elasticd.cluster.published_state import Contact, LocalAgent, Snapshot
 from elasticd.ctl import main as ctl
 from elasticd.ctl.client import Client
-from elasticd.processes import launch
+from elasticd.machine.processes import launch
 
 OLD_S = 40 * 86_400.0
 HOLD = """

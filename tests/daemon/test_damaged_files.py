@@ -13,7 +13,7 @@ import structlog
 from elastic.contract.agent_files import AgentConfig, AgentOrders, AgentStatus, EtcdAccess
 from elasticd.agents.agents import Agents, _read, write
 from elasticd.base.threads import Threads
-from elasticd.processes.launch import Detached
+from elasticd.machine.processes.launch import Detached
 
 CONFIG = AgentConfig(
     cluster="c", node="n", job="j", address="127.0.0.1", slots=1, etcd=EtcdAccess(endpoints=("127.0.0.1:1",)),

@@ -255,7 +255,7 @@ def test_stop_everything(nodes: Nodes) -> None:
     node = nodes.add("ended")
     node.submit("train")
     pids = [eventually(lambda: node.agent_pid("train"), 10), node.etcd_pid(), node.pid]
-    from elasticd.processes.shutdown import stop_all
+    from elasticd.machine.processes.shutdown import stop_all
 
     ended = stop_all(node.state)
     assert [line.split(" (")[0] for line in ended] == ["elasticd", "agent of train", "etcd"]

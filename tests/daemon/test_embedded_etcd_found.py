@@ -10,7 +10,7 @@ from support.daemons import Nodes
 from support.etcd_server import free_ports
 from support.wait import eventually
 
-from elasticd.processes import launch
+from elasticd.machine.processes import launch
 
 pytestmark = pytest.mark.etcd
 

@@ -10,7 +10,7 @@ import pytest
 from elasticd.base.settings import EtcdSettings, Settings
 from elasticd.etcd import embedded as embedded_etcd
 from elasticd.etcd.embedded import EmbeddedEtcd
-from elasticd.processes import launch
+from elasticd.machine.processes import launch
 
 
 class Quiet:

@@ -14,7 +14,7 @@ from elastic.contract.agent_files import AgentConfig, EtcdAccess
 from elastic.contract.job.spec import Checkpoint, JobSpec
 from elastic.contract.worker import messages
 from elastic.contract.worker.worker_config import WorkerConfig
-from elasticd.processes import launch
+from elasticd.machine.processes import launch
 
 
 def test_agent_environment_omits_variables_that_are_not_utf8(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from support.wait import eventually
 
 from elastic.contract.agent_files import MARK_ENV
 from elasticd.base.errors import CannotStart
-from elasticd.processes.launch import Detached, GuardedChild, ServiceProcess
+from elasticd.machine.processes.launch import Detached, GuardedChild, ServiceProcess
 
 AGENT = """
 import os, subprocess, sys, time

@@ -12,7 +12,7 @@ from support.procs import alive
 from support.wait import eventually
 
 from elastic.contract.agent_files import MARK_ENV, mark
-from elasticd.processes import shutdown as leftovers
+from elasticd.machine.processes import shutdown as leftovers
 
 
 def marked(folder: pathlib.Path, *, inode: int = 0) -> str:

@@ -16,8 +16,8 @@ from support.wait import eventually
 
 from elastic.contract.agent_files import MARK_ENV, AgentStatus, mark
 from elastic.contract.records.job_records import ProgressRecord, RankRow
+from elasticd.machine.processes import launch, shutdown
 from elasticd.main import main
-from elasticd.processes import launch, shutdown
 
 HOLD = """
 import fcntl, sys, time

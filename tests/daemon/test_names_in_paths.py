@@ -15,7 +15,7 @@ from elasticd.api.routes import log_routes, routes
 from elasticd.base.errors import Refused
 from elasticd.base.folders import Folder
 from elasticd.base.threads import Threads
-from elasticd.processes.launch import Detached
+from elasticd.machine.processes.launch import Detached
 
 WRONG = ("..%2f..%2fetc", "..", "%2e%2e", "a%00b", "a%2fb", "x" * 300, "UPPER", "%c3%a9", ".hidden", "%ff")
 NAMED = [(verb, pattern.pattern) for verb, pattern, _ in routes.ROUTES if "(?P<" in pattern.pattern]

@@ -26,12 +26,12 @@ from elasticd.base.threads import Threads
 from elasticd.cluster.published_state import PublishedState
 from elasticd.machine import host
 from elasticd.machine.health import Health
+from elasticd.machine.processes.launch import Detached
 from elasticd.node.chores import ALARMS_S
 from elasticd.node.event_queue import EventQueue
 from elasticd.node.loop import RETRY_S, DaemonLoop
 from elasticd.node.older_records import SIGN_S
 from elasticd.node.writer import ClusterWriter
-from elasticd.processes.launch import Detached
 
 KEY = ClusterKeys("main").node("a")
 

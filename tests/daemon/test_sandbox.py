@@ -25,7 +25,7 @@ from elasticd.agents.etcd_grants import EtcdGrants
 from elasticd.base import ownership
 from elasticd.base.errors import CannotStart
 from elasticd.base.threads import Threads
-from elasticd.processes import launch
+from elasticd.machine.processes import launch
 
 ALICE, BOB = Account(1500, 1600, "alice"), Account(1501, 1600, "bob")
 RAW: dict[str, Any] = {"name": "j", "script": "/data/t.py", "workdir": "/data"}

@@ -12,7 +12,7 @@ sys.path[0] = str(pathlib.Path(__file__).parents[1])
 from support import warm  # noqa: E402
 
 from elasticd import main  # noqa: E402
-from elasticd.processes import launch  # noqa: E402
+from elasticd.machine.processes import launch  # noqa: E402
 
 _detached = launch.Detached.start
 
