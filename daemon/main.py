@@ -19,6 +19,7 @@ import elastic
 from elastic.contract.agent_files import EtcdAccess
 from elastic.contract.timeouts import RELATIONS
 from elastic.etcd.client import key_id
+from elasticd.api.views.instant import Identity
 from elasticd.base.command_answers import Config, Relation, Setting
 from elasticd.base.errors import AlreadyRuns, CannotStart, DaemonError, InvalidConfig, Unsaved
 from elasticd.base.masking import masked_setting
@@ -27,7 +28,6 @@ from elasticd.base.sd_notify import Notify
 from elasticd.base.settings import Settings
 from elasticd.machine.first_process import become_init
 from elasticd.machine.processes.shutdown import stop_all, unsaved
-from elasticd.views.instant import Identity
 
 from .agents import job_folders
 from .base import config, ownership

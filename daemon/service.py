@@ -25,6 +25,7 @@ from elasticd.agents.run_as import RunAs, groups
 from elasticd.api.doctor import Doctor
 from elasticd.api.metrics.observations import Requests
 from elasticd.api.request import Service
+from elasticd.api.views.instant import Identity
 from elasticd.base import entry_points
 from elasticd.base.command_answers import Config
 from elasticd.base.errors import CannotStart, Refused
@@ -42,7 +43,6 @@ from elasticd.node.event_queue import EventQueue, Stop
 from elasticd.node.loop import DaemonLoop
 from elasticd.node.writer import ClusterWriter
 from elasticd.plugins import NodeFacts, Notice
-from elasticd.views.instant import Identity
 
 from .api import remote_answers
 from .api import server as api

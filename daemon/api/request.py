@@ -16,6 +16,7 @@ from elasticd.access.audit import Audit
 from elasticd.access.authority import Authority, Peer
 from elasticd.agents.cleaner import Cleaner
 from elasticd.api.metrics.observations import Requests
+from elasticd.api.views.instant import Identity
 from elasticd.base.answers import Answer, Json
 from elasticd.base.command_answers import Config
 from elasticd.base.errors import Refused
@@ -23,7 +24,6 @@ from elasticd.base.folders import Folder
 from elasticd.base.log import Log
 from elasticd.cluster.published_state import PublishedState
 from elasticd.node.asks import Asker
-from elasticd.views.instant import Identity
 
 from .actions import Actions
 from .doctor import Doctor

@@ -30,12 +30,12 @@ from elasticd.api.http.httpd import (
     host_of,
     listen_on,
 )
+from elasticd.api.views import views
+from elasticd.api.views.instant import now
 from elasticd.base.answers import Answer, Json
 from elasticd.base.errors import CannotStart, Refused
 from elasticd.base.log import Log
 from elasticd.cluster.published_state import PublishedState
-from elasticd.views import views
-from elasticd.views.instant import now
 
 from .request import Service
 from .routes import routes

@@ -14,6 +14,8 @@ from typing import Any
 from elastic.contract.keys import LAST_WALL_S
 from elastic.contract.origin import Origin
 from elastic.contract.records.job_records import IncidentRecord, Phase
+from elasticd.api.views import views
+from elasticd.api.views.instant import Now
 from elasticd.base import answers
 from elasticd.base.masking import masked_text
 from elasticd.base.settings import NotifySettings
@@ -21,8 +23,6 @@ from elasticd.cluster import reconcile
 from elasticd.cluster.cluster import Job
 from elasticd.cluster.published_state import Snapshot
 from elasticd.diagnosis.rules import Class
-from elasticd.views import views
-from elasticd.views.instant import Now
 
 SCHEMA = 1
 """Version of the JSON. Fields may be added under the same version."""

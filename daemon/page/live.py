@@ -14,10 +14,10 @@ from urllib.parse import quote
 
 import msgspec
 
+from elasticd.api.views import columns
+from elasticd.api.views.columns import Column
 from elasticd.base.answers import Event, History, Incident, Job, JobDetail, Node, Status, printable
 from elasticd.base.safe_text import shown
-from elasticd.views import columns
-from elasticd.views.columns import Column
 
 from . import report
 from .report import Html, class_of, clock, table, text

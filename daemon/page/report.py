@@ -14,6 +14,8 @@ from typing import Any
 
 from msgspec import structs
 
+from elasticd.api.views import columns
+from elasticd.api.views.columns import Column
 from elasticd.base.answers import (
     Account,
     Goodput,
@@ -26,8 +28,6 @@ from elasticd.base.answers import (
 )  # fmt: skip
 from elasticd.base.phrases import age
 from elasticd.diagnosis import goodput
-from elasticd.views import columns
-from elasticd.views.columns import Column
 
 from . import svg
 

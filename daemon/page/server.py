@@ -19,6 +19,8 @@ from elasticd.api.http.httpd import (
     listen_on,
 )
 from elasticd.api.routes import event_routes, job_routes
+from elasticd.api.views import views
+from elasticd.api.views.instant import Identity, now
 from elasticd.base import masking
 from elasticd.base.errors import Refused
 from elasticd.base.folders import Folder
@@ -26,8 +28,6 @@ from elasticd.base.log import Log
 from elasticd.base.settings import PageSettings
 from elasticd.cluster.published_state import PublishedState, Snapshot
 from elasticd.diagnosis import timeline
-from elasticd.views import views
-from elasticd.views.instant import Identity, now
 
 from . import access, live
 

@@ -44,7 +44,7 @@ from elastic.recovery.facts.view import JobView
 from elastic.recovery.machine.effects import Publish, PutState
 from elastic.recovery.machine.events import Event, PublishFailed
 from elastic.recovery.machine.model import LARGE_JOB_NODES, Agent
-from elasticd.views.views import steps_lost
+from elasticd.api.views.views import steps_lost
 
 KEYS = ClusterKeys("c").job("job")
 

@@ -17,6 +17,7 @@ from support import plain_render, plain_views
 from support.snapshots import job, progress, row, snapshot
 
 from elastic.contract.records.job_records import JobState, Phase, WorkerError
+from elasticd.api.views.instant import Identity, Now
 from elasticd.base import safe_text
 from elasticd.cluster.assignment import Assignment
 from elasticd.cluster.published_state import Contact
@@ -24,7 +25,6 @@ from elasticd.ctl import main as ctl
 from elasticd.ctl.client import Failed
 from elasticd.ctl.show import render
 from elasticd.ctl.show.screen import Console
-from elasticd.views.instant import Identity, Now
 
 NOW = Now(monotonic_s=100.0, wall_s=1000.0)
 IDENTITY = Identity("main", "a", "0.1", 7, 40.0, ("127.0.0.1:2379",), False, "")

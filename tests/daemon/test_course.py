@@ -19,6 +19,8 @@ from elastic.contract.records.job_records import IncidentRecord, JobState, Phase
 from elastic.contract.records.ledger import Bucket, Ledger
 from elasticd.api.routes import job_routes as answers
 from elasticd.api.routes import routes
+from elasticd.api.views import views
+from elasticd.api.views.instant import Identity, Now
 from elasticd.base import answers as shared
 from elasticd.base.errors import Refused
 from elasticd.base.folders import Folder
@@ -28,8 +30,6 @@ from elasticd.ctl.main import main
 from elasticd.ctl.show import course
 from elasticd.page import report as report_page
 from elasticd.page import svg
-from elasticd.views import views
-from elasticd.views.instant import Identity, Now
 
 NOW = Now(monotonic_s=100.0, wall_s=1000.0)
 LEDGER = Ledger(until_ms=0, wall_ms=100_000, ranks_ms={bucket.value: 1000 for bucket in Bucket})

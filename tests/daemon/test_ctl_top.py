@@ -10,13 +10,13 @@ import pytest
 from support.snapshots import job, progress, row, snapshot
 
 from elastic.contract.records.rank_records import RanksRecord, RankTimes
+from elasticd.api.views import views
+from elasticd.api.views.instant import Now
 from elasticd.base.answers import EtcdContact, JobDetail, Rank, SlowRank, StepTime, printable
 from elasticd.base.command_answers import Top
 from elasticd.cluster.published_state import Contact
 from elasticd.ctl.jobs import top as ctl_top
 from elasticd.ctl.show.screen import Console
-from elasticd.views import views
-from elasticd.views.instant import Now
 
 
 def detail(steps: list[int | None], **facts: Any) -> JobDetail:

@@ -23,11 +23,11 @@ from elastic.contract.keys import ClusterKeys
 from elastic.contract.records.job_records import JobState, Phase, SpecRecord, encode
 from elastic.contract.records.node_records import DrainRecord
 from elasticd.agents.agents import Running
+from elasticd.api.views.instant import Identity, Now
 from elasticd.cluster import reconcile
 from elasticd.cluster.cluster import Cluster, Node
 from elasticd.cluster.published_state import Snapshot
 from elasticd.ctl import main as ctl
-from elasticd.views.instant import Identity, Now
 
 from .test_node_record import Daemon
 

@@ -12,6 +12,7 @@ from support import plain_views
 
 from elastic.contract.records.node_records import NodeRecord
 from elastic.etcd.client import Etcd, MemberHealth, View
+from elasticd.api.views.instant import Identity, Now
 from elasticd.base.settings import EtcdSettings, Settings
 from elasticd.cluster import reconcile
 from elasticd.cluster.cluster import Cluster, Node
@@ -19,7 +20,6 @@ from elasticd.cluster.published_state import Contact, Snapshot
 from elasticd.etcd.members import AGAIN_S, LOOK_S, Members
 from elasticd.node import loop as loops
 from elasticd.node.chores import Chores
-from elasticd.views.instant import Identity, Now
 
 
 def member(number: int, error: str = "", database_mb: float = 1.0) -> MemberHealth:

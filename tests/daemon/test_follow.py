@@ -12,12 +12,12 @@ from support.snapshots import job, progress, snapshot
 from elastic.contract.origin import Origin
 from elastic.contract.records.job_records import JobState, Phase
 from elasticd.api.routes.log_routes import PROGRESS_S, ProgressReports, _incident_messages
+from elasticd.api.views import views
+from elasticd.api.views.instant import Now
 from elasticd.base import answers
 from elasticd.ctl.client import Client, Failed
 from elasticd.ctl.jobs import follow as follow_job
 from elasticd.ctl.jobs.follow import ProgressLine, Tracebacks
-from elasticd.views import views
-from elasticd.views.instant import Now
 
 
 class Terminal(io.StringIO):

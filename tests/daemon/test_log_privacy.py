@@ -20,14 +20,14 @@ from elasticd.agents.logs import Tail
 from elasticd.agents.retention import LOG
 from elasticd.api.remote_answers import Captured
 from elasticd.api.routes import log_routes
+from elasticd.api.views import views
+from elasticd.api.views.instant import Now
 from elasticd.base import masking as log_privacy
 from elasticd.base.answers import JobDetail, Json
 from elasticd.base.folders import Folder
 from elasticd.base.masking import MASK
 from elasticd.cluster.published_state import PublishedState, Snapshot
 from elasticd.node.asks import User
-from elasticd.views import views
-from elasticd.views.instant import Now
 
 LINE = "Epoch 3: the customers' names are Ada and Grace"
 NOW = Now(100.0, 1000.0)

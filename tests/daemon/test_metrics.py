@@ -23,11 +23,11 @@ from elastic.etcd.client import MemberHealth
 from elasticd.api.metrics import metrics
 from elasticd.api.metrics.observations import Histories, Requests
 from elasticd.api.routes import routes
+from elasticd.api.views import views
 from elasticd.base.answers import Certificate
 from elasticd.cluster.assignment import Assignment
 from elasticd.cluster.cluster import Job, Node
 from elasticd.cluster.published_state import Contact, Snapshot
-from elasticd.views import views
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 IDENTITY = views.Identity("main", "a", "0.1", 7, 40.0, ("127.0.0.1:2379",), False, "")

@@ -8,10 +8,10 @@ from support.snapshots import job, progress, row, snapshot
 from elastic.contract.records.job_records import ProgressRecord, RankRow
 from elastic.contract.step_parts import StepParts
 from elasticd.api.metrics import metrics as job_metrics
+from elasticd.api.views import views
+from elasticd.api.views.instant import Now
 from elasticd.base.answers import StepTime
 from elasticd.diagnosis import step_time
-from elasticd.views import views
-from elasticd.views.instant import Now
 
 NOW = Now(monotonic_s=100.0, wall_s=1000.0)
 CPU = StepParts(step_s=0.12, data_s=0.003, compute_s=0.06, collectives_s=0.036, optimizer_s=0.012, snapshot_s=0.0)

@@ -19,6 +19,8 @@ from elastic.contract.records.job_records import JobState, Phase, SpecRecord, Wo
 from elastic.contract.records.node_records import WorkerRow
 from elastic.contract.records.reasons import Code, reason
 from elasticd.api.metrics import metrics
+from elasticd.api.views import views
+from elasticd.api.views.instant import Identity, Now
 from elasticd.base.answers import Json
 from elasticd.base.masking import MASK
 from elasticd.cluster import reconcile
@@ -27,8 +29,6 @@ from elasticd.cluster.cluster import Job, Node
 from elasticd.cluster.published_state import Contact, LocalAgent
 from elasticd.ctl.show import render
 from elasticd.ctl.show.screen import HOME_AND_CLEAR, Console
-from elasticd.views import views
-from elasticd.views.instant import Identity, Now
 
 NOW = Now(monotonic_s=100.0, wall_s=1000.0)
 IDENTITY = Identity("main", "a", "0.1", 7, 40.0, ("127.0.0.1:2379",), False, "")

@@ -22,12 +22,12 @@ from elastic.contract.records.reasons import Code, reason
 from elastic.contract.records.standings import Stillness
 from elastic.contract.step_parts import StepParts
 from elasticd.api.doctor import older_agents
+from elasticd.api.views.instant import Identity, Now
 from elasticd.base import phrases
 from elasticd.cluster import reconcile
 from elasticd.cluster.assignment import Assignment
 from elasticd.cluster.cluster import Cluster, Job, Node
 from elasticd.cluster.published_state import Contact, LocalAgent, Snapshot
-from elasticd.views.instant import Identity, Now
 
 NOW = Now(monotonic_s=100.0, wall_s=1000.0)
 IDENTITY = Identity("main", "a", "0.1", 7, 40.0, ("127.0.0.1:2379",), False, "")

@@ -22,12 +22,12 @@ from elasticd.api import server as api
 from elasticd.api.actions import Actions
 from elasticd.api.doctor import Doctor
 from elasticd.api.request import Service
+from elasticd.api.views.instant import Identity
 from elasticd.base.folders import Folder
 from elasticd.base.settings import PerUserSettings, Settings
 from elasticd.cluster.published_state import PublishedState
 from elasticd.machine.health import Health
 from elasticd.node.asks import Asker
-from elasticd.views.instant import Identity
 
 
 class Heard:

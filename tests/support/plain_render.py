@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from elasticd.api.views import columns
 from elasticd.base.answers import Incident, Job, JobDetail, Json, Node, Status, WorkerError, read
 from elasticd.base.command_answers import Config
 from elasticd.ctl.show import render
 from elasticd.ctl.show.screen import Console
-from elasticd.views import columns
 
 
 def status(data: Json) -> None:

@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
+from elasticd.api.views import views
 from elasticd.base.answers import Json
-from elasticd.views import views
 
 
 def status(*given: Any, **more: Any) -> Json:

@@ -20,14 +20,14 @@ from prometheus_client.registry import Collector
 
 from elastic.contract.records.job_records import Phase
 from elastic.contract.records.ledger import STALL_S, STEP_S, Bucket, Ledger, Spread
+from elasticd.api.views import views
+from elasticd.api.views.instant import Identity, Now
 from elasticd.base import answers
 from elasticd.base.answers import Certificate
 from elasticd.cluster import reconcile
 from elasticd.cluster.cluster import Job
 from elasticd.cluster.published_state import Snapshot
 from elasticd.machine import doctor
-from elasticd.views import views
-from elasticd.views.instant import Identity, Now
 
 from .observations import Buckets, Histories, JobHistory, Requests, cumulated
 

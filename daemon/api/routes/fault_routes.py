@@ -16,11 +16,11 @@ from elastic.util.processes import has_ended, stat_fields
 from elasticd.access.authority import owner_name
 from elasticd.api.actions import job_of
 from elasticd.api.request import Query, Request, read_body
+from elasticd.api.views.views import newest_progress
 from elasticd.base.answers import LONGEST_WAIT_S, Json
 from elasticd.base.errors import Refused
 from elasticd.cluster.cluster import Job
 from elasticd.cluster.published_state import LocalAgent, Snapshot
-from elasticd.views.views import newest_progress
 
 from . import job_routes
 

@@ -20,6 +20,7 @@ from elastic.contract.records.job_records import GenerationRecord, ProgressRecor
 from elasticd.api import request
 from elasticd.api.actions import job_of
 from elasticd.api.request import Query, Request
+from elasticd.api.views.views import newest_progress
 from elasticd.base import answers
 from elasticd.base.answers import Json
 from elasticd.base.command_answers import Gradients, Layer, Stack, Stacks
@@ -28,7 +29,6 @@ from elasticd.base.folders import Folder, read_file
 from elasticd.cluster.published_state import LocalAgent, Snapshot
 from elasticd.diagnosis import gradients
 from elasticd.node.asks import User, ask_each
-from elasticd.views.views import newest_progress
 
 
 def get_stacks(h: Request, query: Query, job: str) -> Stacks:

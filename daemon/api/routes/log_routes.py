@@ -16,13 +16,13 @@ from elasticd.agents.logs import PAST_BYTES, Line, Tail
 from elasticd.api import request
 from elasticd.api.actions import no_job
 from elasticd.api.request import Query, Request
+from elasticd.api.views import views
+from elasticd.api.views.instant import now
 from elasticd.base import answers
 from elasticd.base.errors import Refused
 from elasticd.cluster.cluster import Job
 from elasticd.cluster.published_state import Snapshot
 from elasticd.node.asks import ask_each
-from elasticd.views import views
-from elasticd.views.instant import now
 
 from .job_routes import asking, other_nodes
 

@@ -9,11 +9,11 @@ import msgspec
 from elasticd.api import request
 from elasticd.api.actions import known_nodes, no_node
 from elasticd.api.request import Query, Request
+from elasticd.api.views import views
 from elasticd.base import answers, command_answers
 from elasticd.base.answers import Diagnosis, Json
 from elasticd.cluster import drain_effects
 from elasticd.cluster.published_state import Snapshot
-from elasticd.views import views
 
 from .job_routes import asking
 

@@ -11,13 +11,13 @@ from elasticd.access.accounts import named
 from elasticd.api import request
 from elasticd.api.actions import checked, job_of, no_job
 from elasticd.api.request import Drain, Forget, Query, Reason, Request, Scale, Submit, read_body
+from elasticd.api.views import views
+from elasticd.api.views.instant import now
 from elasticd.base import answers, command_answers, masking
 from elasticd.base.answers import SCHEMA, Json
 from elasticd.base.errors import Refused
 from elasticd.cluster.published_state import Snapshot
 from elasticd.node.asks import ask_each
-from elasticd.views import views
-from elasticd.views.instant import now
 
 from . import event_routes, fault_routes, job_routes, log_routes, node_routes
 

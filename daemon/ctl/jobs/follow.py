@@ -14,12 +14,12 @@ from typing import NoReturn, TextIO
 
 import click
 
+from elasticd.api.views.columns import failed_first
 from elasticd.base import safe_text
 from elasticd.base.answers import Job, JobDetail, Progress
 from elasticd.ctl.client import Client, Failed, Json, Unreachable, name
 from elasticd.ctl.completion import JOB
 from elasticd.ctl.output import INTERRUPTED, OF_PHASE, TERMINATED, command, length, read
-from elasticd.views.columns import failed_first
 
 from . import stopping
 

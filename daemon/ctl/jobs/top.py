@@ -7,6 +7,7 @@ import threading
 import click
 import msgspec
 
+from elasticd.api.views import columns
 from elasticd.base import answers
 from elasticd.base.command_answers import Top
 from elasticd.ctl.client import Client, Failed, name
@@ -14,7 +15,6 @@ from elasticd.ctl.completion import job_names
 from elasticd.ctl.output import OVER, command, print_json, read
 from elasticd.ctl.show.screen import HOME_AND_CLEAR, Console, Rows, Text
 from elasticd.diagnosis import step_time
-from elasticd.views import columns
 
 from .follow import progress_text
 

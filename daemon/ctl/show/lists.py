@@ -6,11 +6,11 @@ import sys
 
 import click
 
+from elasticd.api.views import columns
 from elasticd.base.answers import Incident, JobDetail, Status
 from elasticd.ctl.client import Client, name
 from elasticd.ctl.completion import NODE, job_names
 from elasticd.ctl.output import DEGRADED, FAILED, OK, as_json, as_of, command, print_json, read, say
-from elasticd.views import columns
 
 from . import render
 

@@ -1,4 +1,4 @@
-"""What each command of elasticctl shows, and how it is laid out; the columns themselves: `elasticd.views.columns`.
+"""What each command of elasticctl shows, and how it is laid out; the columns themselves: `elasticd.api.views.columns`.
 
 Texts are safe (`answers.read`), and the console reads no markup: no text in an answer can break the output.
 """
@@ -11,10 +11,10 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from elasticd.api.views import columns
+from elasticd.api.views.columns import Column, ago, clock, failed_first, incident_short, number
 from elasticd.base.answers import EtcdContact, Incident, Job, JobDetail, Json, Status, WorkerError
 from elasticd.base.safe_text import shown
-from elasticd.views import columns
-from elasticd.views.columns import Column, ago, clock, failed_first, incident_short, number
 
 from .screen import HOME_AND_CLEAR, Console, Rows, Text, WatchScreen, coloured
 

@@ -13,7 +13,7 @@ import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TextIO
 
-from elasticd.views.columns import Column
+from elasticd.api.views.columns import Column
 
 PIPED_CELLS = 200
 """Width if the output is not a terminal and no width is set."""
