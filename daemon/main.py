@@ -30,12 +30,12 @@ from elasticd.machine.first_process import become_init
 from elasticd.machine.processes.shutdown import stop_all, unsaved
 
 from .agents import job_folders
+from .api.page import access
 from .base import config, ownership
 from .etcd import cluster_key, trust
 from .machine import addresses, host
 from .machine import first_process as lean
 from .machine.processes import launch, shutdown
-from .page import access
 
 FLAGS = ("cluster", "node", "address", "state_dir", "socket", "slots", "log_level")
 """Settings with a flag of their own; all others are set by --set."""

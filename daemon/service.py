@@ -209,7 +209,7 @@ class Daemon:
         self.log.info("api.listening", socket=settings.socket, metrics=identity.metrics)
 
     def _serve_page(self, identity: Identity) -> None:
-        from .page import access, server  # not imported by the many daemons without a page
+        from .api.page import access, server  # not imported by the many daemons without a page
 
         settings = self.settings
         token = access.TokenFile(settings.page, os.geteuid(), settings.etcd.allow_readable_secrets, self.log)

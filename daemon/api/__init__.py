@@ -1,1 +1,1 @@
-"""The API on the daemon's socket, and the metrics."""
+"""The API on the daemon's socket, the page, and the metrics."""

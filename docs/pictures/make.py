@@ -35,12 +35,12 @@ from elastic.contract.records.job_records import (  # noqa: E402
 )
 from elastic.contract.records.ledger import Bucket, Ledger  # noqa: E402
 from elastic.contract.records.reasons import Code, reason  # noqa: E402
+from elasticd.api.page import live, report  # noqa: E402
 from elasticd.api.views import views  # noqa: E402
 from elasticd.base.answers import EtcdContact, History  # noqa: E402
 from elasticd.base.command_answers import Top  # noqa: E402
 from elasticd.cluster.cluster import Job  # noqa: E402
 from elasticd.ctl.jobs import top  # noqa: E402
-from elasticd.page import live, report  # noqa: E402
 
 NOON_S = 1_764_000_000.0
 LENGTH_S = 3600.0

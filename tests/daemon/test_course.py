@@ -17,6 +17,8 @@ from support.snapshots import job, progress, snapshot
 from elastic.contract.agent_files import History, Point
 from elastic.contract.records.job_records import IncidentRecord, JobState, Phase, WorkerError
 from elastic.contract.records.ledger import Bucket, Ledger
+from elasticd.api.page import report as report_page
+from elasticd.api.page import svg
 from elasticd.api.routes import job_routes as answers
 from elasticd.api.routes import routes
 from elasticd.api.views import views
@@ -28,8 +30,6 @@ from elasticd.cluster.published_state import PublishedState
 from elasticd.ctl.client import Failed
 from elasticd.ctl.main import main
 from elasticd.ctl.show import course
-from elasticd.page import report as report_page
-from elasticd.page import svg
 
 NOW = Now(monotonic_s=100.0, wall_s=1000.0)
 LEDGER = Ledger(until_ms=0, wall_ms=100_000, ranks_ms={bucket.value: 1000 for bucket in Bucket})

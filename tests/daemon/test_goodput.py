@@ -13,10 +13,10 @@ from elastic.contract.records.ledger import Bucket, Ledger
 from elastic.contract.records.rank_records import RanksRecord, RankTimes
 from elastic.contract.records.standings import Stillness
 from elasticd.api.metrics import metrics as job_metrics
+from elasticd.api.page import report
 from elasticd.api.views import views
 from elasticd.api.views.instant import Now
 from elasticd.diagnosis import goodput
-from elasticd.page import report
 
 NOW = Now(monotonic_s=100.0, wall_s=1000.0)
 LEDGER = Ledger(

@@ -21,6 +21,7 @@ from elastic.contract.records.node_records import CordonRecord, DrainRecord, Kno
 from elastic.contract.records.reasons import Code, reason, reasons
 from elasticd.api.doctor import absent
 from elasticd.api.metrics import metrics
+from elasticd.api.page import live
 from elasticd.api.views.instant import Identity, Now
 from elasticd.base.answers import Json, Status, read
 from elasticd.cluster.assignment import plan
@@ -31,7 +32,6 @@ from elasticd.cluster.reconcile import inventory as due
 from elasticd.ctl import main as ctl
 from elasticd.diagnosis.timeline import happened
 from elasticd.machine.doctor import ERROR, WARNING
-from elasticd.page import live
 
 from .test_node_record import Daemon
 

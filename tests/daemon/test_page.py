@@ -28,6 +28,7 @@ from support.wait import eventually
 
 from elastic.contract.records.job_records import IncidentRecord, JobState, Phase, SpecRecord, WorkerError, encode
 from elastic.contract.records.node_records import EventRecord
+from elasticd.api.page import access, live, server
 from elasticd.api.views import views
 from elasticd.base import config
 from elasticd.base.errors import InvalidConfig, Refused
@@ -35,7 +36,6 @@ from elasticd.base.folders import Folder
 from elasticd.base.masking import MASK
 from elasticd.base.settings import PageSettings
 from elasticd.cluster.published_state import PublishedState, Snapshot
-from elasticd.page import access, live, server
 
 IDENTITY = views.Identity("main", "a", "0.1", 7, 40.0, ("127.0.0.1:2379",), False, "")
 NOW = views.Now(monotonic_s=100.0, wall_s=1000.0)

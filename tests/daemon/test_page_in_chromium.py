@@ -18,11 +18,11 @@ from support.wait import eventually
 
 from elastic.contract.records.job_records import IncidentRecord, JobState, Phase, encode
 from elastic.contract.records.node_records import EventRecord
+from elasticd.api.page import server
 from elasticd.api.views import views
 from elasticd.base.folders import Folder
 from elasticd.base.settings import PageSettings
 from elasticd.cluster.published_state import PublishedState
-from elasticd.page import server
 
 pytestmark = [
     pytest.mark.long,

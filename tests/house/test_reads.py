@@ -38,7 +38,7 @@ WITHOUT_A_LIMIT = {
     "elasticd.machine.processes.launch:_lockers": _KERNEL,
     "elasticd.machine.processes.shutdown:_has": _KERNEL,
     "elasticd.main:_access": _SETTING,
-    "elasticd.page.access:token": _SETTING,
+    "elasticd.api.page.access:token": _SETTING,
     "elasticd.node.stamp_file:StampFile._read": _OWN,
     "elasticd.node.writer:_is_elasticd": _KERNEL,
 }

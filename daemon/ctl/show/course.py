@@ -87,7 +87,7 @@ def report(client: Client, job: str, path: str) -> None:
 
     Time line, loss, rate, incidents, where the time went.
     """
-    from elasticd.page import report as report_page
+    from elasticd.api.page import report as report_page
 
     status = read(client.get("/v1/status"), answers.Status)
     detail = read(client.get(f"/v1/jobs/{name(job)}"), answers.JobDetail)
