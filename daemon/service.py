@@ -52,7 +52,7 @@ from .machine import doctor, host
 from .node import asks, machine_shutdown
 
 if TYPE_CHECKING:
-    from elasticd.notify.notifier import Notifier
+    from elasticd.api.notify.notifier import Notifier
 
 REMOVAL_S = 3600.0
 """How long after its start the daemon looks for the drain of an earlier shutdown, if etcd is away."""
@@ -222,7 +222,7 @@ class Daemon:
         settings = self.settings
         if not (settings.notify.webhook or settings.notify.command):
             return None
-        from elasticd.notify.notifier import (  # not imported by the many daemons without notifications
+        from elasticd.api.notify.notifier import (  # not imported by the many daemons without notifications
             Notifier,
             channels,
         )

@@ -1,1 +1,1 @@
-"""The API on the daemon's socket, the page, and the metrics."""
+"""What the daemon tells: the API on its socket, the page, metrics, notifications."""

@@ -20,12 +20,12 @@ from support.daemons import Nodes
 from support.wait import eventually
 
 from elastic.contract.records.job_records import JobState, Phase
+from elasticd.api.notify import notifier
+from elasticd.api.notify.notifier import Command, Notifier, NotSent, Webhook
 from elasticd.base import config, masking, ownership
 from elasticd.base.errors import CannotStart, InvalidConfig
 from elasticd.base.settings import NotifySettings
 from elasticd.cluster.published_state import PublishedState
-from elasticd.notify import notifier
-from elasticd.notify.notifier import Command, Notifier, NotSent, Webhook
 
 BODY = b'{"a": 1}'
 

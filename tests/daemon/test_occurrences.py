@@ -15,10 +15,10 @@ from support import snapshots
 
 from elastic.contract.origin import Origin
 from elastic.contract.records.job_records import Failure, IncidentRecord, JobState, Phase
+from elasticd.api.notify.occurrences import FAILED_SETTLE_S, KEPT, REPEAT_S, SETTLE_S, Memory, Occurrence, as_json, look
 from elasticd.base.settings import NotifySettings
 from elasticd.cluster.cluster import Job, Node
 from elasticd.cluster.published_state import Contact, Snapshot
-from elasticd.notify.occurrences import FAILED_SETTLE_S, KEPT, REPEAT_S, SETTLE_S, Memory, Occurrence, as_json, look
 
 ALL = NotifySettings()
 BEGAN_S = 1000.0
