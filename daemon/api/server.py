@@ -21,7 +21,14 @@ import msgspec
 
 from elasticd.access.accounts import account, group_id
 from elasticd.access.authority import UNKNOWN, Peer
-from elasticd.api.http.httpd import (
+from elasticd.api.views import views
+from elasticd.api.views.instant import now
+from elasticd.base.answers import Answer, Json
+from elasticd.base.errors import CannotStart, Refused
+from elasticd.base.log import Log
+from elasticd.cluster.published_state import PublishedState
+
+from .httpd import (
     MAX_ARRIVING,
     ClientConnection,
     HttpRequest,
@@ -30,13 +37,6 @@ from elasticd.api.http.httpd import (
     host_of,
     listen_on,
 )
-from elasticd.api.views import views
-from elasticd.api.views.instant import now
-from elasticd.base.answers import Answer, Json
-from elasticd.base.errors import CannotStart, Refused
-from elasticd.base.log import Log
-from elasticd.cluster.published_state import PublishedState
-
 from .request import Service
 from .routes import routes
 

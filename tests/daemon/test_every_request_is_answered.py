@@ -18,10 +18,9 @@ from hypothesis import strategies as st
 from support.door import Door, Heard, answer_on
 from support.wait import eventually
 
-from elasticd.api import actions
+from elasticd.api import actions, httpd
 from elasticd.api import server as api
-from elasticd.api.http import httpd
-from elasticd.api.http.httpd import RequestLimits, Server
+from elasticd.api.httpd import RequestLimits, Server
 from elasticd.api.routes.routes import ROUTES
 from elasticd.base.errors import Refused
 from elasticd.cluster.published_state import PublishedState

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from urllib.parse import unquote
 
 from elasticd.api.actions import checked, no_job
-from elasticd.api.http.httpd import (
+from elasticd.api.httpd import (
     MAX_ARRIVING,
     ClientConnection,
     HttpRequest,
