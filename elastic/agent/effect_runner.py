@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 import structlog
 
 from elastic.agent.etcd.writer import EtcdWriter
-from elastic.agent.snapshots.saved_generations import NewestSavedFinder
 from elastic.agent.workers.pool import Pool
 from elastic.contract.agent_files import AgentConfig
 from elastic.contract.job.spec import JobSpec
@@ -18,6 +17,7 @@ from elastic.recovery.facts.transitions import Stage
 from elastic.recovery.machine import effects
 from elastic.recovery.machine.model import Agent
 
+from .saved_generations import NewestSavedFinder
 from .workers import worker_env
 
 log = structlog.get_logger()

@@ -21,7 +21,6 @@ from elastic.agent.peers.peers import PeerMonitor, Peers
 from elastic.agent.reports.incidents import apart, cut_short, late_exit, save_failed, stray_checkpoints
 from elastic.agent.reports.logs import Trimmer
 from elastic.agent.reports.reports import Reports, untested
-from elastic.agent.snapshots.saved_generations import NewestSavedFinder
 from elastic.agent.workers.pool import Exited, Pool, PoolEvent, ProcessStarted, WorkerMessage
 from elastic.agent.workers.worker_error import last_lines, read_error
 from elastic.agent.workers.zygote import ZygoteUnfit
@@ -42,6 +41,7 @@ from elastic.recovery.workers.exits import ends_too_early
 
 from .effect_runner import EffectRunner
 from .inbox import Inbox
+from .saved_generations import NewestSavedFinder
 
 REAP_S = 1.0
 """Between two looks for processes that workers have left behind."""

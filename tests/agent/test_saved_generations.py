@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic.agent.snapshots import saved_generations
+from elastic.agent import saved_generations
 from elastic.checkpoint.format.errors import CheckpointError
 from elastic.checkpoint.format.names import tmp_name
 from elastic.checkpoint.stored.remote import RemoteError

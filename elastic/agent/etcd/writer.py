@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 import structlog
 
-from elastic.agent.snapshots import saved_generations
+from elastic.agent import saved_generations
 from elastic.agent.write_queue import WriteQueue
 from elastic.contract.keys import JobKeys
 from elastic.contract.records.generation_delta import Written, written

@@ -9,13 +9,14 @@ from concurrent.futures import Future, wait
 
 import structlog
 
-from elastic.agent.write_queue import FAILURES, WriteQueue
 from elastic.checkpoint.format.errors import CheckpointError
 from elastic.checkpoint.format.folder_id import folder_id
 from elastic.checkpoint.stored.find import newest_generation, peek
 from elastic.checkpoint.stored.remote import list_remote
 from elastic.contract.job.spec import JobSpec
 from elastic.recovery.machine.events import Event, NewestSaved
+
+from .write_queue import FAILURES, WriteQueue
 
 log = structlog.get_logger()
 

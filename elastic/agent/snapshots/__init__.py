@@ -1,1 +1,0 @@
-"""Which generations the job has checkpoints of."""
