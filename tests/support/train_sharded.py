@@ -60,7 +60,7 @@ class Net(nn.Module):
 def setup(job: elastic.Job) -> elastic.State:
     reduce.job = job
     with open(ARGS.record / f"setups.{os.getpid()}", "a") as log:
-        log.write(f"{dist.get_rank() if dist.is_initialized() else job.rank}\n")
+        log.write("built\n")
     torch.manual_seed(3)
     net = Net()
     if ARGS.mesh != "whole":

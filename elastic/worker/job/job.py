@@ -345,7 +345,8 @@ class Job(JobCalls):
             torch.cuda.current_stream(self.device).synchronize()
         if self._fenced and self._state is not None and self._state.clean():
             self._link.contributed()  # no rank applies its gradients before all have theirs
-            torch.distributed.all_reduce(torch.zeros(1, device=control_device()))
+            torch.distributed.all_reduce(fence := torch.zeros(1, device=control_device()))
+            fence.item()  # the host waits for the device, as above
         self._link.applying()
         if self.sampler.on and self._state is not None:
             self.sampler.applied(self._state)
