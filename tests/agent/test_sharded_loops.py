@@ -112,7 +112,7 @@ def assert_alike(of: str, folder: Path, *, node: bool = False, steps: int = STEP
     with job_of(of, die=",".join(deaths), steps=steps, step_ms=40 if disk else 10, **spec) as job:
         if node:
             marker = job.record / f"died.{deaths[1]}"
-            eventually(lambda: marker.exists() or job.state().phase.over, 60.0, f"the wait before {deaths[1]}")
+            eventually(lambda: marker.exists() or job.state().phase.over, 180.0, f"the wait before {deaths[1]}")
             job.kill_node("n1")
             job.start_agent("n1")
         job.wait_phase(Phase.SUCCEEDED)
@@ -129,6 +129,7 @@ def test_a_loop_is_bit_identical_after_deaths(of: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(300)  # inductor compiles once in each process
 @pytest.mark.parametrize("of", LONG)
 def test_a_loop_is_bit_identical_after_deaths_of_ranks_and_a_node(of: str, tmp_path: Path) -> None:
     assert_alike(of, tmp_path, node=True)

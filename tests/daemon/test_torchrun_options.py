@@ -253,7 +253,16 @@ def test_torchruns_command_lines_run(node: Node, tmp_path: pathlib.Path) -> None
 
     command = f"echo to be managed; exec {sys.executable} managed.py"
     done = node.ctl(
-        "run", "--nproc-per-node=2", "--rdzv-id", "Our Run", "--no-python", "bash", "-c", command, cwd=tmp_path
+        "run",
+        "--nproc-per-node=2",
+        "--rdzv-id",
+        "Our Run",
+        "--no-python",
+        "bash",
+        "-c",
+        command,
+        cwd=tmp_path,
+        timeout_s=90,
     )
     assert done.returncode == 0, done.stderr + done.stdout
     assert "[1] managed world 2 step 4\n" in done.stdout
