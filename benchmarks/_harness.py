@@ -132,7 +132,7 @@ def _zombie(pid: int) -> bool:
         return True
 
 
-def _ended(number: int, _: object) -> None:
+def ended(number: int, _: object) -> None:
     signal.signal(number, signal.SIG_IGN)  # `timeout` sends it twice: the second must not break into the clean-up
     sys.exit(128 + number)
 
@@ -142,7 +142,7 @@ def workplace(keep: bool = False) -> Iterator[tuple[pathlib.Path, Processes]]:
     """A temporary folder and the processes working in it; both gone at the end, also after Ctrl-C."""
     folder = pathlib.Path(tempfile.mkdtemp(prefix="elastic-bench-"))
     processes = Processes(folder)
-    signal.signal(signal.SIGTERM, _ended)
+    signal.signal(signal.SIGTERM, ended)
     try:
         yield folder, processes
     finally:

@@ -20,6 +20,7 @@ import json
 import pathlib
 import platform
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -27,7 +28,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from _harness import HERE, SMOKE, machine
+from _harness import HERE, SMOKE, ended, machine
 
 ROOT = HERE.parent
 RECORDS = ROOT / "docs" / "evidence"
@@ -89,8 +90,14 @@ def syntax(source: str) -> str:
 def measure(name: str, arguments: Sequence[str]) -> dict[str, Any]:
     """Run it; returns its last line. Raises CalledProcessError, TimeoutExpired."""
     argv = [sys.executable, str(HERE / f"{name}.py"), *arguments]
-    done = subprocess.run(argv, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=LIMIT_S, check=True)
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+    with subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, text=True) as child:
+        try:
+            output, _ = child.communicate(timeout=LIMIT_S)
+        finally:
+            child.terminate()  # which ends its cluster, too
+    if child.returncode:
+        raise subprocess.CalledProcessError(child.returncode, argv, output)
+    return dict(json.loads(output.splitlines()[-1]))
 
 
 def write(name: str) -> None:
@@ -194,6 +201,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="as --check: nothing is measured")
     parser.add_argument("--smoke", action="store_true", help=SMOKE)
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, ended)
     if options.quick or options.smoke:
         print(json.dumps({"records": len(records()), "wrong": check(False)}))
     elif options.check:
