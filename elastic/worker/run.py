@@ -404,8 +404,8 @@ class ManagedWorker:
         worker, node = snapshot if memory else disk, snapshot if copied else disk
         if synced.keys < form.world_size:
             worker, node = "nothing while a replica of it lives", f"nothing while replicas elsewhere live, else {disk}"
-        needs = f"Memory on each node: about {own_mb:.0f} MB for two copies of its ranks' parts"
-        needs += f", and as much for those of another node ({2 * own_mb:.0f} MB in all)" if copied else ""
+        needs = f"Memory on each node: about {max(1, own_mb):.0f} MB for two copies of its ranks' parts"
+        needs += f", and as much for those of another node ({max(2, 2 * own_mb):.0f} MB in all)" if copied else ""
         said = f"elastic: sharded state: a lost worker costs {worker}; a lost node {node}"
         said += f". {needs}" if memory else ""
         print(said, file=sys.stderr, flush=True)
@@ -464,8 +464,10 @@ class ManagedWorker:
         before = self._seat[1] if self._seat else 0
         self._seat, self._groups = None, MeshGroups()
         try:
+            self._session.beat(Doing.STARTING)
             with self._groups.recorded(state_is_there=self._state_is_there and not anew):
                 self._build(job)
+            self._session.beat(Doing.SYNCING)
         except (RuntimeError, ValueError) as error:
             if form.world_size >= before or self._session.over(form.generation) or is_communication_error(error):
                 raise

@@ -23,7 +23,15 @@ SCRIPT = Path(__file__).parents[1] / "support" / "train_sharded.py"
 
 
 def make(
-    mesh: str, die: str = "", *, steps: int = 60, step_ms: float = 20.0, clip: int = 1, expert: int = 0, **spec: Any
+    mesh: str,
+    die: str = "",
+    *,
+    steps: int = 60,
+    step_ms: float = 20.0,
+    clip: int = 1,
+    expert: int = 0,
+    asleep: int = -1,
+    **spec: Any,
 ) -> Job:
     job = Job(script=SCRIPT, spec=spec)
     args = {
@@ -34,6 +42,7 @@ def make(
         "die": die,
         "clip": clip,
         "expert": expert,
+        "asleep": asleep,
     }
     given = tuple(str(x) for key, value in args.items() for x in (f"--{key}", value) if value != "")
     job.spec = type(job.spec)(**{**{f: getattr(job.spec, f) for f in job.spec.__struct_fields__}, "args": given})
@@ -49,6 +58,16 @@ def undisturbed(mesh: str, clip: int = 1, steps: int = 60) -> str:
 
 
 LONG = pytest.mark.long
+
+
+@pytest.mark.long
+def test_a_rank_that_hangs_in_setup_is_named_and_replaced() -> None:
+    with make("fsdp", asleep=2, hang={"floor_s": 1.0, "ceiling_s": 4.0}) as job:
+        job.wait_phase(Phase.SUCCEEDED)
+        (incident,) = job.incidents()
+        assert (incident.kind, incident.ranks) == ("hang", (2,))
+        assert "starting" in str(incident.detail)
+        assert job.weights() == {undisturbed("fsdp")}
 
 
 @pytest.mark.parametrize("mesh", ["fsdp", pytest.param("hsdp", marks=LONG), pytest.param("tp", marks=LONG)])

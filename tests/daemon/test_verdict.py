@@ -347,7 +347,14 @@ def test_failed_collectives_are_folded_into_the_death_they_follow_from() -> None
     ],
 )  # fmt: skip
 def test_verdict_says_what_was_done(facts: dict[str, object], done: str) -> None:
-    assert judge(incident(**{"kind": "exit", "detail": reason(Code.KILLED, signal="SIGKILL")} | facts)).done == done  # type: ignore[arg-type]
+    context = VerdictContext(phase=Phase.FAILED if "origin" in facts else Phase.RUNNING)
+    killed = {"kind": "exit", "detail": reason(Code.KILLED, signal="SIGKILL")}
+    assert judge(incident(**killed | facts), context).done == done  # type: ignore[arg-type]
+
+
+def test_a_recovery_in_which_the_next_failure_came_is_no_end_of_the_job() -> None:
+    context = VerdictContext(phase=Phase.RUNNING)
+    assert judge(incident(origin="nothing"), context).done == "another failure came before a step"
 
 
 def test_cost_counts_ranks_times_seconds_and_leaves_the_unknown_unknown() -> None:

@@ -28,6 +28,7 @@ parser.add_argument("--steps", type=int, default=60)
 parser.add_argument("--step-ms", type=float, default=20.0)
 parser.add_argument("--mesh", default="fsdp", choices=("fsdp", "hsdp", "tp", "whole"))
 parser.add_argument("--clip", type=int, default=1, help="clip the gradients, which exchanges within each shard group")
+parser.add_argument("--asleep", type=int, default=-1, help="the rank that sleeps in its first setup")
 parser.add_argument("--expert", type=int, default=0, help="each rank has other weights under one name")
 parser.add_argument("--die", default="", help="RANK:STEP:PLACE, comma-separated; a death strikes once")
 ARGS = parser.parse_args()
@@ -85,6 +86,9 @@ def shard(job: elastic.Job, net: Net) -> None:
     for block in net.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(net, mesh=mesh)
+    if dist.get_rank() == ARGS.asleep and not (marker := ARGS.record / "asleep").exists():
+        marker.touch()
+        time.sleep(600)
     if ARGS.expert:
         net.add_module("expert", nn.Linear(3, 3))
         nn.init.constant_(net.expert.weight, dist.get_rank())

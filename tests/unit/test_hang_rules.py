@@ -75,6 +75,15 @@ def test_before_the_first_commit_of_a_generation_the_ceiling_holds() -> None:
     assert judge(entered, "S", AHEAD, RULES, AT_S + 300.0) is not None
 
 
+def test_a_rank_in_the_setup_of_a_formed_group_is_behind_those_that_wait_in_the_hand_over() -> None:
+    waits = RankWait(position(beat(Doing.SYNCING)), AT_S)
+    sets_up = beat(Doing.STARTING, step_s=0.05, committed_in=2)
+    assert judge(sets_up, "S", [waits], RULES, AT_S + 299.9) is None
+    assert judge(sets_up, "S", [waits], RULES, AT_S + 300.0) is not None
+    assert judge(beat(Doing.SYNCING), "S", [RankWait(position(sets_up), AT_S)], RULES, AT_S + 900.0) is None
+    assert busy(sets_up, RULES, AT_S + 299.0)
+
+
 def test_the_copy_of_a_snapshot_has_the_ceiling_since_its_last_byte() -> None:
     saving = beat(Doing.SAVING, step_s=0.05, beat_at_s=AT_S + 100.0)
     assert judge(saving, "S", AHEAD, RULES, AT_S + 399.9) is None

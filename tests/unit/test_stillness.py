@@ -48,6 +48,20 @@ def test_the_rank_that_waits_a_step_behind_is_named() -> None:
     assert cause.because == reason(Code.BEHIND, doing="exchanging", place="step 41", furthest="step 42")
 
 
+@pytest.mark.parametrize("waits", [False, True])
+def test_the_rank_that_is_in_setup_while_the_others_hand_over_is_named(waits: bool) -> None:
+    """By itself, or in a collective that it alone calls."""
+    there = [known(rank, "syncing", (3, -1, 0)) for rank in (0, 1, 3)]
+    cause = explain([*there, known(2, "starting", (3, -1, -1), waits=waits)], NODES, 3)
+    assert cause.rank == 2
+    facts = {
+        "doing": "starting",
+        "place": "setup in generation 3",
+        "furthest": "the hand-over of state in generation 3",
+    }
+    assert cause.because == reason(Code.BEHIND if waits else Code.DOES_NOT_WAIT, **facts)
+
+
 def test_a_rank_that_runs_no_python_or_is_stopped_comes_first() -> None:
     computing = known(0, "computing", (3, 40, 0))
     assert Code.DEAF in codes(explain([computing, *others(0, 3), known(3, deaf=True)], NODES, 3).because)

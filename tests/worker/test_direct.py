@@ -8,6 +8,7 @@ import signal
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -155,6 +156,34 @@ def test_only_the_connection_with_the_token_is_used() -> None:
     (source, nbytes, left), (received, *_) = run_ranks(with_strangers, world_size=2)
     assert (source, received, left) == (True, True, 0)
     assert nbytes > ELEMENTS * 4
+
+
+def test_more_strangers_than_may_wait_at_a_time_are_dropped_and_none_breaks_the_listening() -> None:
+    over = threading.Event()
+
+    def flood() -> None:
+        held: list[socket.socket] = []
+        while not over.is_set():
+            with contextlib.suppress(OSError):
+                held.append(socket.create_connection(listener.getsockname(), 1))
+                held[-1].sendall(b"x", socket.MSG_NOSIGNAL)
+            if len(held) > direct.MOST_PENDING + 40:
+                held.pop(0).close()
+        for sock in held:
+            sock.close()
+
+    with (
+        socket.create_server(("127.0.0.1", 0), backlog=64) as listener,
+        contextlib.ExitStack() as stack,
+        ThreadPoolExecutor(2) as threads,
+    ):
+        accepted = threads.submit(direct.accept, listener, "a" * direct.TOKEN_BYTES, stack, 2.0)
+        flooded = threads.submit(flood)
+        try:
+            assert accepted.result() is None
+        finally:
+            over.set()
+            flooded.result()
 
 
 def elsewhere(rank: int, world_size: int, port: int) -> Any:

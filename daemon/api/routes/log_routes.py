@@ -274,9 +274,13 @@ def _incident_messages(snapshot: Snapshot, job: str) -> tuple[str, ...]:
         took = f" in {incident.took_s:.2f} s" if incident.took_s is not None else ""
         lost = f", {'an unknown number of steps' if incident.steps_lost is None else views.steps_lost(incident)} lost"
         became = f"world {incident.world_size_before} → {incident.world_size_after} again{took}{lost}"
-        if not incident.world_size_after:
-            ended = "stopped" if current.state.phase in (Phase.STOPPING, Phase.STOPPED) else "given up"
-            became = f"the job was {ended}" if incident.world_size_before else "before the job's first generation"
+        if not incident.world_size_after and incident.world_size_before:
+            stopped = current.state.phase in (Phase.STOPPING, Phase.STOPPED)
+            if not stopped and not current.over:
+                continue  # the next failure came before a step, and its incident tells both
+            became = f"the job was {'stopped' if stopped else 'given up'}"
+        elif not incident.world_size_after:
+            became = "before the job's first generation"
         where = f" on {incident.node}" if incident.node else ""  # a planned change has none
         messages.append(f"{incident.kind}{where}: {incident.text}; {became}")
     return tuple(messages)

@@ -127,7 +127,7 @@ def job_facts(job: JobDetail) -> Facts:
         ("rank time", goodput.summed_text(job.rank_time, job.world_size)),
         ("checkpoint", _checkpoint_long(job.checkpoint)),
         ("resumed", f"from step {job.resumed.step}: {job.resumed.source}" if job.resumed else ""),
-        ("snapshot", _snapshot(job.snapshot)),
+        ("snapshot", "" if job.phase in OVER else _snapshot(job.snapshot)),
         ("restarts", f"{job.restarts}, {job.failures_in_window} within the window"),
         ("excluded", ", ".join(job.excluded_nodes)),
     ]

@@ -110,7 +110,7 @@ class Code(enum.StrEnum):
     AGENT_WAITS = "agent_waits", "waiting ({because})"
     IMPORTS = "imports", "importing torch and the script's modules"
     SETS_UP = "sets_up", "running the script up to the end of setup in slot {slots}"
-    FORMS = "forms", "forming the group of generation {number}"
+    FORMS = "forms", "forming generation {number}"
     RESTS = "rests", "pausing before the next start in slot {slots}"
     # ── a job has too few nodes, by the daemons' plan ───────────────────────────────────────────────────────
     NEVER = "never", "can never run here: it needs {needs}, the cluster has {capacity}"

@@ -20,7 +20,7 @@ PULSE_S = 0.5
 class Doing(enum.IntEnum):
     """What the worker's main thread is doing."""
 
-    STARTING = 0  # imports, setup
+    STARTING = 0  # imports, setup; with a generation: a setup within the formed group
     WAITING = 1  # for Form, or for the other ranks
     FORMING = 2
     SYNCING = 3  # state is being received or sent

@@ -39,7 +39,10 @@ COPIES_S = 10.0
 Position = tuple[int, int, int]
 """(generation, step, place within the step): how far a rank has got. Comparable between ranks of a job."""
 
-_FORMING, _SYNCING = -2, -1
+FORMING, SYNCING = -2, -1
+"""In place of the step, before it."""
+SETTING_UP = -1
+"""Place within SYNCING: in a `setup` that runs in the formed group."""
 _LAST = 2**31
 
 FARTHEST: Position = (2**62, 0, 0)
@@ -49,9 +52,9 @@ FARTHEST: Position = (2**62, 0, 0)
 def position(beat: Beat, in_collective: bool = False) -> Position:
     """`in_collective`: its stack shows it in a collective of the script's own, which the beat page does not show."""
     if beat.doing is Doing.FORMING:
-        return beat.generation, _FORMING, 0
-    if beat.doing is Doing.SYNCING:
-        return beat.generation, _SYNCING, 0
+        return beat.generation, FORMING, 0
+    if beat.doing in (Doing.STARTING, Doing.SYNCING):
+        return beat.generation, SYNCING, SETTING_UP if beat.doing is Doing.STARTING else 0
     if beat.doing in (Doing.FINISHING, Doing.DONE):
         return beat.generation, beat.step, _LAST + (beat.doing is Doing.DONE)
     return beat.generation, beat.step, 2 * beat.exchanges + in_collective
@@ -174,7 +177,7 @@ def busy(beat: Beat, rules: Hang, now_s: float) -> bool:
         return now_s - beat.left_s < rules.ceiling_s
     if beat.doing in (Doing.SAVING, Doing.SYNCING, Doing.APPLYING):
         return silent_s < COPIES_S
-    return beat.doing is Doing.COMPUTING and silent_s < patience_s(beat, rules)
+    return beat.doing in (Doing.COMPUTING, Doing.STARTING) and silent_s < patience_s(beat, rules)
 
 
 def waits_too_long(slot: int, beat: Beat, limit_s: float, now_s: float) -> Reason | None:

@@ -11,7 +11,7 @@ from elastic.contract.records.reasons import Code, Text, reason
 from elastic.contract.records.standings import FIRST_STEP_S, Standing, Stillness
 from elastic.contract.worker.beat import WITH_OTHERS, Beat, Doing
 
-from .hang_rules import STOPPED_STATE, Position, RankWait, position
+from .hang_rules import FORMING, SETTING_UP, STOPPED_STATE, Position, RankWait, position
 
 DEAF_S = 2.0
 """Without a pulse from the worker's pulse thread for this long, the process probably runs no Python."""
@@ -117,6 +117,8 @@ def _others(suspects: Collection[object]) -> Text:
 
 
 def _place(at: Position) -> str:
-    if at[1] < 0:
-        return f"the forming of generation {at[0]}" if at[1] == -2 else f"the hand-over of state in generation {at[0]}"
-    return f"step {at[1] + 1}"
+    if at[1] >= 0:
+        return f"step {at[1] + 1}"
+    if at[1] == FORMING:
+        return f"the forming of generation {at[0]}"
+    return f"{'setup' if at[2] == SETTING_UP else 'the hand-over of state'} in generation {at[0]}"

@@ -225,6 +225,8 @@ def accept(
             for key, _ in selector.select(left_s):
                 sock = key.fileobj
                 assert isinstance(sock, socket.socket)
+                if sock.fileno() < 0:
+                    continue  # one that was dropped in this round
                 try:
                     if sock is listener:
                         accepted = pending.enter_context(_registered(sock.accept()[0]))

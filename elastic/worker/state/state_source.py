@@ -196,5 +196,7 @@ def _choice(origin: Origin, source: int, version: Version, replicas: Sequence[Of
 
 
 def _lacks(offer: Offer) -> str:
-    live = "half-changed" if not offer.clean else "not trusted" if offer.established else "only set up"
-    return f"rank {offer.rank}: live state {live}, no snapshot, no checkpoint"
+    live = "half-changed" if not offer.clean else f"of step {offer.version[1]}" if offer.established else "only set up"
+    saved = [f"{name} of step {version[1]}" if version else f"no {name}"
+             for name, version in (("snapshot", offer.snapshot), ("checkpoint", offer.checkpoint))]  # fmt: skip
+    return f"rank {offer.rank}: live state {live}, {', '.join(saved)}"
