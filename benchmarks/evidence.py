@@ -3,6 +3,7 @@
     make evidence                                    # run all, and write docs/evidence/NAME.json
     make evidence-check                              # exit 1: a quoted figure is not its record's, or a record is stale
     python benchmarks/evidence.py [NAME …]           # some of them
+    python benchmarks/evidence.py --quote            # write the records' values into the pages, with the digits there
     python benchmarks/evidence.py --check --again    # also run the stale ones, and say by how much they differ now
 
 A page quotes a figure by a comment behind it, which no reader sees: `0.37 s<!-- recovery.kill_median_s -->`. It must be
@@ -161,6 +162,20 @@ def figure(figures: Any, name: str) -> float | None:
     return figures if isinstance(figures, int | float) else None
 
 
+def quoted(text: str, made: dict[str, dict[str, Any]]) -> str:
+    """A page's text, with the values of the records in place of the figures that it quotes."""
+
+    def now(match: re.Match[str]) -> str:
+        value = figure(made.get(match[2], {}).get("figures", {}), match[3])
+        if value is None:
+            return match[0]
+        written = match[1].rstrip(".,")
+        digits = len(written.partition(".")[2])
+        return f"{value:{',' if ',' in written else ''}.{digits}f}" + match[0][len(written) :]
+
+    return QUOTE.sub(now, text)
+
+
 def check(again: bool) -> int:
     made = records()
     found = [quote for path in pages() for quote in quotes(str(path.relative_to(ROOT)), path.read_text())]
@@ -198,12 +213,16 @@ def main() -> None:
     parser.add_argument("name", nargs="*", choices=[*BENCHMARKS, []], help="default: all")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--again", action="store_true")
+    parser.add_argument("--quote", action="store_true")
     parser.add_argument("--quick", action="store_true", help="as --check: nothing is measured")
     parser.add_argument("--smoke", action="store_true", help=SMOKE)
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, ended)
     if options.quick or options.smoke:
         print(json.dumps({"records": len(records()), "wrong": check(False)}))
+    elif options.quote:
+        for page in pages():
+            page.write_text(quoted(page.read_text(), records()))
     elif options.check:
         sys.exit(check(options.again))
     else:

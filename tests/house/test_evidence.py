@@ -57,6 +57,13 @@ def test_a_figure_edited_by_hand_is_seen(text: str, problem: str) -> None:
     assert bool(problem) is bool(found)
 
 
+def test_pages_are_given_the_records_values_with_the_digits_and_the_text_that_they_have() -> None:
+    page = "**0.4 s**<!-- recovery.kill_median_s -->, 1,000 steps<!-- recovery.steps -->, 7<!-- other.x -->, 0.3, 9"
+    now = "**0.4 s**<!-- recovery.kill_median_s -->, 42,080 steps<!-- recovery.steps -->, 7<!-- other.x -->, 0.3, 9"
+    assert evidence.quoted(page, MADE) == now
+    assert evidence.quoted("0.111<!-- recovery.kill_median_s -->", MADE) == "0.368<!-- recovery.kill_median_s -->"
+
+
 @pytest.mark.parametrize(
     ("source", "same"),
     [
