@@ -156,8 +156,10 @@ def wrong(quote: Quote, made: dict[str, dict[str, Any]]) -> str:
 
 
 def figure(figures: Any, name: str) -> float | None:
-    """`a.b` is that of b in a; None: there is no such number."""
+    """`a.b` is that of b in a, `a.least` and `a.most` those of a list; None: there is no such number."""
     for key in name.split("."):
+        if isinstance(figures, list) and key in ("least", "most"):
+            figures = {"least": min(figures), "most": max(figures)}
         figures = figures.get(key) if isinstance(figures, dict) else None
     return figures if isinstance(figures, int | float) else None
 

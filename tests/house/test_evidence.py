@@ -25,7 +25,17 @@ def load() -> Any:
 
 
 evidence = load()
-MADE = {"recovery": {"figures": {"kill_median_s": 0.3684, "lost": 0, "torchrun": {"median_s": 8.61}, "steps": 42_080}}}
+MADE = {
+    "recovery": {
+        "figures": {
+            "kill_median_s": 0.3684,
+            "lost": 0,
+            "each_s": [0.4, 0.3],
+            "torchrun": {"median_s": 8.61},
+            "steps": 42_080,
+        }
+    }
+}
 
 
 def test_every_quoted_figure_is_its_records() -> None:
@@ -44,6 +54,9 @@ def test_every_quoted_figure_is_its_records() -> None:
         ("**0**<!-- recovery.lost -->", ""),
         ("8.6 s<!-- recovery.torchrun.median_s -->", ""),
         ("42,080 steps<!-- recovery.steps -->", ""),
+        ("0.3<!-- recovery.each_s.least --> – ", ""),
+        ("0.4<!-- recovery.each_s.most -->", ""),
+        ("0.3<!-- recovery.each_s.most -->", "0.3 is quoted"),
         ("**0.36 s**<!-- recovery.kill_median_s -->", "0.36 is quoted"),
         ("**1**<!-- recovery.lost -->", "1 is quoted"),
         ("0.37 s<!-- recovery.kill -->", "no such figure"),
