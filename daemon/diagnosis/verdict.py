@@ -253,9 +253,9 @@ def _done(record: IncidentRecord, open_: bool, phase: Phase) -> str:
         return "training was not interrupted"
     before, after = record.world_size_before, record.world_size_after
     if record.origin is Origin.NOTHING:
-        if not phase.over and phase is not Phase.STOPPING:
-            return "another failure came before a step"
-        return "the job was stopped" if phase in (Phase.STOPPING, Phase.STOPPED) else "the job was given up"
+        if phase in (Phase.STOPPING, Phase.STOPPED):
+            return "the job was stopped"
+        return "the job was given up" if phase is Phase.FAILED else "no step came of this recovery"
     world = f"world {before} → {after}" if before != after else f"world {after} as before"
     if record.step is None:
         return f"all workers were started again (the script does not call elastic.run); {world}"

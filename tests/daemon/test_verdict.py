@@ -352,9 +352,9 @@ def test_verdict_says_what_was_done(facts: dict[str, object], done: str) -> None
     assert judge(incident(**killed | facts), context).done == done  # type: ignore[arg-type]
 
 
-def test_a_recovery_in_which_the_next_failure_came_is_no_end_of_the_job() -> None:
-    context = VerdictContext(phase=Phase.RUNNING)
-    assert judge(incident(origin="nothing"), context).done == "another failure came before a step"
+@pytest.mark.parametrize("phase", [Phase.RUNNING, Phase.SUCCEEDED])
+def test_a_recovery_in_which_the_next_failure_came_is_no_end_of_the_job(phase: Phase) -> None:
+    assert judge(incident(origin="nothing"), VerdictContext(phase=phase)).done == "no step came of this recovery"
 
 
 def test_cost_counts_ranks_times_seconds_and_leaves_the_unknown_unknown() -> None:

@@ -47,10 +47,10 @@ def test_incident_before_the_first_generation_is_not_printed_as_given_up() -> No
     (exit_,) = job().incidents
     late = replace(exit_, kind="late exit", world_size_before=0, world_size_after=0, timeline_s={})
     given_up = replace(exit_, world_size_after=0)
-    goes_on = job(state=JobState(phase=Phase.RUNNING), incidents=(late, given_up))  # the next incident tells both
-    assert [note.partition("; ")[2] for note in _incident_messages(snapshot(goes_on), "train")] == [
-        "before the job's first generation"
-    ]
+    for phase in (Phase.RUNNING, Phase.SUCCEEDED):  # the incident of the next failure tells of both
+        goes_on = job(state=JobState(phase=phase), incidents=(late, given_up))
+        told = _incident_messages(snapshot(goes_on), "train")
+        assert [note.partition("; ")[2] for note in told] == ["before the job's first generation"]
     over = job(state=JobState(phase=Phase.FAILED), incidents=(late, given_up))
     told = _incident_messages(snapshot(over), "train")
     assert [note.partition("; ")[2] for note in told] == ["before the job's first generation", "the job was given up"]

@@ -276,8 +276,8 @@ def _incident_messages(snapshot: Snapshot, job: str) -> tuple[str, ...]:
         became = f"world {incident.world_size_before} → {incident.world_size_after} again{took}{lost}"
         if not incident.world_size_after and incident.world_size_before:
             stopped = current.state.phase in (Phase.STOPPING, Phase.STOPPED)
-            if not stopped and not current.over:
-                continue  # the next failure came before a step, and its incident tells both
+            if not stopped and current.state.phase is not Phase.FAILED:
+                continue  # the job went on: the incident of its next failure tells of this one, too
             became = f"the job was {'stopped' if stopped else 'given up'}"
         elif not incident.world_size_after:
             became = "before the job's first generation"

@@ -60,8 +60,8 @@ attempts."""
 RESOLVE_AGAIN_S = 0.5
 """Pause between failed look-ups of the store's host."""
 
-# A process that the script forks, as a DataLoader does, must not collect what is garbage here, perhaps with a group of
-# an earlier generation in it: its destructor waits for gloo's threads, of which a fork has none, for ever.
+# A process that the script forks, a DataLoader's for example, must not collect this process's garbage. The process
+# group of an earlier generation may be part of that, and gloo's destructor joins threads, which do not exist in a fork.
 os.register_at_fork(after_in_child=gc.freeze)
 
 
