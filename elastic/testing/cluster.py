@@ -67,11 +67,10 @@ def check(fault: AnyFault) -> None:
         nft("list tables")
     elif isinstance(fault, FillDisk):
         folder, why = fault.folder, ""
+        others = {os.stat(path).st_dev: path for path in _OF_ALL if os.path.exists(path)}
         if not os.path.isdir(folder) or not os.access(folder, os.W_OK):
             why = "it is no folder that you may write to"
-        elif near := {os.stat(path).st_dev: path for path in _OF_ALL if os.path.exists(path)}.get(
-            os.stat(folder).st_dev
-        ):
+        elif near := others.get(os.stat(folder).st_dev):
             why = f"it lies on the file system of {near}, which others need"
         elif (there := os.statvfs(folder)).f_bfree * there.f_frsize > MOST_BYTES:
             why = f"more than {MOST_BYTES >> 20} MiB are left there, so that others may need them"

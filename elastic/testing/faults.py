@@ -25,7 +25,6 @@ class BadFaultError(ValueError):
 
 Check = tuple[Callable[[Any], object], str]  # whether a value can be, and what to write instead
 
-
 _COUNT: Check = (lambda v: type(v) in (int, float) and v >= 0 and v == int(v), "a whole number from 0 on")
 _DEADLY = signal.Signals.__members__.keys() - {"SIGSTOP", "SIGTSTP", "SIGCONT", "SIGCHLD"}
 _ERRORS = {name for name, value in vars(builtins).items() if BaseException in getattr(value, "__mro__", ())}

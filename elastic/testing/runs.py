@@ -90,10 +90,8 @@ def judge(run: Record, *, within_s: float = 60.0, end: str = "succeeded") -> lis
 
 
 def _of_run(run: Record, within_s: float, end: str) -> Iterator[Difference]:
-    struck = run.struck()
-    for fault in run.faults:
-        if all(one.fault != fault for one in struck):
-            yield Difference(What.UNSTRUCK, true=str(fault))
+    past = [struck.fault for struck in run.struck()]
+    yield from (Difference(What.UNSTRUCK, true=str(fault)) for fault in run.faults if fault not in past)
     if (phase := run.phase()) not in ("", end):
         yield Difference(What.ENDED, phase, end)
     for recovery in recoveries(run) if end == "succeeded" else ():
@@ -126,9 +124,8 @@ def _of_incidents(run: Record) -> Iterator[Difference]:
             stepped = any(c.at_s > one.at_s and c.pid != one.pid for c in history.commits)
             true = dataclasses.replace(expected(one), recovered=stepped)
             yield from of_injection(history, incident, true, wall_s=one.wall_s - one.at_s)
-    for index, one in enumerate(faults):
-        if index not in answered and not expected(one).optional:
-            yield Difference(What.UNTOLD, true=str(one.fault))
+    untold = [one for i, one in enumerate(faults) if i not in answered and not expected(one).optional]
+    yield from (Difference(What.UNTOLD, true=str(one.fault)) for one in untold)
 
 
 def expected(struck: Struck) -> Injection:

@@ -44,12 +44,15 @@ def code(line: str) -> str:
     return line.split("  # ")[0].rstrip()
 
 
+def without_blanks(lines: list[str]) -> list[str]:
+    return [line.rstrip() for line in lines if line.strip()]
+
+
 def test_the_readme_shows_what_changes_from_one_example_to_the_other() -> None:
     """All that goes is all of `main` in `ddp_plain.py`, all that comes is `setup` and `train` in `ddp.py`."""
     (diff,) = re.findall(r"```diff\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     for sign, name, first in (("-", "ddp_plain.py", "def main():"), ("+", "ddp.py", "def setup(job):")):
-        shown = [code(line[1:]) for line in diff.splitlines() if line.startswith(sign)]
+        shown = without_blanks([code(line[1:]) for line in diff.splitlines() if line.startswith(sign)])
         lines = (ROOT / "examples" / name).read_text().splitlines()
         begin, end = lines.index(first), lines.index('if __name__ == "__main__":')
-        assert shown == [line.rstrip() for line in lines[begin:end]][: len(shown)]
-        assert not any(lines[begin + len(shown) : end])
+        assert shown == without_blanks(lines[begin:end])
