@@ -92,12 +92,13 @@ class Cluster:
         self.a.start()
         self.b.start()
 
-    def submit(self, name: str, record: Record, *args: str) -> None:
+    def submit(self, name: str, record: Record, *args: str, spare_nodes: int = 0) -> None:
         job = self._folder / f"{name}.toml"
         words = json.dumps(["--record", str(record.folder), *args])
         job.write_text(
             f'name = "{name}"\nscript = "{SCRIPT}"\nargs = {words}\nnodes = "2:2"\nworkers_per_node = 2\n'
-            f'workdir = "{self._folder}"\nforming = "{self._forming}"\n[restarts]\nbudget = 1000\n'
+            f'spare_nodes = {spare_nodes}\nworkdir = "{self._folder}"\nforming = "{self._forming}"\n'
+            "[restarts]\nbudget = 1000\n"
         )
         self.a.ctl("submit", job)
 

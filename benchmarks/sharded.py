@@ -1,9 +1,9 @@
 """A rank of a sharded job is killed: how long until every rank has committed a new step, and how many steps are lost.
 
 2 nodes × 2 workers on this machine, gloo: FSDP2 over 4 ranks, HSDP 2 × 2, FSDP 2 × TP 2; SIGKILL of a random rank at
-a random step; under FSDP2 of all processes of a node, where a third node is spare. Beside it, in the same run, FSDP2
-under stock torchrun, resuming from torch's distributed checkpoint (DCP) taken every 20 steps; and the step time of both
-without a failure, in turns (see recovery.py).
+a random step; under FSDP2 also of all processes of a node, where the job holds a third one as a spare, and where that
+is idle. Beside it, in the same run, FSDP2 under stock torchrun, resuming from torch's distributed checkpoint (DCP)
+taken every 20 steps; and the step time of both without a failure, in turns (see recovery.py).
 `fsdp_lost_over_snapshot_steps`: steps lost in the mean, over the steps between two snapshots in memory.
 
     python benchmarks/sharded.py [--quick] [--seed N]
@@ -31,6 +31,7 @@ from _harness import (
     kill_and_measure,
     machine,
     spread,
+    wait_for,
     workplace,
 )
 from recovery import WORLD, say
@@ -66,21 +67,21 @@ def series(
 
 
 def nodes(
-    cluster: recovery.Cluster, folder: pathlib.Path, processes: Processes, kills: int, rng: random.Random
-) -> tuple[list[Recovery], list[float]]:
-    """All processes of a node are killed at once; a spare node takes its place. Node a has etcd, and stays.
-
-    (recoveries, seconds of each from the spare node's being there until all ranks step)."""
-    spare = Node(folder, processes, "c", slots=2, etcd=cluster.a.etcd)
-    spare.start()
-    record = Record(folder / "nodes")
-    cluster.submit("nodes", record, "--mesh", "fsdp")
+    cluster: recovery.Cluster, spare: Node, folder: pathlib.Path, processes: Processes, kills: int, held: bool,
+    rng: random.Random,
+) -> list[Recovery]:  # fmt: skip
+    """All processes of a node are killed at once; another one takes its place. Node a has etcd, and stays. `held`: the
+    job holds it ready (`spare_nodes`); else it is idle, and an agent and workers are started there."""
+    name = "held" if held else "idle"
+    record = Record(folder / name)
+    cluster.submit(name, record, "--mesh", "fsdp", spare_nodes=int(held))
     found: list[Recovery] = []
     try:
         record.wait_step(15, WORLD, 90.0)
         while len(found) < kills:
             reached = max(c.step for c in record.newest().values())
             record.wait_step(reached + rng.randint(20, 40), WORLD, 60.0)
+            wait_for(lambda: not held or _ready(cluster, name) == 3, 60.0, "the spare node is ready", every_s=0.2)
             trees = {node: processes.pids(node.tag) for node in (cluster.a, cluster.b, spare)}
 
             def strike(pid: int, trees: dict[Node, list[int]] = trees) -> None:
@@ -88,14 +89,19 @@ def nodes(
                     kill(each)
 
             found.append(one := kill_and_measure(record, WORLD, rng, 60.0, strike=strike, spared=trees[cluster.a]))
-            say(f"  node of rank {one.rank} at step {one.step}: {one.seconds:.3f} s, {one.steps_lost} lost")
+            say(f"  {name} node for that of rank {one.rank}: {one.seconds:.3f} s, {one.steps_lost} lost")
             lost = next(node for node in (cluster.b, spare) if not set(trees[node]) & set(processes.pids(node.tag)))
             processes.end(lost.tag)
             lost.start()
-        timelines = [each["timeline_s"] for each in cluster.a.json("incidents", "nodes")["incidents"]]
-        return found, [at_s["stepping"] - at_s["published"] for at_s in timelines if "stepping" in at_s]
+        return found
     finally:
-        cluster.stop("nodes")
+        cluster.stop(name)
+
+
+def _ready(cluster: recovery.Cluster, name: str) -> int:
+    """Nodes of the job whose workers are all ready."""
+    members = cluster.a.json("status", name)["member_nodes"].values()
+    return sum(len(member["ready"]) == member["slots"] for member in members)
 
 
 def main() -> None:
@@ -119,12 +125,13 @@ def main() -> None:
             result[f"{mesh}_lost"] = sum(lost)
             if mesh != "hsdp":
                 result[f"{mesh}_lost_over_snapshot_steps"] = round(statistics.mean(lost) * step_s / SNAPSHOT_S, 2)
-        lost_nodes, formed_s = nodes(cluster, folder, processes, 1 if plan.kills < 10 else plan.kills // 2, rng)
-        seconds, lost = [one.seconds for one in lost_nodes], [one.steps_lost for one in lost_nodes]
-        print(f"node of fsdp: {spread(seconds)} s, steps lost {spread(lost, 0)}; once a spare one is there")
-        print(f"  {spread(formed_s)} s")
-        result["node_kill_s"], result["node_lost"] = round(statistics.median(seconds), 3), sum(lost)
-        result["node_form_s"] = round(statistics.median(formed_s), 3)
+        spare = Node(folder, processes, "c", slots=2, etcd=cluster.a.etcd)
+        spare.start()
+        for held, key, kills in ((True, "node", plan.kills // 2), (False, "idle_node", plan.kills // 4)):
+            gone = nodes(cluster, spare, folder, processes, max(1, kills), held, rng)
+            seconds, lost = [one.seconds for one in gone], [one.steps_lost for one in gone]
+            print(f"{key} of fsdp: {spread(seconds)} s, steps lost {spread(lost, 0)}")
+            result[f"{key}_kill_s"], result[f"{key}_lost"] = round(statistics.median(seconds), 3), sum(lost)
         say("steady state, in turn:")
         recovery.report_steady(recovery.steady(cluster, folder, processes, plan), rng, result)
         say("torchrun and DCP:")

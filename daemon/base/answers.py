@@ -326,6 +326,8 @@ class Job(Answer):
     """null: it was submitted by an earlier elasticd, which recorded none"""
     nodes: str = ""
     """wanted, as `min:max`"""
+    spare_nodes: int = 0
+    """wanted beyond"""
     members: int = 0
     """nodes with a living agent"""
     generation: int = 0

@@ -3,9 +3,9 @@ etcd and carries out its own part, so that no two nodes take the same place.
 
     1. Running work stays: a node with a live member, or with a running agent, keeps its place in that job.
     2. Jobs are served in the order of submission; those that have agents and lack nodes for their minimum come first.
-       A job below its maximum takes the oldest nodes that accept work, are not excluded for it, run jobs of its user,
-       and have enough free slots. With backend auto all have GPUs, or none has: ranks with NCCL and ranks without do
-       not form one group.
+       A job below its maximum and spare nodes takes the oldest nodes that accept work, are not excluded for it, run
+       jobs of its user, and have enough free slots. With backend auto all have GPUs, or none has: ranks with NCCL and
+       ranks without do not form one group.
        Draining and excluded nodes do not count: their replacements come before they leave.
     3. A job that never formed takes no node before it can have its minimum: it is queued, and holds back no other job.
        Once it has waited for RESERVED_AFTER_S, and is the first of those that have, nodes for its minimum are reserved
@@ -84,7 +84,7 @@ def plan(
     for job in sorted(alive, key=lambda job: not _is_incomplete(job, staying[job.name])):
         has, spec = places[job.name], job.wanted
         if job.state.phase is not Phase.STOPPING:
-            room = spec.max_nodes - len(staying[job.name])
+            room = _most(spec) - len(staying[job.name])
             new = _candidates(cluster, job, has, used, silent)[:room] if room > 0 else []
             if len(staying[job.name]) + len(new) < spec.min_nodes and (not has or job.generation is None):
                 new = []
@@ -103,6 +103,10 @@ def plan(
             waiting[job.name] = _why(cluster, job, has, used, job.name in never)
     by_age = tuple(job.name for job in sorted(queue, key=lambda job: job.submitted))
     return Assignment(places, surplus, waiting, by_age, frozenset(never))
+
+
+def _most(spec: JobSpec) -> int:
+    return spec.max_nodes + spec.spare_nodes
 
 
 def _is_incomplete(job: Job, staying: list[str]) -> bool:
@@ -212,7 +216,7 @@ def _surplus(job: Job, staying: list[str], planned: list[str]) -> dict[str, Reas
     excluded ones."""
     inside = [place.node for place in job.generation.nodes] if job.generation else []
     order = sorted(staying, key=lambda n: inside.index(n) if n in inside else len(inside))  # stable sort: then by age
-    extra = order[job.wanted.max_nodes :]
+    extra = order[_most(job.wanted) :]
     aside = [n for n in planned if n in job.state.excluded_nodes]
     if len(planned) - len(aside) < job.wanted.min_nodes:
         aside = []

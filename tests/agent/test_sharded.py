@@ -13,7 +13,7 @@ from support.wait import eventually
 
 from elastic.checkpoint.stored.export import read_all
 from elastic.checkpoint.stored.find import verify
-from elastic.contract.records.job_records import Phase
+from elastic.contract.records.job_records import MemberRecord, Phase, decode
 from elastic.worker.state.handover.restore import whole_table
 from elastic.worker.torch_internals.mesh_groups import can_put_back
 
@@ -145,17 +145,25 @@ def test_a_lost_node_costs_the_steps_since_the_checkpoint_and_no_bit(tmp_path: P
 
 
 def test_a_lost_node_costs_the_steps_since_the_snapshot_where_another_node_has_a_copy() -> None:
-    """There is no checkpoint at all: its parts come out of the other node's memory."""
-    with make("fsdp") as job:
-        job.wait_step(30)
+    """There is no checkpoint at all: its parts come out of the other node's memory, to a spare node."""
+    with make("fsdp", step_ms=100.0) as job:
+        job.wait_step(1)
+        job.start_agent("n2")
+        eventually(lambda: len(ready(job, "n2")) == 2, 30.0, "a spare node is ready")
+        job.wait_step(20)
         job.kill_node("n1")
-        job.start_agent("n1")
         job.wait_phase(Phase.SUCCEEDED)
         assert job.weights() == {undisturbed("fsdp")}
         (incident,) = job.incidents()
         assert incident.origin == "snapshot"
         assert incident.steps_lost is not None
         assert incident.steps_lost < 30
+
+
+def ready(job: Job, node: str) -> tuple[int, ...]:
+    """Slots of its workers that wait for a place."""
+    kv = job.etcd.get(job.keys.member(node))
+    return decode(MemberRecord, kv.value).ready if kv else ()
 
 
 def exported(path: str) -> str:

@@ -31,10 +31,11 @@ def node(name: str, slots: int = 2, create_revision: int = 0, **record: object) 
 
 
 def job(
-    name: str, nodes: str = "1:1", workers: int | str = 2, submitted: int = 0, backend: str = "auto", **state: object
-) -> Job:
+    name: str, nodes: str = "1:1", workers: int | str = 2, submitted: int = 0, backend: str = "auto", spare: int = 0,
+    **state: object,
+) -> Job:  # fmt: skip
     told = {"name": name, "script": "t.py", "nodes": nodes, "workers_per_node": workers, "backend": backend}
-    spec = msgspec.convert(told, JobSpec)
+    spec = msgspec.convert(told | {"spare_nodes": spare}, JobSpec)
     return Job(
         name=name,
         spec=SpecRecord(spec=spec, submitted_wall_s=0.0, submitted_by="x"),
@@ -228,6 +229,17 @@ def test_assignment_scale_down_drops_nodes_outside_the_generation_then_the_young
     made = plan(cluster([node("a"), node("b"), node("c")], [standing]), {}, "a")
     assert set(made.surplus["j1"]) == {"a", "c"}
     assert made.surplus["j1"]["c"] == reason(Code.SURPLUS, nodes="1:1")
+
+
+def test_a_job_holds_spare_nodes_beyond_its_maximum() -> None:
+    standing, nodes = job("j1", "1:2", spare=1), [node(name) for name in "abcd"]
+    assert where(plan(cluster(nodes, [standing]), {}, "a")) == {"j1": ["a", "b", "c"]}
+    full = replace(standing, members={n: member(n) for n in "abcd"})
+    assert set(plan(cluster(nodes, [full]), {}, "a").surplus["j1"]) == {"d"}
+
+
+def test_a_job_without_its_minimum_takes_no_node_as_a_spare_one() -> None:
+    assert where(plan(cluster([node("a")], [job("j1", "2:2", spare=1)]), {}, "a")) == {"j1": []}
 
 
 @pytest.mark.parametrize("phase", ["succeeded", "failed", "stopped"])

@@ -50,7 +50,7 @@ JOBS = (
     Column("phase", lambda row: row.phase, state=True),
     Column("gen", lambda row: row.generation or "-", 6, right=True),
     Column("world", lambda row: row.world_size or "-", 3, right=True),
-    Column("nodes", lambda row: row.nodes or "-" if row.phase in OVER else f"{row.members} of {row.nodes}", 2, True),
+    Column("nodes", lambda row: row.nodes or "-" if row.phase in OVER else nodes(row), 2, True),
     Column("step", lambda row: steps(row.managed, row.step), right=True),
     Column("step/s", lambda row: number(row.steps_per_s if row.phase in LIVE else None, ".1f"), 4, right=True),
     Column("loss", lambda row: number(row.loss, ".4g"), 1, right=True),
@@ -106,6 +106,11 @@ _MANNER_OVER = {
 }
 
 
+def nodes(job: Job) -> str:
+    """'2 of 1:2', with the spare ones that it wants: '3 of 2 + 1 spare'."""
+    return f"{job.members} of {job.nodes}" + (f" + {job.spare_nodes} spare" if job.spare_nodes else "")
+
+
 def job_facts(job: JobDetail) -> Facts:
     spec = job.spec or {}
     runs = spec.get("script") or spec.get("program") or f"-m {spec.get('module', '?')}"
@@ -117,7 +122,7 @@ def job_facts(job: JobDetail) -> Facts:
         ("runs", " ".join([runs, *spec.get("args", ())])),
         ("script", (_MANNER_OVER if job.phase in OVER else _MANNER)[job.managed] if job.generation else ""),
         ("submitted", f"{clock(job.submitted_wall_s)} by {job.submitted_by}{_of(job)}" if spec else "unknown"),
-        ("nodes", f"{job.members} of {job.nodes}"),
+        ("nodes", nodes(job)),
         ("generation", generation if job.generation else "none yet"),
         ("step", f"{steps(job.managed, job.step)}{rate}"),
         ("loss", number(job.loss, ".6g")),

@@ -120,6 +120,7 @@ def job_row(snapshot: Snapshot, job: Job, now: Now) -> answers.Job:
         owner=authority.owner_name(job.spec) if job.spec else "",
         uid=job.spec.uid if job.spec else None,
         nodes=spec.nodes if spec else "",
+        spare_nodes=spec.spare_nodes if spec else 0,
         members=len(job.members),
         generation=job.generation.number if job.generation else 0,
         world_size=job.generation.world_size if job.generation else 0,

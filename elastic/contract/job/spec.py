@@ -149,6 +149,11 @@ class JobSpec(SpecTable, frozen=True, kw_only=True):
     nodes: str = "1:1"
     """How many nodes, 'min:max' or one number."""
 
+    spare_nodes: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
+    """Nodes beyond the maximum of `nodes` that the job holds ready, as far as there are any: with an agent and workers
+    that have done their imports (and `setup`, where it needs no group), but no ranks. One takes the place of a lost or
+    drained node at once, which else waits for the loss to be sure, and for an agent and workers to start."""
+
     workers_per_node: int | Literal["auto"] = "auto"
     """Workers on each node; 'auto': one per GPU, else one per CPU slot."""
 
