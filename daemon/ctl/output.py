@@ -13,7 +13,7 @@ import click
 
 from elasticd.base import safe_text
 
-from .client import Client, Failed, Json
+from .client import Client, Failed, Json, Unreachable
 
 if TYPE_CHECKING:
     from elasticd.base.answers import Answer
@@ -64,15 +64,43 @@ def read(data: Any, kind: type[A], *, safe: bool = True) -> A:
         raise Failed(0, f"elasticd's answer is not understood ({error}): install the same elasticd version") from None
 
 
+RESTART_S = 30.0
+"""How long a command that waits endures a daemon that does not answer (a restart, an upgrade)."""
+
+
+class DaemonRestarts:
+    """Of a command that waits: a daemon that has gone, or is back and has not reached etcd, is asked again for
+    RESTART_S."""
+
+    def __init__(self) -> None:
+        self._since_s: float | None = None
+
+    def endure(self, error: Unreachable | Failed) -> None:
+        """Pause; raises `error` where it is another one, or has lasted for too long."""
+        now_s = time.monotonic()
+        self._since_s = self._since_s or now_s
+        if (isinstance(error, Failed) and error.status != 503) or now_s - self._since_s > RESTART_S:
+            raise error
+        time.sleep(0.3)
+
+
 def awaited(client: Client, path: str, wait: str, timeout_s: float | None) -> Iterator[Json]:
     """The answer now, and as often as the daemon has waited (parameter `wait` of the query) in vain, until the timeout;
-    None: there is none."""
+    None: there is none. After the first answer the daemon may restart."""
     from elasticd.base.answers import LONGEST_WAIT_S
 
     end_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
-    left_s = 0.0
+    left_s, restarts = 0.0, None
     while left_s >= 0:
-        yield client.get(path, {wait: left_s}, timeout_s=left_s + 10)
+        try:
+            data = client.get(path, {wait: left_s}, timeout_s=left_s + 10)
+        except (Unreachable, Failed) as error:
+            if restarts is None:
+                raise
+            restarts.endure(error)
+            continue
+        restarts = DaemonRestarts()
+        yield data
         left_s = min(LONGEST_WAIT_S, left) if (left := end_s - time.monotonic()) > 0 else -1.0
 
 

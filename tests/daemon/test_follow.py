@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,8 +16,10 @@ from elasticd.api.routes.log_routes import PROGRESS_S, ProgressReports, _inciden
 from elasticd.api.views import views
 from elasticd.api.views.instant import Now
 from elasticd.base import answers
-from elasticd.ctl.client import Client, Failed
+from elasticd.ctl import output
+from elasticd.ctl.client import Client, Failed, Unreachable
 from elasticd.ctl.jobs import follow as follow_job
+from elasticd.ctl.jobs import lifecycle
 from elasticd.ctl.jobs.follow import ProgressLine, Tracebacks
 
 
@@ -119,6 +122,41 @@ def test_the_end_of_another_job_that_has_taken_the_name_is_not_the_result(monkey
     monkeypatch.setattr(Client, "get", lambda *_, **more: answers.pop(0) if len(answers) > 1 else answers[0])
     with pytest.raises(Failed, match="a new job now uses the name train"):
         follow_job.until_over(Client(""), "train", as_json=False)
+
+
+def scripted(monkeypatch: pytest.MonkeyPatch, answers: list[Any]) -> None:
+    def get(*_: object, **more: object) -> Any:
+        answer = answers.pop(0) if len(answers) > 1 else answers[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(follow_job, "show", lambda *_, **more: True)
+    monkeypatch.setattr(Client, "get", get)
+    monkeypatch.setattr(output.time, "sleep", lambda s: None)
+
+
+RESTARTING = (Unreachable("the connection to elasticd broke"), Failed(503, "elasticd has not reached etcd yet"))
+
+
+def test_following_and_waiting_outlive_a_restart_of_the_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that has just been started does not know the jobs yet, and says so."""
+    row = {"job": "train", "phase": "running", "submitted_wall_s": 1.0, "reason": "", "step": 5, "loss": None}
+    over = row | {"phase": "succeeded"}
+    scripted(monkeypatch, [row, *RESTARTING, row, *RESTARTING, over])
+    assert follow_job.until_over(Client(""), "train", as_json=False) == 0
+    scripted(monkeypatch, [row, *RESTARTING, over])
+    assert lifecycle.until_over(Client(""), "train", None)["phase"] == "succeeded"
+
+
+def test_a_daemon_that_is_not_there_at_first_and_another_refusal_end_a_wait_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    row = {"job": "train", "phase": "running"}
+    for told in ([RESTARTING[0]], [row, Failed(404, "no such job")]):
+        scripted(monkeypatch, told)
+        with pytest.raises(type(told[-1])):
+            lifecycle.until_over(Client(""), "train", None)
 
 
 def test_where_there_is_no_terminal_there_is_no_line() -> None:

@@ -19,12 +19,9 @@ from elasticd.base import safe_text
 from elasticd.base.answers import Job, JobDetail, Progress
 from elasticd.ctl.client import Client, Failed, Json, Unreachable, name
 from elasticd.ctl.completion import JOB
-from elasticd.ctl.output import INTERRUPTED, OF_PHASE, TERMINATED, command, length, read
+from elasticd.ctl.output import INTERRUPTED, OF_PHASE, TERMINATED, DaemonRestarts, command, length, read
 
 from . import stopping
-
-RECONNECT_S = 30.0
-"""How long the daemon may be unreachable (a restart, an upgrade) before following ends."""
 
 NAME_REUSED = "a new job now uses the name {}; the result of the previous one was not recorded"
 
@@ -179,7 +176,7 @@ def until_over(
     """Follow `job` to its end; returns its result as an exit code. Ctrl-C prompts. `slots` as for `show`. `began_s`:
     instant (monotonic) before its submission: logs of an earlier job of that name are not shown. Raises Failed once
     another job has taken the name: how that one ends is not the result of this one."""
-    tail, gone_s, submitted_wall_s = 1000, None, None
+    tail, restarts, submitted_wall_s = 1000, DaemonRestarts(), None
     with _terminated_in_words(job):
         while True:
             try:
@@ -191,17 +188,13 @@ def until_over(
                     chosen=chosen,
                 )  # fmt: skip
                 data = client.get(f"/v1/jobs/{name(job)}", {"wait_over_s": 30}, timeout_s=40)
-                gone_s, tail = None, 0
+                restarts, tail = DaemonRestarts(), 0
                 check_same(data, submitted_wall_s)
                 if end and data["phase"] in OF_PHASE:
                     return _result(read(data, JobDetail), as_json)
-            except Unreachable:
-                now_s = time.monotonic()
-                gone_s = gone_s or now_s
-                if now_s - gone_s > RECONNECT_S:
-                    raise
+            except (Unreachable, Failed) as error:
+                restarts.endure(error)
                 tail = 0
-                time.sleep(0.3)
             except KeyboardInterrupt:
                 if (code := _ask(client, job)) is not None:
                     return code
