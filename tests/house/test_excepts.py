@@ -33,7 +33,7 @@ SLEEPS = {
     "elastic.worker.state.handover.sync:Handover._seen_by_all": "a folder that others write sends no event; bounded",
     "elasticd.machine.processes.guard:_end_children": "no event tells of children that are spared; with a deadline",
     "elasticd.ctl.jobs.run_command:ready_cluster": "no event tells of a daemon that starts; with a deadline",
-    "elasticd.ctl.jobs.follow:until_over": "no event tells of a daemon that returns; with a deadline",
+    "elasticd.ctl.output:DaemonRestarts.endure": "a daemon that restarts sends no event; with a deadline",
     "elasticd.ctl.jobs.stopping:_save": "a checkpoint that is written sends no event; with a deadline",
     "elasticd.ctl.jobs.debug:_asked": "a command that asks again until a step is made; with a deadline",
 }
