@@ -174,6 +174,7 @@ CASES: dict[str, list[IncidentRecord]] = {
     "assertion": [raised("AssertionError: loss went up")],
     "interrupted": [died("SIGINT"), raised("KeyboardInterrupt")],
     "early_end": [incident("exit", reason(Code.ENDED_EARLY))],
+    "unbound": [raised("UnboundLocalError: cannot access local variable 'loss' where it has no value")],
     "python": [
         raised("KeyError: 'label'"),
         raised("Oops: mine", 'Traceback (most recent call last):\n  File "/t.py", line 3, in train\n    raise Oops'),
