@@ -8,7 +8,9 @@ unexport PYTHONDONTWRITEBYTECODE
 # oldest or newest, by test-oldest and test-newest alone: an environment at that end of what pyproject.toml allows.
 END ?=
 END_EXTRAS := .[embedded,remote,data,test]
+# make VENV=.venv-mine test: in another folder. One that make has not made is left alone: it may hold another torch.
 VENV := .venv$(if $(END),-$(END))$(if $(TORCH),-$(TORCH))
+MADE := $(VENV)/.made-by-make
 BIN := $(VENV)/bin
 CONSTRAINTS := $(if $(END)$(TORCH),$(VENV)/constraints.txt,constraints.txt)
 SEED ?= 1
@@ -23,8 +25,14 @@ SHRINK ?=
 
 venv: $(VENV)/.ready
 
+# Marked before it is filled, so that a set-up that was interrupted is completed by the next one.
 $(VENV)/.ready: pyproject.toml constraints.txt
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@if test ! -e $@ && test ! -e $(MADE); then \
+		if test -e $(VENV); then \
+			echo "$(abspath $(VENV)) was not made by make, and is left as it is: move it away, or name another folder," \
+				"make VENV=.venv-make $(MAKECMDGOALS)" >&2; exit 1; fi; \
+		mkdir -p $(VENV) && touch $(MADE); fi
+	@$(BIN)/python -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	@$(if $(END),$(BIN)/python -m pip install -q packaging && $(BIN)/python .ci/allowed.py $(END) $(CONSTRAINTS) $(TORCH),\
 		$(if $(TORCH),echo torch==$(TORCH) > $(CONSTRAINTS)))
 	@$(BIN)/python .ci/venv.py $(CONSTRAINTS) $(if $(END),'$(END_EXTRAS)')
@@ -187,4 +195,6 @@ dist: .venv-docs/.ready
 	@.venv-docs/bin/twine check --strict dist/*
 
 clean:
-	@rm -rf .venv .venv-* .wheels build dist site *.egg-info
+	@for each in .venv .venv-*; do \
+		if test -e $$each/.ready || test -e $$each/.made-by-make; then rm -rf $$each; fi; done
+	@rm -rf .venv-compat .wheels build dist site *.egg-info
