@@ -80,13 +80,16 @@ test-end: venv
 test-fast: venv
 	@$(BIN)/pytest -q -n logical --dist worksteal -m "not long and not slow" tests/unit tests/checkpoint
 
-# The tests that import a module of one package, without the slow ones: test-of PLACE=elastic/worker/state.
+# The tests that import a module of one folder or file, without the slow ones: test-of PLACE=elastic/worker/state. Those of
+# tests/daemon that import nothing of ours and only run the commands belong to what the commands reach first.
 PLACE ?=
+IMPORTS_OURS := ^ *(from|import) elastic(d)?[. ]
 
 test-of: venv
 	@files=$$(PYTHONPATH=tests $(BIN)/python -m support.tests_of '$(PLACE)') && test -n "$$files" || { \
 		echo "no test imports a module of PLACE=$(PLACE)" >&2; exit 1; }; \
-	$(BIN)/pytest -q -n logical --dist worksteal -m "not long and not slow and not chaos" $$files
+	commands=$(if $(filter daemon/api% daemon/ctl% daemon/node%,$(PLACE)),$$(grep -LE '$(IMPORTS_OURS)' tests/daemon/test_*.py)); \
+	$(BIN)/pytest -q -n logical --dist worksteal -m "not long and not slow and not chaos" $$files $$commands
 
 # Everything in the repository that is generated, anew: look at `git diff` then. Golden histories, the example settings,
 # the page of all reasons, the pictures of the documentation, the tables and diagrams of states, the
