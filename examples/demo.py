@@ -313,7 +313,7 @@ def main() -> int:
     only_a_worker = parser.parse_args().kill
     steps = STEPS_KILL if only_a_worker else STEPS
     began_s = time.monotonic()
-    say("elasticd: a failure costs under a second and not one step", "Two nodes on this machine, two workers each.")
+    say("elasticd: a failure costs about a second and at most one step", "Two nodes on this machine, two workers each.")
     with cluster() as (folder, a, b):
         watch = Watch(a, steps)
         say(
