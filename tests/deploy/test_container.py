@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import textwrap
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import pytest
 from support.daemons import ELASTICCTL, ELASTICD
 from support.procs import Procs
 from support.scripts import TINY, TINY_STEP
+from support.source import ROOT
 from support.wait import eventually
 
 TRAIN = f"""{TINY}
@@ -68,6 +71,15 @@ class Container:
     def first(self) -> int:
         """elasticd's id here; inside it is 1."""
         return next(child for child, (parent, _) in table().items() if parent == self.process.pid)
+
+
+def test_the_image_has_an_etcd_for_one_job_by_itself() -> None:
+    extras = re.findall(r"pip install .*'/src\[(.*)]'", (ROOT / "deploy" / "Containerfile").read_text())[0].split(",")
+    assert (
+        set(extras) <= tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"].keys()
+    )
+    assert "embedded_listen" in (ROOT / "deploy" / "kubernetes" / "job" / "pod.sh").read_text()
+    assert "embedded" in extras
 
 
 @pytest.mark.long

@@ -12,6 +12,7 @@ from support.source import ROOT
 
 from elasticd.base.settings import Settings
 from elasticd.ctl.main import main
+from elasticd.etcd.versions import VersionSupport, judge
 
 FOLDER = ROOT / "deploy" / "kubernetes"
 MANIFEST = (FOLDER / "elasticd.yaml").read_text()
@@ -34,6 +35,16 @@ def test_settings_of_the_config_map_are_settings() -> None:
     text = rest.partition("\n---")[0]
     settings = msgspec.convert(tomllib.loads("\n".join(line[4:] for line in text.splitlines())), Settings)
     assert settings.etcd.endpoints == ("etcd.elasticd.svc:2379",)
+
+
+def test_etcd_is_of_a_version_without_known_faults() -> None:
+    versions = re.findall(r"image: \S*/etcd:v(\S+)", (FOLDER / "etcd.yaml").read_text())
+    assert [judge(version, members=3).support for version in versions] == [VersionSupport.SOUND]
+
+
+def test_the_taint_of_the_docs_keeps_other_pods_away_and_not_elasticd() -> None:
+    taint = re.findall(r"kubectl taint node NODE (\w+)=\w+:(\w+)", (ROOT / "docs" / "kubernetes.md").read_text())
+    assert taint == re.findall(r"tolerations: \[{key: (\w+), operator: Exists, effect: (\w+)}]", MANIFEST)
 
 
 def test_etcd_serves_the_name_that_the_daemons_use() -> None:
