@@ -32,6 +32,14 @@ TRAIN = f"""{TINY}
 {TINY_STEP}"""
 
 
+def own_address() -> str:
+    """Of this machine, as other nodes reach it: much is allowed on loopback alone."""
+    found = subprocess.run(["hostname", "-I"], capture_output=True, text=True, check=True).stdout.split()
+    if not found:
+        pytest.skip("this machine has no address but loopback")
+    return found[0]
+
+
 class Pods:
     """The job's pods: each is a bash with pod.sh, and all that it has started."""
 
@@ -40,20 +48,26 @@ class Pods:
         self.shared = folder / "shared"
         self.shared.mkdir()
         (self.shared / "train.py").write_text(TRAIN.replace("SHARED", str(self.shared)))
-        with socket.create_server(("127.0.0.1", 0)) as free:
+        with socket.create_server(("", 0)) as free:
             self.port = free.getsockname()[1]
+        self.address = own_address()
         self._all: dict[str, Procs] = {}
 
-    def start(self, name: str) -> subprocess.Popen[bytes]:
+    def start(self, name: str, **more: str) -> subprocess.Popen[bytes]:
         env = {
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "SHARED": str(self.shared),
-            "STATE": str(self.folder / name), "HEAD": "localhost", "PORT": str(self.port), "POD_IP": "127.0.0.1",
+            "STATE": str(self.folder / name), "HEAD": self.address, "PORT": str(self.port), "POD_IP": self.address,
             "NODE": name, "MIN_NODES": "1", "NODES": "2",
-            "ARGS": f"--workers 1 {self.shared}/train.py",
+            "ARGS": f"--workers 1 {self.shared}/train.py", **more,
         }  # fmt: skip
         procs = self._all[name] = Procs()
         with (self.folder / f"{name}.out").open("ab") as out:
             return procs.popen(["bash", POD, name.partition("-")[0]], stdout=out, stderr=out, env=env, cwd=self.folder)
+
+    def daemon(self, name: str) -> int:
+        """Process id of its elasticd; 0: it has not begun."""
+        lock = self.folder / name / "lock"
+        return int(lock.read_text() or 0) if lock.exists() else 0
 
     def said(self, name: str) -> str:
         return (self.folder / f"{name}.out").read_text()
@@ -111,6 +125,35 @@ def test_job_runs_on_its_pods_outlives_head_and_eviction_and_ends_them_all(pods:
     assert "entered at" in pods.said("head")
     assert [node.wait(60) for node in nodes.values()] == [0, 0]
     assert {path.name for path in (pods.shared / ".elasticd").iterdir()} == {"checkpoints", "over"}  # no key
+
+
+@pytest.mark.long
+@pytest.mark.etcd
+def test_an_elasticd_that_dies_is_started_again_and_training_is_not_affected(pods: Pods) -> None:
+    running = [pods.start(name) for name in ("head", "node-0", "node-1")]
+    eventually(lambda: pods.last()[1] == 2, 90.0, "two nodes train")
+    before = pods.entered()
+    for name in ("node-1", "head"):
+        pid = pods.daemon(name)
+        os.kill(pid, signal.SIGKILL)
+        eventually(lambda n=name, p=pid: pods.daemon(n) not in (0, p), 30.0, "another one runs")  # type: ignore[misc]
+    time.sleep(2.0)  # longer than it would take to end
+    assert pods.entered() == before
+    (pods.shared / "end").touch()
+    assert [pod.wait(90) for pod in running] == [0, 0, 0], pods.said("head")
+    assert pods.entered() == before
+
+
+@pytest.mark.long
+@pytest.mark.etcd
+def test_a_setting_that_one_pod_refuses_ends_the_job_with_the_reason(pods: Pods) -> None:
+    head, other = pods.start("head"), pods.start("node-0")
+    assert pods.start("node-1", ELASTICD_SLOTS="many").wait(90) == 1, pods.said("node-1")
+    assert head.wait(90) == 4, pods.said("head")
+    assert "pod.sh: node-1: elasticd cannot run here (exit code 78)" in pods.said("head")
+    assert "slots" in pods.said("head").rpartition("node-1: elasticd cannot run here")[2]
+    assert other.wait(60) == 0
+    assert {path.name for path in (pods.shared / ".elasticd").iterdir()} <= {"checkpoints", "over"}
 
 
 def documents() -> list[dict[str, Any]]:
