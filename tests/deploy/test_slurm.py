@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import signal
 import socket
@@ -20,12 +22,14 @@ from support.wait import eventually
 SCRIPT = ROOT / "deploy" / "slurm" / "elasticd.sbatch"
 
 SRUN = """
-import os, signal, subprocess, sys
+import json, os, signal, subprocess, sys
 count = next(int(a.partition("=")[2]) for a in sys.argv if a.startswith("--ntasks="))
 command = sys.argv[next(i for i, a in enumerate(sys.argv) if i and not a.startswith("--")):]
 tasks = []
+own = json.loads(os.environ.get("ENV_OF", "{}"))
 for i in range(count):
-    tasks.append(subprocess.Popen(command, env={**os.environ, "SLURM_PROCID": str(i), "SLURMD_NODENAME": f"n{i}"}))
+    of_node = {"SLURM_PROCID": str(i), "SLURMD_NODENAME": f"n{i}", **own.get(f"n{i}", {})}
+    tasks.append(subprocess.Popen(command, env={**os.environ, **of_node}))
 signal.signal(signal.SIGTERM, lambda *_: [t.send_signal(signal.SIGTERM) for t in tasks])
 sys.exit(max(t.wait() for t in tasks))
 """
@@ -52,6 +56,22 @@ TRAIN = f"""{TINY}
 {TINY_STEP}"""
 
 
+UNTIL = f"""{TINY}
+    print("entered at", state.step, "of", job.world_size, flush=True)  # each rank: that of this node is shown
+    while not job.broadcast(os.path.exists(sys.argv[1]) if job.rank == 0 else None):
+{TINY_STEP}"""
+"""Trains until a file is there."""
+
+
+def free_job() -> str:
+    """The id of a Slurm job whose port for etcd is free."""
+    while True:
+        job = int.from_bytes(os.urandom(4))  # not by `random`: the processes of a test run have the same seed
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", 20000 + job % 10000))
+            return str(job)
+
+
 class Allocation:
     def __init__(self, folder: Path, procs: Procs) -> None:
         self.folder = folder
@@ -62,19 +82,32 @@ class Allocation:
             (tools / name).write_text(f"#!{sys.executable}\n{text}")
             (tools / name).chmod(0o755)
         (folder / "train.py").write_text(textwrap.dedent(TRAIN))
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+        (folder / "until.py").write_text(textwrap.dedent(UNTIL))
+        self.job = free_job()
         self.env = {
             **procs.env(), "PATH": f"{tools}:{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "SLURM_JOB_ID": "4711", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "n0,n1",
+            "SLURM_JOB_ID": self.job, "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "n0,n1",
             "SLURM_SUBMIT_DIR": str(folder), "TMPDIR": str(folder),
-            "ELASTIC_HEAD": "127.0.0.1", "ELASTIC_PORT": str(port),
             "ELASTIC_MIN_NODES": "2", "SCONTROL_LOG": str(folder / "scontrol.log"),
         }  # fmt: skip
 
     def sbatch(self, *args: str) -> tuple[subprocess.Popen[bytes], Path]:
         """The script as Slurm runs it on the first node, and its output."""
         return self.run(SCRIPT, "--workers", "1", str(self.folder / "train.py"), *args)
+
+    def start_own(self) -> subprocess.Popen[bytes]:
+        """An elasticd that the user has for other things, with the default folders."""
+        with (self.folder / "own.out").open("wb") as file:
+            own = self._procs.popen(
+                ["elasticd", "--set", "http.listen="], stdout=file, stderr=file, env=self.env, cwd=self.folder
+            )
+        eventually(lambda: "node.registered" in (self.folder / "own.out").read_text(), 30.0, "it runs")
+        return own
+
+    def daemon(self, number: int) -> int:
+        """Process id of the elasticd of a node; 0: it has not begun."""
+        lock = self.folder / f"elasticd-{self.job}-{number}" / "lock"
+        return int(lock.read_text() or 0) if lock.exists() else 0
 
     def run(self, script: Path, *args: str) -> tuple[subprocess.Popen[bytes], Path]:
         out = self.folder / "slurm.out"
@@ -87,6 +120,8 @@ class Allocation:
 
 @pytest.fixture
 def allocation(tmp_path: Path) -> Iterator[Allocation]:
+    if not subprocess.run(["hostname", "-I"], capture_output=True, check=True).stdout.strip():
+        pytest.skip("this machine has no address but loopback")
     with Procs() as procs:
         yield Allocation(tmp_path, procs)
 
@@ -98,16 +133,16 @@ def test_job_runs_on_all_nodes_is_requeued_at_its_time_limit_and_goes_on(allocat
     eventually(lambda: "entered at 0 of 2" in out.read_text(), 90.0)
     run.send_signal(signal.SIGUSR1)
     assert run.wait(60) == 0, out.read_text()
-    assert (allocation.folder / "scontrol.log").read_text() == "requeue 4711\n"
+    assert (allocation.folder / "scontrol.log").read_text() == f"requeue {allocation.job}\n"
     run, out = allocation.sbatch("1")  # the steps made so far are more
     assert run.wait(90) == 0, out.read_text()
     entered = [line for line in out.read_text().splitlines() if "entered at" in line]
     assert entered
     assert all("entered at 0 " not in line for line in entered)
-    left = {p.name for p in (allocation.folder / ".elasticd" / "4711").iterdir()}
+    left = {p.name for p in (allocation.folder / ".elasticd" / allocation.job).iterdir()}
     assert left == {"checkpoints"}  # no key stays behind
     assert "could not be ended" not in out.read_text()
-    assert not list(allocation.folder.glob("elasticd-4711-*"))
+    assert not list(allocation.folder.glob(f"elasticd-{allocation.job}-*"))
 
 
 @pytest.mark.long
@@ -117,6 +152,50 @@ def test_example_trains_on_all_nodes(allocation: Allocation) -> None:
     run, out = allocation.run(ROOT / "examples" / "slurm.sh", *small.split())
     assert run.wait(90) == 0, out.read_text()
     assert "has succeeded at step 50" in out.read_text(), out.read_text()
+
+
+@pytest.mark.long
+@pytest.mark.etcd
+def test_a_setting_that_one_node_refuses_ends_the_slurm_job_with_the_reason(allocation: Allocation) -> None:
+    allocation.env |= {"ELASTIC_MIN_NODES": "1", "ENV_OF": json.dumps({"n1": {"ELASTICD_SLOTS": "many"}})}
+    run, out = allocation.run(SCRIPT, "--workers", "1", str(allocation.folder / "until.py"), "end")
+    assert run.wait(90) == 1, out.read_text()
+    assert out.read_text().count("elasticd.sbatch: n1: elasticd cannot run here (exit code 78)") == 1
+    assert "slots" in out.read_text().rpartition("n1: elasticd cannot run here")[2]
+    assert not list(allocation.folder.glob(f"elasticd-{allocation.job}-*"))
+    assert not list((allocation.folder / ".elasticd" / allocation.job).glob("failed*"))
+
+
+@pytest.mark.long
+@pytest.mark.etcd
+def test_an_elasticd_that_dies_is_started_again_and_training_is_not_affected(allocation: Allocation) -> None:
+    run, out = allocation.run(SCRIPT, "--workers", "1", str(allocation.folder / "until.py"), "end")
+    eventually(lambda: "entered at 0 of 2" in out.read_text(), 90.0)
+    for number in (1, 0):
+        before = allocation.daemon(number)
+        os.kill(before, signal.SIGKILL)
+        eventually(lambda n=number, b=before: allocation.daemon(n) not in (0, b), 30.0, "another one runs")
+    (allocation.folder / "end").touch()
+    assert run.wait(60) == 0, out.read_text()
+    assert out.read_text().count("entered at") == 1, out.read_text()
+    assert not list(allocation.folder.glob(f"elasticd-{allocation.job}-*"))
+
+
+@pytest.mark.long
+@pytest.mark.etcd
+def test_an_elasticd_that_cannot_live_leaves_its_node_and_ends_nothing_of_others(allocation: Allocation) -> None:
+    """Its state directory is a file. The user's own elasticd, of the default folder, is no business of the script."""
+    allocation.env |= {"ELASTIC_MIN_NODES": "1", "XDG_STATE_HOME": str(allocation.folder / "own")}
+    own = allocation.start_own()
+    blocked = {"n1": {"ELASTIC_LOCAL": str(allocation.folder / "train.py" / "no-folder")}}
+    allocation.env["ENV_OF"] = json.dumps(blocked)
+    run, out = allocation.run(SCRIPT, "--workers", "1", str(allocation.folder / "until.py"), "end")
+    eventually(lambda: "n1: elasticd has died 5 times" in out.read_text(), 90.0)
+    eventually(lambda: "entered at 0 of 1" in out.read_text(), 90.0)
+    assert own.poll() is None
+    (allocation.folder / "end").touch()
+    assert run.wait(60) == 0, out.read_text()
+    assert own.poll() is None
 
 
 @pytest.mark.parametrize(

@@ -136,9 +136,9 @@ def test_job_is_drained_at_its_time_limit_requeued_by_slurm_and_goes_on(slurm: S
     folder = slurm.folder
     (folder / "train.py").write_text(textwrap.dedent(TRAIN))
     out = folder / "slurm.out"
-    with socket.create_server(("127.0.0.1", 0)) as free:
+    with socket.create_server(("", 0)) as free:
         port = free.getsockname()[1]
-    given = f"ALL,ELASTIC_HEAD=127.0.0.1,ELASTIC_PORT={port},ELASTIC_MIN_NODES=2,TMPDIR={folder}"
+    given = f"ALL,ELASTIC_PORT={port},ELASTIC_MIN_NODES=2,TMPDIR={folder}"
     said = slurm.call(
         "sbatch", "--nodes=2", "--time=2", "--signal=B:USR1@40", f"--export={given}", f"--output={out}",
         str(SCRIPT), "--workers", "1", str(folder / "train.py"),
