@@ -198,6 +198,32 @@ def test_an_elasticd_that_cannot_live_leaves_its_node_and_ends_nothing_of_others
     assert own.poll() is None
 
 
+@pytest.mark.long
+@pytest.mark.etcd
+def test_a_new_slurm_job_goes_on_from_the_checkpoints_of_an_earlier_one(allocation: Allocation) -> None:
+    run, out = allocation.sbatch("50")
+    assert run.wait(90) == 0, out.read_text()
+    shared = allocation.folder / ".elasticd" / allocation.job
+    allocation.env |= {"ELASTIC_NAME": f"slurm-{allocation.job}", "ELASTIC_SHARED": str(shared)}
+    allocation.env["SLURM_JOB_ID"] = free_job()
+    run, out = allocation.sbatch("60")
+    assert run.wait(90) == 0, out.read_text()
+    assert "entered at 50 of 2" in out.read_text(), out.read_text()
+
+
+@pytest.mark.long
+@pytest.mark.etcd
+def test_slurm_jobs_with_one_name_go_on_from_each_other(allocation: Allocation) -> None:
+    allocation.env["ELASTIC_NAME"] = "gpt"
+    run, out = allocation.sbatch("50")
+    assert run.wait(90) == 0, out.read_text()
+    allocation.env["SLURM_JOB_ID"] = free_job()
+    run, out = allocation.sbatch("60")
+    assert run.wait(90) == 0, out.read_text()
+    assert "entered at 50 of 2" in out.read_text(), out.read_text()
+    assert {path.name for path in (allocation.folder / ".elasticd").iterdir()} == {"gpt"}
+
+
 @pytest.mark.parametrize(
     ("args", "env", "said"),
     [((), {"SLURM_JOB_ID": "1"}, "give a training script"), (("t.py",), {}, "SLURM_JOB_ID is not set")],
