@@ -13,6 +13,7 @@ the world size at the first step, or `global_train_batch_size`. In a smaller wor
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 from collections.abc import Iterator
@@ -31,6 +32,7 @@ require("transformers", "5.20", "6")
 require("accelerate", "1.15", "2")
 
 import transformers  # noqa: E402 - only after the check, whose message says what to install
+from torch.distributed.fsdp import FSDPModule  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 from torch.utils.data import IterableDataset  # noqa: E402
 from transformers.trainer_utils import TrainOutput, get_last_checkpoint  # noqa: E402
@@ -152,6 +154,7 @@ class ElasticMixin:
         if self.args.fsdp:
             self.model, prepared = self.accelerator.prepare(self.model, self.optimizer)
             self.model_wrapped, self.optimizer = self.model, prepared.optimizer
+            _keep_names(self.model)
         schedule = Schedule(self.lr_scheduler if self._given_optimizer else None)
         kept: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer, "schedule": schedule}
         scaler = torch.amp.GradScaler(job.device.type) if self.args.mixed_precision == "fp16" else None
@@ -391,6 +394,14 @@ class Trainer(ElasticMixin, transformers.Trainer):  # type: ignore[misc]
 
 class Seq2SeqTrainer(ElasticMixin, transformers.Seq2SeqTrainer):  # type: ignore[misc]
     """The same for transformers.Seq2SeqTrainer, with Seq2SeqTrainingArguments."""
+
+
+def _keep_names(model: Any) -> None:
+    """`fully_shard` puts FSDP before the name of a class, and the stock loss knows a causal model by its name: whether
+    label smoothing shifts the labels depends on it."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module._get_name = functools.partial(str, type(module).__name__.removeprefix("FSDP"))  # type: ignore[attr-defined]
 
 
 def _whole(tensor: Any) -> Any:

@@ -156,6 +156,17 @@ def test_a_trainer_with_fsdp2_is_bit_identical_after_deaths() -> None:
     assert whole.finals[0]["final"] == whole.finals[1]["final"]
 
 
+@pytest.mark.timeout(300)
+def test_label_smoothing_shifts_the_labels_of_a_causal_model_with_fsdp2_too() -> None:
+    smooth = {"label_smoothing_factor": 0.1}
+    whole, sharded = (run(more=more | smooth, steps=10, dropout=0.0).finals[0] for more in ({}, FSDP))
+    losses = [[line[key] for line in each["history"] for key in ("loss", "eval_loss") if key in line]
+              for each in (whole, sharded)]  # fmt: skip
+    assert len(losses[0]) == 3
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    assert sharded["norm"] == pytest.approx(whole["norm"], rel=1e-6)
+
+
 def test_a_trainer_with_fsdp_of_another_kind_or_with_a_model_is_refused_at_once(tmp_path: pathlib.Path) -> None:
     def made(version: int = 2, **model: Any) -> None:
         args = TrainingArguments(str(tmp_path), fsdp=True, fsdp_config={"version": version}, report_to=[], use_cpu=True)
