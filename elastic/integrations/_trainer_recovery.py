@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import json
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -14,11 +16,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import xxhash
 from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import ExportableState
 
 from elastic.worker.data.seeds import seed_everything
 from elastic.worker.job.job import Job
+from elastic.worker.link.misuse import MisuseTypeError
 
 from . import _data
 from ._schedule import Schedule
@@ -52,18 +56,26 @@ class Generation:
     finish: tuple[Any, ...] = ()
 
 
-class History:
-    """Trainer's log, as JSON. An object and no plain value, which ranks are compared by: each has measured its own
-    times of an evaluation."""
+UNLIKE = (
+    "after step {step} the state of the callback {names} is not the same on each rank ({ranks} from rank 0). A process "
+    "that is replaced gets that of another rank, so what one rank alone counts is lost with it: let state() return "
+    "only what is alike on all ranks, such as what follows from the TrainerState and the metrics"
+)
 
-    def __init__(self, text: str) -> None:
+
+class History:
+    """Trainer's log and the callbacks' states, as JSON. An object and no plain value, which ranks are compared by: each
+    has measured its own times of an evaluation, and callbacks are compared by `Recovery.compare`."""
+
+    def __init__(self, text: str = "", callbacks: str = "") -> None:
         self.text = text
+        self.callbacks = callbacks
 
     def state_dict(self) -> dict[str, Any]:
-        return {"text": self.text}
+        return {"text": self.text, **({"callbacks": self.callbacks} if self.callbacks else {})}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.text = state["text"]
+        self.text, self.callbacks = state["text"], state.get("callbacks", "")
 
 
 class Recovery(TrainerCallback):  # type: ignore[misc]
@@ -78,6 +90,7 @@ class Recovery(TrainerCallback):  # type: ignore[misc]
         self.scaler = scaler
         self.model_init = model_init
         self._logged = -1
+        self._commits = 0
 
     def enter(self, run: Generation) -> None:
         trainer = self.trainer
@@ -92,12 +105,13 @@ class Recovery(TrainerCallback):  # type: ignore[misc]
         trainer.optimizer = self.optimizer
         trainer.lr_scheduler = self.schedule.made or self._made(run)
         trainer._created_lr_scheduler = False
-        self._logged = -1
+        self._logged, self._commits = -1, 0
         run.committed = trainer._step_in(run)
         trainer.remove_callback(type(self))
         trainer.add_callback(self)  # behind those that the script has added
         if run.resumed is not None:
-            _put_back(trainer, run.resumed["callbacks"])
+            kept = run.kept.history.callbacks
+            _put_back(trainer, json.loads(kept) if kept else run.resumed.get("callbacks", {}))
 
     def _prepared(self, *objects: Any) -> Any:
         """In place of `Accelerator.prepare`: `setup` has sharded model and optimizer."""
@@ -122,8 +136,8 @@ class Recovery(TrainerCallback):  # type: ignore[misc]
         if (hook := getattr(self.trainer, "neftune_hook_handle", None)) is not None:
             hook.remove()
 
-    def held(self, grad_norm: Any, learning_rate: Any) -> tuple[str, str | None]:
-        """(everything of the Trainer but its tensors, its log or None if that has not grown), as JSON."""
+    def hold(self, kept: Any, grad_norm: Any, learning_rate: Any) -> None:
+        """Put everything of the Trainer but its tensors into `kept`, as JSON; its log only if that has grown."""
         trainer = self.trainer
         state = {f.name: getattr(trainer.state, f.name) for f in dataclasses.fields(trainer.state)}
         log = state.pop("log_history")
@@ -133,7 +147,6 @@ class Recovery(TrainerCallback):  # type: ignore[misc]
         should_log = trainer.control.should_log
         record = {
             "state": state,
-            "callbacks": _callbacks_now(trainer),
             "control": trainer.control.state()["args"],
             "total_loss": trainer._total_loss_scalar,
             "initial_step": trainer._initial_global_step,
@@ -141,10 +154,30 @@ class Recovery(TrainerCallback):  # type: ignore[misc]
             "learning_rate": learning_rate if should_log else None,
             "grad_norm": float(grad_norm) if should_log and grad_norm is not None else None,
         }
-        history = None
         if len(log) != self._logged:
-            self._logged, history = len(log), json.dumps(log)
-        return json.dumps(record), history
+            self._logged, kept.history.text = len(log), json.dumps(log)
+        kept.history.callbacks = json.dumps(_callbacks_now(trainer))
+        kept.trainer = json.dumps(record)
+
+    def compare(self, run: Generation) -> None:
+        """Say of which callbacks the states differ between the ranks, after the 1st, 2nd, 4th, 8th, … commit of a
+        generation until some do. All ranks call."""
+        self._commits += 1
+        if run.job.world_size == 1 or self._commits <= 0 or self._commits & (self._commits - 1):
+            return
+        states = json.loads(run.kept.history.callbacks)
+        own = {name: xxhash.xxh3_64_hexdigest(json.dumps(each).encode()) for name, each in states.items()}
+        first, *others = run.job.gather(own)
+        unlike = {rank: [n for n in {**first, **each} if first.get(n) != each.get(n)]
+                  for rank, each in enumerate(others, 1) if each != first}  # fmt: skip
+        if not unlike:
+            return
+        self._commits = -sys.maxsize
+        if run.job.rank == 0:
+            names = ", ".join(dict.fromkeys(name for theirs in unlike.values() for name in theirs))
+            ranks = f"rank{'s' * (len(unlike) > 1)} {', '.join(map(str, unlike))}"
+            text = UNLIKE.format(names=names, step=run.kept.step, ranks=ranks)
+            print(f"elastic: {text}", file=sys.stderr, flush=True)
 
     # ── called by the stock loop ────────────────────────────────────────────────────────────────────────────
 
@@ -219,18 +252,49 @@ def _exportable(trainer: Any) -> list[Any]:
     return [callback for callback in trainer.callback_handler.callbacks if isinstance(callback, ExportableState)]
 
 
+def args_now(trainer: Any) -> list[tuple[Any, dict[str, Any]]]:
+    """(callback, arguments in its state) for each that has a state."""
+    return [(callback, copy.deepcopy(callback.state().get("args", {}))) for callback in _exportable(trainer)]
+
+
+def _began(trainer: Any, callback: Any) -> dict[str, Any]:
+    return next((args for each, args in trainer._began if each is callback), {})
+
+
 def _callbacks_now(trainer: Any) -> dict[str, Any]:
-    """class name -> states of the callbacks of that class, as Trainer keeps them."""
+    """class name -> states of the callbacks of that class, as Trainer keeps them. Of the arguments those that training
+    has changed: the others are the script's to choose, also when a job is started again."""
     states: dict[str, Any] = {}
     for callback in _exportable(trainer):
-        states.setdefault(type(callback).__name__, []).append(callback.state())
+        state, began = callback.state(), _began(trainer, callback)
+        changed = {k: v for k, v in state.get("args", {}).items() if k not in began or began[k] != v}
+        states.setdefault(type(callback).__name__, []).append({**state, "args": changed})
     return states
 
 
+def listed(states: Any) -> list[Any]:
+    return list(states) if isinstance(states, list) else [states]
+
+
 def _put_back(trainer: Any, held: dict[str, Any]) -> None:
-    """Load the callbacks' states into the callbacks that are there."""
-    left = {name: list(states) if isinstance(states, list) else [states] for name, states in held.items()}
+    """Load the callbacks' states into the callbacks that are there: the stock Trainer puts new ones in their places,
+    made of the arguments in their states, and a script may hold on to these."""
+    left = {name: listed(states) for name, states in held.items()}
     for callback in _exportable(trainer):
         if states := left.get(type(callback).__name__):
-            for name, value in states.pop(0).get("attributes", {}).items():
+            state = states.pop(0)
+            args = {**_began(trainer, callback), **state.get("args", {})}
+            if args != callback.state().get("args", {}):
+                vars(callback).update(vars(_made_of(type(callback), args)))
+            for name, value in state.get("attributes", {}).items():
                 setattr(callback, name, value)
+
+
+def _made_of(kind: Any, args: dict[str, Any]) -> Any:
+    try:
+        return kind(**args)
+    except TypeError as error:
+        raise MisuseTypeError(
+            f"the callback {kind.__name__} cannot be made of the args that its state() returns: {error}. Return all "
+            'that its __init__ needs, or keep what changes under "attributes"'
+        ) from error

@@ -16,7 +16,7 @@ import contextlib
 import functools
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ from transformers.trainer_utils import TrainOutput, get_last_checkpoint  # noqa:
 from . import _data, _place  # noqa: E402
 from ._schedule import Schedule  # noqa: E402
 from ._trainer_arguments import Seq2SeqTrainingArguments, TrainingArguments, refuse, settle  # noqa: E402
-from ._trainer_recovery import Generation, History, Recovery, resume_folder  # noqa: E402
+from ._trainer_recovery import Generation, History, Recovery, args_now, listed, resume_folder  # noqa: E402
 
 __all__ = ["ElasticMixin", "Seq2SeqTrainer", "Seq2SeqTrainingArguments", "Trainer", "TrainingArguments"]
 
@@ -80,6 +80,8 @@ class ElasticMixin:
     _recovery: Recovery | None = None
     _own: tuple[int, torch.Tensor, float] | None = None
     """(step of the newest commit, this rank's losses and operations since the last log, summed, as of then)."""
+    _began: Sequence[tuple[Any, dict[str, Any]]] = ()
+    """The callbacks, and the arguments in their states, before training."""
     _managed = False
     _whole: dict[str, torch.Tensor] | None = None
     """With FSDP, the final weights."""
@@ -110,6 +112,7 @@ class ElasticMixin:
         if self.args.fsdp and resume_from_checkpoint:
             raise MisuseValueError(FSDP_WANTS)
         self._managed = "TORCHELASTIC_RUN_ID" in os.environ
+        self._began = args_now(self)
         gas = self.args.gradient_accumulation_steps
         last: list[Any] = []
 
@@ -160,13 +163,13 @@ class ElasticMixin:
         scaler = torch.amp.GradScaler(job.device.type) if self.args.mixed_precision == "fp16" else None
         if scaler is not None:
             kept["scaler"] = scaler
-        trainer, history = "", ""
+        trainer, history = "", History()
         if checkpoint:
             trainer, history = self._from_checkpoint(checkpoint, schedule)
         self._recovery = Recovery(self, self.optimizer, schedule, scaler, getattr(self, "model_init", None))
-        return elastic.State(trainer=trainer, history=History(history), global_batch=0, **kept)
+        return elastic.State(trainer=trainer, history=history, global_batch=0, **kept)
 
-    def _from_checkpoint(self, checkpoint: Any, schedule: Schedule) -> tuple[str, str]:
+    def _from_checkpoint(self, checkpoint: Any, schedule: Schedule) -> tuple[str, History]:
         """Load a checkpoint of Trainer's; returns its TrainerState as `kept.trainer` and `kept.history`."""
         folder = get_last_checkpoint(self.args.output_dir) if checkpoint is True else os.fspath(checkpoint)
         if folder is None:
@@ -181,8 +184,10 @@ class ElasticMixin:
             state = json.load(file)
         history, callbacks = state.pop("log_history"), state.pop("stateful_callbacks")
         control = callbacks.pop("TrainerControl", {}).get("args", {})
-        saved = {"state": state, "callbacks": callbacks, "control": control, "done": True}
-        return json.dumps(saved), json.dumps(history)
+        if not self.args.restore_callback_states_from_checkpoint:  # as in the stock one, the script's own count
+            callbacks = {name: [{**each, "args": {}} for each in listed(held)] for name, held in callbacks.items()}
+        saved = {"state": state, "control": control, "done": True}
+        return json.dumps(saved), History(json.dumps(history), json.dumps(callbacks))
 
     def _generation(self, job: Job, kept: Any, gas: int, ignore_keys: Any) -> tuple[Any, ...]:
         """Run the stock loop in this generation; returns the arguments of its `_finalize_training`."""
@@ -329,15 +334,14 @@ class ElasticMixin:
         run.committed = self.state.global_step
         recovery = self._recovery
         assert recovery is not None
-        run.kept.trainer, history = recovery.held(grad_norm, learning_rate)
-        if history is not None:
-            run.kept.history.text = history
+        recovery.hold(run.kept, grad_norm, learning_rate)
         own, step = (tr_loss.detach().clone(), float(self.current_flos)), run.kept.step
         try:
             run.job.commit(run.kept, loss=run.loss)
         finally:
             if run.kept.step > step:  # else the step is done again, and its loss is added again
                 self._own = run.kept.step, *own
+        recovery.compare(run)
 
     def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: Any) -> Any:
         run = self._run

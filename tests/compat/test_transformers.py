@@ -12,9 +12,11 @@ import torch
 import transformers
 from support.agents import Job
 from support.wait import eventually
+from transformers import EarlyStoppingCallback
 
 from elastic.contract.records.job_records import Phase
 from elastic.contract.records.reasons import Code
+from elastic.integrations import _trainer_recovery
 from elastic.integrations._schedule import Schedule
 from elastic.integrations._trainer_recovery import Recovery
 from elastic.integrations.transformers import ElasticMixin, Trainer, TrainingArguments
@@ -79,7 +81,7 @@ def check_recovered(ran: Ran, whole: Ran, kills: tuple[str, ...], workers: int =
     assert not ran.left_behind, "temporary files of workers that were killed"
     assert len(ran.pids) == workers + len(kills)  # one more process for each that died: no survivor was replaced
     for rank, final in whole.finals.items():
-        for key in ("final", "at", "best", "patience", "saves"):
+        for key in ("final", "at", "best", "patience", "counted", "saves"):
             assert ran.finals[rank][key] == final[key], (rank, key)
     assert ran.finals.keys() == whole.finals.keys() == set(range(workers))
 
@@ -146,7 +148,7 @@ def test_a_trainer_with_fsdp2_is_bit_identical_after_deaths() -> None:
     assert len(ran.pids) == 2 + len(kills), "a survivor was replaced"
     assert ran.finals.keys() == whole.finals.keys() == {0, 1}
     for rank, final in whole.finals.items():
-        for key in ("final", "at", "best", "patience", "saves"):
+        for key in ("final", "at", "best", "patience", "counted", "saves"):
             assert ran.finals[rank][key] == final[key], (rank, key)
     ours, theirs = ([{k: v for k, v in line.items() if k not in ("loss", "train_loss", "total_flos")} for line in of]
                     for of in (ran.finals[0]["history"], whole.finals[0]["history"]))  # fmt: skip
@@ -165,6 +167,41 @@ def test_label_smoothing_shifts_the_labels_of_a_causal_model_with_fsdp2_too() ->
     assert len(losses[0]) == 3
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
     assert sharded["norm"] == pytest.approx(whole["norm"], rel=1e-6)
+
+
+@pytest.mark.timeout(300)
+def test_a_callback_whose_state_is_of_one_rank_is_named() -> None:
+    said = run(steps=4, counts="first").said
+    assert len(said) == 1, said
+    assert "after step 1 the state of the callback Counted is not the same on each rank (rank 1 from rank 0)" in said[0]
+
+
+def test_training_changes_the_arguments_of_a_callback_and_the_script_chooses_the_others() -> None:
+    """A job is started again by a script with another patience."""
+
+    class Worn(EarlyStoppingCallback):
+        def __init__(self, patience: int, steps: int = 0) -> None:
+            super().__init__(patience)
+            self.steps = steps
+
+        def state(self) -> Any:
+            return {"args": {"patience": self.early_stopping_patience, "steps": self.steps}, "attributes": {}}
+
+    def trained(callback: Any) -> Any:
+        trainer: Any = SimpleNamespace(callback_handler=SimpleNamespace(callbacks=[callback]))
+        trainer._began = _trainer_recovery.args_now(trainer)
+        return trainer
+
+    before, after, other = trained(first := Worn(3)), trained(second := Worn(5)), trained(third := Worn(2, 9))
+    first.steps = 7
+    held = json.loads(json.dumps(_trainer_recovery._callbacks_now(before)))
+    second.steps = 8  # in a step that was not committed
+    for trainer in (after, other):
+        _trainer_recovery._put_back(trainer, held)
+    assert (second.early_stopping_patience, second.steps) == (5, 7)
+    assert (third.early_stopping_patience, third.steps) == (2, 7)
+    with pytest.raises(MisuseTypeError, match=r"^the callback Worn cannot be made of the args"):
+        _trainer_recovery._put_back(other, {"Worn": [{"args": {"none": 1}}]})
 
 
 def test_a_trainer_with_fsdp_of_another_kind_or_with_a_model_is_refused_at_once(tmp_path: pathlib.Path) -> None:
@@ -191,7 +228,7 @@ def test_losses_of_a_step_count_once_it_is_committed_and_not_before(committed: b
     trainer: Any = object.__new__(Trainer)
     trainer.state, trainer.current_flos = SimpleNamespace(global_step=4), 1.0
     trainer._own = 3, torch.tensor(2.0), 0.5
-    trainer._recovery = SimpleNamespace(held=lambda *_: ("", None))
+    trainer._recovery = SimpleNamespace(hold=lambda *_: None)
     run = SimpleNamespace(job=SimpleNamespace(commit=commit), kept=SimpleNamespace(step=3), loss=None)
     with pytest.raises(InterruptedError):
         trainer._commit(run, torch.tensor(5.0), None, None)

@@ -16,6 +16,7 @@ import torch
 import transformers
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import EarlyStoppingCallback, GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
+from transformers.trainer_callback import ExportableState
 
 from elastic.integrations.transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
 
@@ -26,6 +27,7 @@ parser.add_argument("--kill", default="", help="place:rank:step,…; each is don
 parser.add_argument("--steps", type=int, default=30)
 parser.add_argument("--batch", type=int, default=0, help="over all ranks; 0: of the first world")
 parser.add_argument("--dropout", type=float, default=0.1)
+parser.add_argument("--counts", default="all", help="the ranks on which a callback counts the steps: all, first")
 parser.add_argument("--more", default="{}", help="further TrainingArguments, as JSON")
 ARGS = parser.parse_args()
 KILLS = [(place, int(rank), int(step)) for place, rank, step in (k.split(":") for k in ARGS.kill.split(",") if k)]
@@ -107,6 +109,23 @@ class Probe(transformers.TrainerCallback):
         die("clipped", state.global_step)
 
 
+class Counted(transformers.TrainerCallback, ExportableState):
+    """Its state is what it is made of."""
+
+    def __init__(self, steps=0, losses=()):
+        self.steps = steps
+        self.losses = list(losses)
+
+    def on_step_end(self, args, state, control, **_):
+        self.steps += ARGS.counts == "all" or args.process_index == 0
+
+    def on_evaluate(self, args, state, control, metrics, **_):
+        self.losses.append([state.global_step, metrics["eval_loss"]])
+
+    def state(self):
+        return {"args": {"steps": self.steps, "losses": self.losses}, "attributes": {}}
+
+
 def make_model() -> torch.nn.Module:
     model = bare_model()
     model.register_forward_pre_hook(lambda module, _: die("forward", Probe.step) if module.training else None)
@@ -146,9 +165,10 @@ def main() -> None:
     model = {"model_init": make_model} if "fsdp" in options else {"model": make_model()}
     train = Text(argparse, 150)
     data = Stream(train) if ARGS.kind == "stream" else streamed(train) if ARGS.kind == "datasets" else train
+    counted = Counted()
     trainer = (Seq2SeqTrainer if seq2seq else Trainer)(
         **model, args=args, train_dataset=data,
-        eval_dataset=Text(inspect, 20), callbacks=[EarlyStoppingCallback(5), Probe()],
+        eval_dataset=Text(inspect, 20), callbacks=[EarlyStoppingCallback(5), counted, Probe()],
     )  # fmt: skip
     register_optimizer_step_post_hook(lambda *_: die("optimizer", Probe.step))
     save = trainer.save_model
@@ -169,6 +189,7 @@ def main() -> None:
     write(
         final=digest.hexdigest(), norm=norm, at=result.global_step, loss=result.training_loss, history=history,
         best=trainer.state.best_global_step, patience=stopping.early_stopping_patience_counter,
+        counted=counted.state()["args"],
         rank=int(os.environ.get("RANK", "0")), saves=args.should_save,
     )  # fmt: skip
 
