@@ -85,4 +85,7 @@ def refuse(args: Any) -> None:
         if getattr(args, name, None):
             raise MisuseValueError(f"{name} = {getattr(args, name)!r}: not supported by elastic's Trainer: {why}")
     if args.train_sampling_strategy == "batch_rebalance":
-        raise MisuseValueError("train_sampling_strategy = 'batch_rebalance': its order depends on the world size")
+        raise MisuseValueError(
+            "train_sampling_strategy = 'batch_rebalance': its order depends on the world size. Write "
+            "'group_by_length', which puts samples of like length together as well, or 'random'"
+        )

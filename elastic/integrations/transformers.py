@@ -51,6 +51,11 @@ OWN_LOADER = (
     "of them, and what makes a batch of samples as data_collator. A batch sampler needs a loop with job.batches"
 )
 
+TRAINED_ALREADY = (
+    "train() was called a second time: under elasticd a process trains once. Make the second training a job of its "
+    "own, whose script begins with what the first one has saved (save_model, from_pretrained)"
+)
+
 FSDP_WANTS = (
     "fsdp: give elastic's Trainer model_init=… in place of model=…, and no resume_from_checkpoint: the model is built "
     "and sharded in the process group, anew where the world changes, and goes on by the job's own checkpoints"
@@ -108,7 +113,7 @@ class ElasticMixin:
                 "trial: elastic's Trainer does not support hyperparameter search; run one job per trial"
             )
         if self._managed:
-            raise MisuseRuntimeError("train() was called a second time: under elasticd a process trains once")
+            raise MisuseRuntimeError(TRAINED_ALREADY)
         if self.args.fsdp and resume_from_checkpoint:
             raise MisuseValueError(FSDP_WANTS)
         self._managed = "TORCHELASTIC_RUN_ID" in os.environ

@@ -306,5 +306,11 @@ def test_a_training_loader_of_a_subclass_is_used_or_refused_and_never_dropped(
 def test_a_second_training_in_one_process_is_refused() -> None:
     trainer: Any = object.__new__(Trainer)
     trainer._managed = True
-    with pytest.raises(MisuseRuntimeError, match="a process trains once"):
+    with pytest.raises(MisuseRuntimeError, match=r"a process trains once\. Make the second training a job of its own"):
         trainer.train()
+
+
+def test_a_sampling_that_depends_on_the_world_is_refused_with_what_to_write(tmp_path: pathlib.Path) -> None:
+    args = TrainingArguments(str(tmp_path), train_sampling_strategy="batch_rebalance", report_to=[], use_cpu=True)
+    with pytest.raises(MisuseValueError, match="Write 'group_by_length'"):
+        Trainer(Mean(), args, train_dataset=[])
