@@ -2,7 +2,7 @@
 
 elasticctl run --workers 2 --checkpoints ckpt examples/hf_trainer.py
 
-Needs: pip install 'elasticd[transformers]'
+Needs, in a clone: pip install '.[embedded,transformers]'
 """
 
 import argparse
