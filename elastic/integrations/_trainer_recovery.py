@@ -252,13 +252,20 @@ def _exportable(trainer: Any) -> list[Any]:
     return [callback for callback in trainer.callback_handler.callbacks if isinstance(callback, ExportableState)]
 
 
-def args_now(trainer: Any) -> list[tuple[Any, dict[str, Any]]]:
-    """(callback, arguments in its state) for each that has a state."""
-    return [(callback, copy.deepcopy(callback.state().get("args", {}))) for callback in _exportable(trainer)]
+def states_now(trainer: Any) -> list[tuple[Any, dict[str, Any]]]:
+    """(callback, its state) for each that has one."""
+    return [(callback, copy.deepcopy(callback.state())) for callback in _exportable(trainer)]
+
+
+def begin_anew(trainer: Any) -> None:
+    """The callbacks are as before training again: so are those of a process that is new."""
+    for callback, began in trainer._began:
+        state = copy.deepcopy(began)
+        _load(callback, state.get("args", {}), state)
 
 
 def _began(trainer: Any, callback: Any) -> dict[str, Any]:
-    return next((args for each, args in trainer._began if each is callback), {})
+    return next((state.get("args", {}) for each, state in trainer._began if each is callback), {})
 
 
 def _callbacks_now(trainer: Any) -> dict[str, Any]:
@@ -283,11 +290,14 @@ def _put_back(trainer: Any, held: dict[str, Any]) -> None:
     for callback in _exportable(trainer):
         if states := left.get(type(callback).__name__):
             state = states.pop(0)
-            args = {**_began(trainer, callback), **state.get("args", {})}
-            if args != callback.state().get("args", {}):
-                vars(callback).update(vars(_made_of(type(callback), args)))
-            for name, value in state.get("attributes", {}).items():
-                setattr(callback, name, value)
+            _load(callback, {**_began(trainer, callback), **state.get("args", {})}, state)
+
+
+def _load(callback: Any, args: dict[str, Any], state: dict[str, Any]) -> None:
+    if args != callback.state().get("args", {}):
+        vars(callback).update(vars(_made_of(type(callback), args)))
+    for name, value in state.get("attributes", {}).items():
+        setattr(callback, name, value)
 
 
 def _made_of(kind: Any, args: dict[str, Any]) -> Any:

@@ -40,7 +40,7 @@ from transformers.trainer_utils import TrainOutput, get_last_checkpoint  # noqa:
 from . import _data, _place  # noqa: E402
 from ._schedule import Schedule  # noqa: E402
 from ._trainer_arguments import Seq2SeqTrainingArguments, TrainingArguments, refuse, settle  # noqa: E402
-from ._trainer_recovery import Generation, History, Recovery, args_now, listed, resume_folder  # noqa: E402
+from ._trainer_recovery import Generation, History, Recovery, begin_anew, listed, resume_folder, states_now  # noqa: E402
 
 __all__ = ["ElasticMixin", "Seq2SeqTrainer", "Seq2SeqTrainingArguments", "Trainer", "TrainingArguments"]
 
@@ -86,7 +86,7 @@ class ElasticMixin:
     _own: tuple[int, torch.Tensor, float] | None = None
     """(step of the newest commit, this rank's losses and operations since the last log, summed, as of then)."""
     _began: Sequence[tuple[Any, dict[str, Any]]] = ()
-    """The callbacks, and the arguments in their states, before training."""
+    """The callbacks, and their states before training."""
     _managed = False
     _whole: dict[str, torch.Tensor] | None = None
     """With FSDP, the final weights."""
@@ -117,7 +117,7 @@ class ElasticMixin:
         if self.args.fsdp and resume_from_checkpoint:
             raise MisuseValueError(FSDP_WANTS)
         self._managed = "TORCHELASTIC_RUN_ID" in os.environ
-        self._began = args_now(self)
+        self._began = states_now(self)
         gas = self.args.gradient_accumulation_steps
         last: list[Any] = []
 
@@ -149,6 +149,7 @@ class ElasticMixin:
             transformers.set_seed(self.args.seed)
             self.model = self.call_model_init()  # type: ignore[attr-defined]
             self.optimizer = self.lr_scheduler = None
+            begin_anew(self)
         if self.args.fsdp:
             self._grouped(job)
             self.create_accelerator_and_postprocess()  # type: ignore[attr-defined]

@@ -170,6 +170,15 @@ def test_label_smoothing_shifts_the_labels_of_a_causal_model_with_fsdp2_too() ->
 
 
 @pytest.mark.timeout(300)
+def test_callbacks_begin_anew_with_a_training_that_has_lost_all_state() -> None:
+    """A death in the first step: the survivor goes back to `setup`, and its callbacks as well."""
+    ran = run(more=FSDP, steps=4, kills=("optimizer:1:0",))
+    assert [i.restored_from for i in ran.incidents] == ["setup"]
+    assert len(ran.pids) < 4, "no process survived"
+    assert [final["counted"]["steps"] for final in ran.finals.values()] == [4, 4]
+
+
+@pytest.mark.timeout(300)
 def test_a_callback_whose_state_is_of_one_rank_is_named() -> None:
     said = run(steps=4, counts="first").said
     assert len(said) == 1, said
@@ -189,7 +198,7 @@ def test_training_changes_the_arguments_of_a_callback_and_the_script_chooses_the
 
     def trained(callback: Any) -> Any:
         trainer: Any = SimpleNamespace(callback_handler=SimpleNamespace(callbacks=[callback]))
-        trainer._began = _trainer_recovery.args_now(trainer)
+        trainer._began = _trainer_recovery.states_now(trainer)
         return trainer
 
     before, after, other = trained(first := Worn(3)), trained(second := Worn(5)), trained(third := Worn(2, 9))
