@@ -296,6 +296,7 @@ class ManagedWorker:
             group_s=form.timeout_s,
             state=state,
             keys=synced.keys,
+            fence=group.fenced,
         )
         state.begin()
         with kept_group():

@@ -31,6 +31,7 @@ def make(
     clip: int = 1,
     expert: int = 0,
     asleep: int = -1,
+    torn: str = "",
     **spec: Any,
 ) -> Job:
     job = Job(script=SCRIPT, spec=spec)
@@ -43,6 +44,7 @@ def make(
         "clip": clip,
         "expert": expert,
         "asleep": asleep,
+        "torn": torn,
     }
     given = tuple(str(x) for key, value in args.items() for x in (f"--{key}", value) if value != "")
     job.spec = type(job.spec)(**{**{f: getattr(job.spec, f) for f in job.spec.__struct_fields__}, "args": given})
@@ -98,6 +100,18 @@ def test_a_step_is_not_torn_between_the_replicas_of_different_parts() -> None:
         assert list(job.record.glob("died.*"))
         (incident,) = job.incidents()
         assert (incident.steps_lost, incident.origin) == (0, "live")
+        assert job.weights() == {undisturbed("hsdp", 0)}
+
+
+def test_a_death_within_the_fence_leaves_all_at_one_step() -> None:
+    """Rank 0 dies just after it; on ranks 1 and 3 it has returned, on rank 2 it raises."""
+    with make("hsdp", die="0:20:fence", torn="2:20", clip=0) as job:
+        job.wait_phase(Phase.SUCCEEDED)
+        assert list(job.record.glob("died.*"))
+        (incident,) = job.incidents()
+        assert (incident.steps_lost, incident.origin) == (0, "live")
+        again = {line["step"] for line in job.commits() if line["generation"] == incident.generation}
+        assert min(again) == 22, "rank 2 has made the step that the others had made"
         assert job.weights() == {undisturbed("hsdp", 0)}
 
 

@@ -30,6 +30,7 @@ parser.add_argument("--mesh", default="fsdp", choices=("fsdp", "hsdp", "tp", "wh
 parser.add_argument("--clip", type=int, default=1, help="clip the gradients, which exchanges within each shard group")
 parser.add_argument("--asleep", type=int, default=-1, help="the rank that sleeps in its first setup")
 parser.add_argument("--expert", type=int, default=0, help="each rank has other weights under one name")
+parser.add_argument("--torn", default="", help="RANK:STEP: on which the fence of that step raises if a rank dies in it")
 parser.add_argument("--die", default="", help="RANK:STEP:PLACE, comma-separated; a death strikes once")
 ARGS = parser.parse_args()
 WIDTH, VOCABULARY = 24, 61
@@ -149,7 +150,14 @@ def reduce(*args: Any, **options: Any) -> Any:
     reduce.count += 1
     if reduce.count == 3:
         strike(reduce.job, "last all-reduce")
-    return reduce.torch(*args, **options)
+    result = reduce.torch(*args, **options)
+    if args[0].numel() == 1:  # the fence
+        strike(reduce.job, "fence")
+        marker = ARGS.record / "torn"
+        if ARGS.torn == f"{reduce.job.rank}:{strike.step}" and not marker.exists():
+            marker.touch()
+            reduce.torch(torch.zeros(1))  # as if it had raised here: it is never completed
+    return result
 
 
 reduce.count, reduce.job, reduce.torch = 0, None, dist.all_reduce

@@ -33,6 +33,7 @@ from elastic.worker.torch_internals import torch_private
 
 from . import direct, nccl, sockets
 from .errors import COMPLAINT_CHARS, FormError, GroupAborted, is_communication_error
+from .fence import Fence
 from .in_flight import IN_FLIGHT
 
 Backend = Literal["gloo", "nccl"]
@@ -102,6 +103,9 @@ class Group:
         self._over = threading.Event()
         """Aborted or closed."""
         self._sweeper: threading.Thread | None = None
+        self._fence: Fence | None = None
+        self._asks = False
+        """Of a connection to the store that is to outlast the abort."""
         self._aborts = nccl.Aborts()
         self._before_init: set[sockets.Sock] | None = None
         self._seen: set[sockets.Sock] = set()
@@ -176,6 +180,22 @@ class Group:
         cause.__cause__ = error
         return cause
 
+    def fenced(self) -> Fence:
+        self._fence = Fence(self)
+        return self._fence
+
+    def asks(self, limit: timedelta) -> Store:
+        """A connection to the generation's store that an abort leaves alone. Raises DistNetworkError or DistStoreError.
+        For the fence; once it is `answered`, connections are cut again."""
+        self._asks = True
+        address, port = next(iter(self._store_addresses))
+        with without_dns():
+            client = TCPStore(address, port, None, False, timeout=limit, wait_for_workers=False)
+        return PrefixStore(f"g{self.generation}", client)
+
+    def answered(self) -> None:
+        self._asks = False
+
     def abort(self, why: str) -> None:
         """Free the main thread from this group at once. From any thread, at any time; further calls do nothing."""
         with self._lock:
@@ -187,6 +207,8 @@ class Group:
             self._cut()
             self._sweeper = threading.Thread(target=self._sweep, name="elastic-sweep", daemon=True)
             self._sweeper.start()
+        if self._fence is not None:
+            self._fence.broken()
 
     def close(self) -> None:
         """Take the group down so that the next one can form. Main thread only; further calls do nothing.
@@ -367,7 +389,7 @@ class Group:
         direct.cut()
         for sock in sockets.gloo_sockets():
             sockets.cut(sock, how)
-        others = sockets.sockets_to(self._store_addresses)
+        others = [] if self._asks else sockets.sockets_to(self._store_addresses)
         if (before := self._before_init) is not None:
             new = set(sockets.tcp_sockets()) - set(sockets.gloo_listeners()) - before
             others += new & self._seen

@@ -21,6 +21,7 @@ from elastic.worker.checks.kept_gradients import KeptGradients
 from elastic.worker.checks.numerics import Fingerprint, disagreeing, refuse_different
 from elastic.worker.checks.replicas import Replicas
 from elastic.worker.comm import comm_hooks, ddp, ddp_models
+from elastic.worker.comm.fence import Fence
 from elastic.worker.comm.p2p import control_device
 from elastic.worker.data import batches as data
 from elastic.worker.data.arguments import refuse_unknown
@@ -101,7 +102,8 @@ class Job(JobCalls):
         self._suspect = 0
         """Step whose loss was not finite: until it is done again, each layer's output is looked at."""
         self._kept = KeptGradients()
-        self._alike = self._fenced = False
+        self._alike = False
+        self._fence: Fence | None = None
         self._batch: data.Batch | None = None
         """The one that the script has now."""
 
@@ -119,15 +121,16 @@ class Job(JobCalls):
         group_s: float = math.inf,
         state: State | None = None,
         keys: int = 1,
+        fence: Callable[[], Fence] | None = None,
     ) -> None:
         """Begin a generation: `train` is about to be called with `state`. Collectives time out after `group_s` seconds.
-        `keys`: number of different parts of the state that the ranks hold. Not for scripts."""
+        `keys`: number of different parts of the state that the ranks hold. `fence`: makes one. Not for scripts."""
         step = state.step if state is not None else 0
         self._state = state
         self._alike = keys == 1 and world_size > 1
         # Replicas of different parts would else stand at different steps after a death, and no replica would help: the
         # gradients of one part are complete on its ranks before those of another are.
-        self._fenced = 1 < keys < world_size
+        self._fence = fence() if fence and 1 < keys < world_size else None
         self.rank, self.world_size, self.generation = rank, world_size, generation
         self._checkpoint_scheduler = checkpoint_scheduler
         self._group_s = group_s if world_size > 1 else math.inf
@@ -343,11 +346,11 @@ class Job(JobCalls):
         if self._may_have_queued_kernels():
             self._link.contributed()
             torch.cuda.current_stream(self.device).synchronize()
-        if self._fenced and self._state is not None and self._state.clean():
-            self._link.contributed()  # no rank applies its gradients before all have theirs
-            torch.distributed.all_reduce(fence := torch.zeros(1, device=control_device()))
-            fence.item()  # the host waits for the device, as above
         self._link.applying()
+        if self._fence is not None and self._state is not None and self._state.clean():
+            self._link.contributed()
+            self._fence.wait(self._state.step)
+            self._link.applying(complete=True)
         if self.sampler.on and self._state is not None:
             self.sampler.applied(self._state)
         if self._checkpoint_scheduler is not None:

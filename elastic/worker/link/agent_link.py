@@ -45,10 +45,10 @@ class AgentLink(Link):
         if self.device is not None:
             self.device.mark(doing)
 
-    def applying(self) -> None:
+    def applying(self, *, complete: bool = False) -> None:
         # Gradients that may come from an interrupted all-reduce must not be applied. Otherwise the step is finished:
         # the rank that died may be one that has already committed it.
-        if self._session.over(self.generation) and not self._backward_waits:
+        if not complete and self._session.over(self.generation) and not self._backward_waits:
             raise GenerationEnded(self._session.why)
         self._mark(Doing.APPLYING)
 

@@ -16,8 +16,9 @@ class Link:
     def contributed(self) -> None:
         """This rank has contributed to the current collective: it can now only wait for the other ranks."""
 
-    def applying(self) -> None:
-        """An optimizer is about to change the state."""
+    def applying(self, *, complete: bool = False) -> None:
+        """An optimizer is about to change the state. Raises GenerationEnded where the gradients may be of an all-reduce
+        that was interrupted; not if they are `complete` on all ranks."""
 
     def quiet(self, limit_s: float) -> None:
         """No sign of progress is expected for `limit_s` seconds; 0 ends the span."""
