@@ -127,7 +127,7 @@ def main() -> None:
                 result[f"{mesh}_lost_over_snapshot_steps"] = round(statistics.mean(lost) * step_s / SNAPSHOT_S, 2)
         spare = Node(folder, processes, "c", slots=2, etcd=cluster.a.etcd)
         spare.start()
-        for held, key, kills in ((True, "node", plan.kills // 2), (False, "idle_node", plan.kills // 4)):
+        for held, key, kills in ((True, "node", plan.kills), (False, "idle_node", plan.kills // 4)):
             gone = nodes(cluster, spare, folder, processes, max(1, kills), held, rng)
             seconds, lost = [one.seconds for one in gone], [one.steps_lost for one in gone]
             print(f"{key} of fsdp: {spread(seconds)} s, steps lost {spread(lost, 0)}")

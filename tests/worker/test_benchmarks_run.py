@@ -53,7 +53,7 @@ LONGER = {
     },
     "sharded": {
         "fsdp_kill_s", "fsdp_lost", "fsdp_lost_over_snapshot_steps", "hsdp_kill_s", "hsdp_lost", "tp_kill_s", "tp_lost",
-        "tp_lost_over_snapshot_steps", "node_kill_s", "node_lost", "node_form_s", "steady_ratio",
+        "tp_lost_over_snapshot_steps", "node_kill_s", "node_lost", "idle_node_kill_s", "idle_node_lost", "steady_ratio",
         "steady_ratio_error", "steady_mean_ratio",
         "steady_mean_ratio_error", "torchrun_s", "torchrun_lost", "torchrun_ratio",
     },
