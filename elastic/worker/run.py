@@ -271,17 +271,7 @@ class ManagedWorker:
             capturing = torch.cuda.is_current_stream_capturing
             self._link.device = DeviceMarks(session.page.on_device, cuda_event, capturing)
         self._link.enter(form.generation, state.step)
-        session.send(
-            messages.Synced(
-                generation=form.generation,
-                step=state.step,
-                origin=synced.origin,
-                source=synced.source,
-                seconds=synced.seconds,
-                nbytes=synced.nbytes,
-                reached=synced.reached,
-            )
-        )
+        self._tell_synced(form, synced)
         self._parked = None
         self._protect(form, synced)
         session.check(form.generation, state.step)
@@ -318,6 +308,19 @@ class ManagedWorker:
         if not session.finished:
             # A rank died after all: its replacement may need this state.
             raise GenerationEnded(session.why)
+
+    def _tell_synced(self, form: messages.Form, synced: SyncResult) -> None:
+        self._session.send(
+            messages.Synced(
+                generation=form.generation,
+                step=self._state.step,
+                origin=synced.origin,
+                source=synced.source,
+                seconds=synced.seconds,
+                nbytes=synced.nbytes,
+                reached=synced.reached,
+            )
+        )
 
     def _synchronised(self, job: Job, form: messages.Form) -> SyncResult:
         """Get the newest state there is. If none is left and none was ever saved, that is what a new `setup` builds:
