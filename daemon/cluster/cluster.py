@@ -104,6 +104,11 @@ class Job:
         return self.state.phase.over
 
     @property
+    def ended(self) -> bool:
+        """It is over, and all its processes have ended: what a script does after training is done as well."""
+        return self.over and not self.members
+
+    @property
     def wanted(self) -> JobSpec:
         """Its description, of a job that has one."""
         assert self.spec is not None

@@ -12,7 +12,7 @@ from elastic.contract.agent_files import AgentStatus
 from elastic.contract.records.job_records import JobState, Phase
 from elastic.contract.records.node_records import AgentRow, KnownNode, NodeRecord, WorkerRow
 from elastic.contract.records.phases import PhaseTrigger, after
-from elastic.contract.records.reasons import Code, Reason, Text, reason
+from elastic.contract.records.reasons import Code, Reason, Text, codes, reason
 from elasticd.base.settings import Settings
 from elasticd.machine import addresses
 
@@ -231,12 +231,13 @@ def signal_for(
     job: Job, overdue_s: float, told: bool, said: AgentStatus | None = None, late_s: float = 0.0
 ) -> signal.Signals | None:
     """The signal for an agent that outlives its job, if it is due. `said`: its status. An agent of an earlier job that
-    already ends its workers may do so because that job has succeeded: they have the time of one that has. `late_s`: for
+    already ends its workers may do so because that job has succeeded: they have the time of one that has, as have those
+    of a job of which one worker failed after training. `late_s`: for
     how long the deadline of the node's drain has passed; an agent then ends its workers by itself, unless it is frozen:
     SIGTERM would not reach it."""
     spec = job.spec.spec if job.spec else None
-    finishing = said is not None and said.phase == "finishing" and of_an_earlier_job(job, said)
-    exits = finishing or job.state.phase is Phase.SUCCEEDED
+    late = of_an_earlier_job(job, said) or Code.FAILED_LATE in codes(job.state.reason)
+    exits = job.state.phase is Phase.SUCCEEDED or (late and said is not None and said.phase == "finishing")
     ends_s = max(spec.stop_grace_s, spec.exit_timeout_s if exits else 0.0) if spec else 0.0
     grace_s = ends_s + END_AFTER_S
     if overdue_s > 2 * grace_s or late_s > grace_s:

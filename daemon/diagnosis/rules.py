@@ -58,6 +58,10 @@ class Rule:
 NOTHING = "nothing to do: this was requested"
 _HANG, _COMM, _GONE = ("hang",), ("comm", "form"), ("lost", "unreachable")
 _PLANNED = ("planned", "drain")
+_AGAIN = (
+    "elasticctl restart JOB does what follows training once more: it goes on from the checkpoint of the last step, and "
+    "trains again if there is none"
+)
 
 RULES = (
     # Elastic refuses it as misuse, but not the script is wrong.
@@ -290,9 +294,10 @@ RULES = (
          fix="the stack shows where; declare long spans without a step with job.quiet"),
     Rule("late_abort", Class.HANG, "it did not leave its group in time, and was replaced", kinds=("respawn",),
          fix="nothing to do; raise timeouts.abort_s if steps are long"),
+    Rule("killed_late", Class.NODE, "it was killed after training was complete, before its script had ended",
+         kinds=("late exit",), signal="SIGKILL", fix=_AGAIN),
     Rule("failed_late", Class.USER_CODE, "its script failed after training was complete", kinds=("late exit",),
-         codes=(Code.FAILED_LATE,),
-         fix="training is saved in full; run what the script does after elastic.run() once more"),
+         codes=(Code.FAILED_LATE,), fix=_AGAIN),
     Rule("late_exit", Class.HANG, "its process outlived its script and was killed", kinds=("late exit",),
          fix="training was complete; end threads and executors of the script, or raise exit_timeout_s"),
     Rule("idle", Class.UNKNOWN, "its worker left the group though nothing had failed", kinds=("idle",),

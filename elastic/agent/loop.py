@@ -294,7 +294,7 @@ class AgentLoop:
             self._etcd_writer.put_beside("exit", record, ended.worker_id)
         said, signal = last_lines(ended.log_file) if ended.signal else (), ended.signal or ""
         how = cause, ended.code, error, fingerprint, ended.step, said, signal, ended.stopped, ended.shortage
-        self._turn(events.WorkerExited(slot, ended.worker_id, *how))
+        self._turn(events.WorkerExited(slot, ended.worker_id, *how, ended.undone))
 
     def _read_orders(self) -> None:
         if (news := self._orders.news()) is None:

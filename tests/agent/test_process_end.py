@@ -69,6 +69,14 @@ def test_worker_process_exceeding_exit_timeout_is_killed_and_recorded(tmp_path: 
         assert made.state().phase is Phase.SUCCEEDED
 
 
+def test_a_script_that_takes_too_long_after_training_has_failed(tmp_path: Path) -> None:
+    with job(tmp_path, last="time.sleep(600 * int(os.environ['RANK']))", exit_timeout_s=2.0) as made:
+        assert made.agents["n0"].wait(timeout=60) == 0
+        assert made.state().phase is Phase.FAILED
+        assert "the rest of its script had not ended within exit_timeout_s = 2 s" in str(made.state().reason)
+        assert (1,) in [incident.ranks for incident in made.incidents()]
+
+
 def test_failed_worker_that_hangs_at_exit_delays_recovery_at_most_the_grace_time(tmp_path: Path) -> None:
     fault = f"if job.rank == 1 and state.step == 10 and job.generation == 1: {HANGS}; raise KeyError('mine')"
     with job(tmp_path, fault=fault, stop_grace_s=2.0) as made:
@@ -117,17 +125,27 @@ def test_sigterm_that_the_script_turns_into_an_exit_code_is_in_the_incident_and_
         ("import signal; os.kill(os.getpid(), signal.SIGKILL)", "killed by SIGKILL"),
     ],
 )
-def test_failure_after_training_is_an_incident_of_a_job_that_has_succeeded(
+def test_failure_after_training_fails_the_job_and_lets_the_other_ranks_end(
     tmp_path: Path, last: str, said: str
 ) -> None:
     """The state is complete on all ranks; what the script was to do with it, such as an export, is not."""
-    with job(tmp_path, last=f"if os.environ['RANK'] == '1': {last}") as made:
-        made.wait_phase(Phase.SUCCEEDED)
-        assert made.agents["n0"].wait(timeout=30) == 0
+    other = f"time.sleep(2); open('{tmp_path}/exported', 'w')"
+    with job(tmp_path, last=f"if os.environ['RANK'] == '1': {last}\nelse: {other}") as made:
+        assert made.agents["n0"].wait(timeout=60) == 0
+        assert made.state().phase is Phase.FAILED
         (incident,) = made.incidents()
         assert (incident.kind, incident.ranks, incident.steps_lost) == ("late exit", (1,), 0)
         assert incident.text == f"the process of slot 1 failed after training: {said}"
+        assert str(made.state().reason) == incident.text
+        assert (tmp_path / "exported").exists()
+
+
+def test_a_crash_of_a_process_whose_script_has_ended_is_no_failure_of_the_job(tmp_path: Path) -> None:
+    with job(tmp_path, last="import atexit; atexit.register(lambda: os.kill(os.getpid(), 9))") as made:
+        made.wait_phase(Phase.SUCCEEDED)
+        assert made.agents["n0"].wait(timeout=30) == 0
         assert made.state().phase is Phase.SUCCEEDED
+        assert {incident.kind for incident in made.incidents()} == {"late exit"}
 
 
 def test_a_second_run_is_refused_and_the_job_has_not_succeeded(tmp_path: Path) -> None:

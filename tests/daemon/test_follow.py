@@ -145,8 +145,18 @@ def test_following_and_waiting_outlive_a_restart_of_the_daemon(monkeypatch: pyte
     over = row | {"phase": "succeeded"}
     scripted(monkeypatch, [row, *RESTARTING, row, *RESTARTING, over])
     assert follow_job.until_over(Client(""), "train", as_json=False) == 0
-    scripted(monkeypatch, [row, *RESTARTING, over])
+    scripted(monkeypatch, [row, *RESTARTING, over | {"members": 1}, over])
     assert lifecycle.until_over(Client(""), "train", None)["phase"] == "succeeded"
+
+
+def test_a_job_whose_script_fails_after_training_has_not_succeeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its phase is `succeeded` until then."""
+    row = {"job": "train", "phase": "succeeded", "submitted_wall_s": 1.0, "reason": "", "step": 5, "loss": None}
+    answers = [row | {"members": 1}, row | {"members": 1}, row | {"phase": "failed"}]
+    scripted(monkeypatch, list(answers))
+    assert follow_job.until_over(Client(""), "train", as_json=True) == output.OF_PHASE["failed"]
+    scripted(monkeypatch, list(answers))
+    assert lifecycle.until_over(Client(""), "train", None)["phase"] == "failed"
 
 
 def test_a_daemon_that_is_not_there_at_first_and_another_refusal_end_a_wait_at_once(

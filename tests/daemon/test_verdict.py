@@ -158,6 +158,9 @@ CASES: dict[str, list[IncidentRecord]] = {
     "hang": [hung("crunch (train.py:40)", waiting="all_reduce (distributed_c10d.py:1)"), incident("hang", "silent")],
     "late_abort": [incident("respawn", reason(Code.LATE_ABORT))],
     "failed_late": [incident("late exit", reason(Code.FAILED_LATE, "KeyError: 'name'", slot=1))],
+    "killed_late": [
+        incident("late exit", reason(Code.FAILED_LATE, reason(Code.KILLED, signal="SIGKILL"), slot=1)),
+    ],
     "late_exit": [incident("late exit", reason(Code.LATE_EXIT, slot=1, limit_s=30))],
     "idle": [incident("idle", reason(Code.LEFT_GROUP))],
     "dataloader_worker": [raised("RuntimeError: DataLoader worker (pid(s) 7) exited unexpectedly")],

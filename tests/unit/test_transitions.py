@@ -157,5 +157,5 @@ def test_a_phase_that_the_table_does_not_have_raises() -> None:
     over = {phase for phase in Phase if phase.over}
     assert {phase for phase in over for trigger in PhaseTrigger if phases.allows(phase, trigger)} == over
     left = {(phase, trigger): to for (phase, trigger), to in PHASES.items() if phase.over}
-    assert left.pop((Phase.SUCCEEDED, PhaseTrigger.REFUSED)) is Phase.FAILED, "a success may prove to be none"
+    assert left.pop((Phase.SUCCEEDED, PhaseTrigger.WITHDRAWN)) is Phase.FAILED, "a success may prove to be none"
     assert set(left.values()) == {Phase.STOPPED}, "else only closed"

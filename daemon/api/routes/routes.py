@@ -40,7 +40,7 @@ def get_job(h: Request, query: Query, job: str) -> answers.JobDetail:
     snapshot = h.service.published.now
     if (wait_s := request.seconds(query, "wait_over_s")) > 0:
         snapshot = h.service.published.wait(
-            lambda s: job not in s.cluster.jobs or s.cluster.jobs[job].over, min(wait_s, answers.LONGEST_WAIT_S)
+            lambda s: job not in s.cluster.jobs or s.cluster.jobs[job].ended, min(wait_s, answers.LONGEST_WAIT_S)
         )
     current = job_of(snapshot, job)
     if secrets := request.flag(query, "secrets"):

@@ -19,7 +19,7 @@ from elasticd.base import safe_text
 from elasticd.base.answers import Job, JobDetail, Progress
 from elasticd.ctl.client import Client, Failed, Json, Unreachable, name
 from elasticd.ctl.completion import JOB
-from elasticd.ctl.output import INTERRUPTED, OF_PHASE, TERMINATED, DaemonRestarts, command, length, read
+from elasticd.ctl.output import INTERRUPTED, OF_PHASE, OVER, TERMINATED, DaemonRestarts, command, length, read
 
 from . import stopping
 
@@ -190,7 +190,7 @@ def until_over(
                 data = client.get(f"/v1/jobs/{name(job)}", {"wait_over_s": 30}, timeout_s=40)
                 restarts, tail = DaemonRestarts(), 0
                 check_same(data, submitted_wall_s)
-                if end and data["phase"] in OF_PHASE:
+                if end and has_ended(data):
                     return _result(read(data, JobDetail), as_json)
             except (Unreachable, Failed) as error:
                 restarts.endure(error)
@@ -199,6 +199,11 @@ def until_over(
                 if (code := _ask(client, job)) is not None:
                     return code
                 tail = 0
+
+
+def has_ended(data: Json) -> bool:
+    """It is over on all nodes, with what its script does after training, which may still fail it."""
+    return data["phase"] in OVER and not data.get("members")
 
 
 def check_same(data: Json, submitted_wall_s: float | None) -> None:

@@ -41,12 +41,17 @@ def stop(client: Client, job: str, reason: str, discard: bool, wait_: bool, time
 @JOB
 @click.option("--timeout", "timeout_s", type=length, metavar="TIME", help="Give up after this long, e.g. 10m.")
 def wait(client: Client, job: str, timeout_s: float | None, as_json: bool) -> None:
-    """Wait until JOB is over. Exit code: 0 succeeded, 4 failed, 1 stopped or still running at the timeout."""
+    """Wait until JOB is over, and all its processes have ended.
+
+    Exit code: 0 succeeded, 4 failed, 1 stopped or still running at the timeout.
+    """
     data = until_over(client, job, timeout_s)
-    phase = data["phase"]
-    late = f"{job} is still {phase} after {timeout_s or 0:g} s"
-    say(data, as_json, follow.ended(read(data, JobDetail)) if phase in OVER else late, err=phase not in OVER)
-    sys.exit(OF_PHASE.get(phase, ERROR))
+    phase, ended = data["phase"], follow.has_ended(data)
+    late = f"{job} is still {phase}" if phase not in OVER else f"{job} has {phase}, and its processes have not ended"
+    say(
+        data, as_json, follow.ended(read(data, JobDetail)) if ended else f"{late} after {timeout_s or 0:g} s", not ended
+    )
+    sys.exit(OF_PHASE[phase] if ended else ERROR)
 
 
 def until_over(client: Client, job: str, timeout_s: float | None) -> Json:
@@ -55,7 +60,7 @@ def until_over(client: Client, job: str, timeout_s: float | None) -> Json:
     data, submitted_wall_s = {}, None
     for data in awaited(client, f"/v1/jobs/{name(job)}", "wait_over_s", timeout_s):
         follow.check_same(data, submitted_wall_s)
-        if data["phase"] in OVER:
+        if follow.has_ended(data):
             break
         submitted_wall_s = submitted_wall_s or data.get("submitted_wall_s")
     return data

@@ -99,6 +99,8 @@ class Exited(msgspec.Struct, frozen=True):
     """See messages.ScriptEnded."""
     terminated: bool = False
     """Its script has handled a SIGTERM that its agent did not send."""
+    undone: bool = False
+    """Its script has not come to its end: it failed, was killed from outside, or took too long for it."""
 
     @property
     def cause(self) -> Reason:
@@ -139,6 +141,8 @@ class Process(msgspec.Struct):
     """It has sent a message on its channel."""
     closed_s: float = float("inf")
     """When its channel was closed at the other end."""
+    ended: bool = False
+    """Its script has, with code 0."""
     script_code: int = 0
     """The exit code of its script, once that has ended; the process then has until `exit_deadline_s`."""
     exit_deadline_s: float = float("inf")
@@ -165,7 +169,7 @@ class Process(msgspec.Struct):
             return None
         if isinstance(message, messages.ScriptEnded):
             self.script_code, self.late_s, self.misuse = message.code, exit_s, message.misuse
-            self.terminated = message.terminated and not self.killed
+            self.terminated, self.ended = message.terminated and not self.killed, not message.code
             self.exit_deadline_s = time.monotonic() + exit_s
         return message
 
@@ -186,4 +190,5 @@ class Process(msgspec.Struct):
             stopped=self.stopped,
             misuse=self.misuse,
             terminated=self.terminated,
+            undone=not (self.ended or (self.killed and not self.late)) and bool(code or number or late),
         )

@@ -28,7 +28,7 @@ class PhaseTrigger(enum.StrEnum):
     STEPS_ON = "steps on with the nodes it had"
     COMPLETED = "all ranks have completed"
     FAILED = "failed for good"
-    REFUSED = "its script does more than was complete, and elastic refuses that"
+    WITHDRAWN = "training was complete, and the rest of its script failed, or does what elastic refuses"
     STOP = "told to stop"
     LEFT = "last agent gone"
     CLOSED = "run closed (torchrun)"
@@ -44,7 +44,7 @@ PHASES: Mapping[tuple[Phase, PhaseTrigger], Phase] = MappingProxyType(
         # A job whose state etcd has lost counts as pending until an agent restores it.
         **{(phase, PhaseTrigger.COMPLETED): Phase.SUCCEEDED for phase in _GOES_ON},
         **{(phase, PhaseTrigger.FAILED): Phase.FAILED for phase in _GOES_ON},
-        (Phase.SUCCEEDED, PhaseTrigger.REFUSED): Phase.FAILED,
+        (Phase.SUCCEEDED, PhaseTrigger.WITHDRAWN): Phase.FAILED,
         **{(phase, PhaseTrigger.STOP): Phase.STOPPING for phase in _GOES_ON},
         (Phase.STOPPING, PhaseTrigger.LEFT): Phase.STOPPED,
         **{(phase, PhaseTrigger.CLOSED): Phase.STOPPED for phase in Phase},

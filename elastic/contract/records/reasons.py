@@ -217,6 +217,7 @@ class Code(enum.StrEnum):
         "the process of slot {slot} had not ended within {limit_s} s, and was killed: its script, a thread or an "
         "atexit handler kept it; its log has the stacks",
     )
+    TOOK_TOO_LONG = "took_too_long", "the rest of its script had not ended within exit_timeout_s = {limit_s} s"
     FAILED_LATE = "failed_late", "the process of slot {slot} failed after training"
 
 

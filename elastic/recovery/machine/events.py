@@ -98,6 +98,8 @@ class WorkerExited(WorkerFailed, frozen=True):
     """A signal had stopped it when its agent killed it."""
     shortage: bool = False
     """It was never started: the node lacks descriptors, processes, memory or disk space for it."""
+    undone: bool = False
+    """Its script has not come to its end: it failed, was killed from outside, or took too long for it."""
 
 
 class WorkerUnhealthy(WorkerEvent, frozen=True):

@@ -44,7 +44,7 @@ def exited(turn: Turn, event: WorkerExited) -> None:
     if not turn.policy.managed:
         _plain_exited(turn, worker, event, expected)
         return
-    _refuse_success(turn, event)
+    _withdraw_success(turn, worker, event)
     crashes = worker.crashes + (0 if expected else 1)
     pause = backoff_s(crashes, turn.policy.spec.restarts, turn.jitter)
     turn.move(replace(worker, crashes=crashes, lacks=""), Trigger.EXITED, turn.now_s + pause)
@@ -78,13 +78,19 @@ def _never_started(turn: Turn, worker: Worker, event: WorkerExited) -> None:
         report_failure(turn, uncharged(worker_failure(turn, worker, SHORTAGE, event.cause)))
 
 
-def _refuse_success(turn: Turn, event: WorkerExited) -> None:
-    """The job was complete, and its script went on with what elastic refuses, such as a second training: what it was to
-    do is not done, and must not count as that."""
+def _withdraw_success(turn: Turn, worker: Worker, event: WorkerExited) -> None:
+    """Training was complete, and the rest of the script failed, or did what elastic refuses, such as a second training:
+    what it was to do, as to save the model, is not done, and must not count as that."""
     view, error = turn.etcd.view, event.error
-    if error is not None and error.misuse and allows(view.state.phase, PhaseTrigger.REFUSED):
-        reason = one_line(error.message)
-        turn.do(PutState(after(view.state, PhaseTrigger.REFUSED, reason, turn.wall_s), view.state_revision))
+    why: Text = ""
+    if error is not None and error.misuse:
+        why = one_line(error.message)
+    elif event.undone and worker.stage in (Stage.DONE, Stage.ABORTING, Stage.KILLED):
+        late = worker.stage is Stage.KILLED
+        cause = reason(Code.TOOK_TOO_LONG, limit_s=turn.policy.spec.exit_timeout_s) if late else event.cause
+        why = reason(Code.FAILED_LATE, cause, slot=worker.slot)
+    if why and allows(view.state.phase, PhaseTrigger.WITHDRAWN):
+        turn.do(PutState(after(view.state, PhaseTrigger.WITHDRAWN, why, turn.wall_s), view.state_revision))
 
 
 def _lost_on_its_way(turn: Turn, worker: Worker) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from elastic.contract.records.job_records import Phase
-from elastic.contract.records.reasons import Code, reason
+from elastic.contract.records.reasons import Code, Reason, reason
 from elastic.contract.structs import replace
 from elastic.contract.worker import messages
 from elastic.recovery.facts.transitions import IN_GROUP, Stage, Trigger
@@ -84,7 +84,10 @@ def check_end(turn: Turn) -> None:
 
 def leave(turn: Turn) -> None:
     """End every worker, then the agent."""
-    succeeded, leaving = turn.etcd.view.state.phase is Phase.SUCCEEDED, turn.drain.leaving
+    leaving, done = turn.drain.leaving, Phase.SUCCEEDED
+    # Also where that was withdrawn since: what the other ranks still do, as to save the model, they do to its end.
+    was = leaving.values.get("phase") if isinstance(leaving, Reason) else ""
+    succeeded = turn.etcd.view.state.phase is done or was == done.value
     busy = False
     for worker in tuple(turn.local.workers.values()):
         if not has_process(worker, turn.policy.managed):
