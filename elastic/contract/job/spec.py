@@ -187,7 +187,8 @@ class JobSpec(SpecTable, frozen=True, kw_only=True):
     exit_timeout_s: Annotated[float, msgspec.Meta(ge=0)] = 300.0
     """From the end of training until a worker's process must have exited: the rest of the script, its threads, its
     atexit handlers. A process that takes longer is killed, which is an incident; the job has then failed if its script
-    had not come to its end: raise it for a long last evaluation or upload. A worker whose script has failed gets `stop_grace_s`, since the other ranks wait for its replacement."""
+    had not come to its end: raise it for a long last evaluation or upload. A worker whose script has failed gets
+    `stop_grace_s`, since the other ranks wait for its replacement."""
 
     log_limit_mb: Annotated[float, msgspec.Meta(gt=0)] = 64.0
     """Size limit on disk of one worker's log, and of the agent's own; beyond it the middle is dropped, and the
