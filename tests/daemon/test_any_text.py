@@ -212,7 +212,7 @@ class Answers:
 
     def get(self, path: str, *_: Any, **__: Any) -> Any:
         if path.startswith("/v1/jobs/"):
-            return self._say(ANSWERS["job"] | {"phase": "stopped"})
+            return self._say(ANSWERS["job"] | {"phase": "stopped", "members": 0})
         if path.endswith("/drain"):
             return self._say({"node": "n", "jobs": [{"job": "j", "effect": "stops", "text": "j stops"}]})
         if path.startswith("/v1/nodes/"):

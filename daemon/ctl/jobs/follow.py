@@ -203,7 +203,8 @@ def until_over(
 
 def has_ended(data: Json) -> bool:
     """It is over on all nodes, with what its script does after training, which may still fail it."""
-    return data["phase"] in OVER and not data.get("members")
+    members = data.get("members")
+    return data["phase"] in OVER and not (isinstance(members, int) and members > 0)
 
 
 def check_same(data: Json, submitted_wall_s: float | None) -> None:
