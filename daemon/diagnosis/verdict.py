@@ -73,7 +73,7 @@ def judge(record: IncidentRecord, seen: VerdictContext = VerdictContext()) -> Ve
     texts, open_ = _texts(record), record.open and not seen.phase.over
     rule, decided = _rule(record, texts, seen)
     by_etcd = _held(seen) if open_ else None
-    failed = seen.phase is Phase.FAILED and record.origin is Origin.NOTHING
+    failed = seen.phase is Phase.FAILED and (record.origin is Origin.NOTHING or record.kind == "late exit")
     patience_s = LASTING_S if by_etcd and by_etcd[0].name != "etcd_unavailable" else PATIENCE_S
     return Verdict(
         rule=rule.name,
@@ -249,6 +249,8 @@ def _followed(record: IncidentRecord) -> list[str]:
 def _done(record: IncidentRecord, open_: bool, phase: Phase) -> str:
     if open_:
         return "the recovery is under way"
+    if record.kind == "late exit" and phase is Phase.FAILED:
+        return "training is complete; what its script does after it is not"
     if record.kind in ("checkpoint", "late exit"):
         return "training was not interrupted"
     before, after = record.world_size_before, record.world_size_after

@@ -220,6 +220,14 @@ CASES: dict[str, list[IncidentRecord]] = {
 FLAT = [(rule, record) for rule, records in CASES.items() for record in records]
 
 
+def test_a_failure_after_training_needs_a_person_where_it_has_failed_the_job() -> None:
+    late = incident("late exit", reason(Code.FAILED_LATE, "KeyError: 'name'", slot=1))
+    assert not judge(late).person
+    failed = judge(late, VerdictContext(phase=Phase.FAILED))
+    assert failed.person
+    assert failed.done == "training is complete; what its script does after it is not"
+
+
 @pytest.mark.parametrize(("rule", "record"), FLAT, ids=[f"{rule}-{i}" for i, (rule, _) in enumerate(FLAT)])
 def test_verdict_names_the_rule_of_each_case(rule: str, record: IncidentRecord) -> None:
     verdict = judge(record)
