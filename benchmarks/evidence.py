@@ -101,14 +101,23 @@ def measure(name: str, arguments: Sequence[str]) -> dict[str, Any]:
     return dict(json.loads(output.splitlines()[-1]))
 
 
+def commit() -> str:
+    """What is checked out, with '-dirty' where it was changed since; records that were made with it are no change."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", f":!{RECORDS.relative_to(ROOT)}")
+    return git("rev-parse", "--short=12", "HEAD") + ("-dirty" if changed else "")
+
+
 def write(name: str) -> None:
-    arguments, before = BENCHMARKS[name].arguments, machine()
+    arguments, before, of = BENCHMARKS[name].arguments, machine(), commit()
     began_s = time.monotonic()
     figures = measure(name, arguments)
-    git = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
     record = {
         "command": " ".join(["python", f"benchmarks/{name}.py", *arguments]),
-        "commit": subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip(),
+        "commit": of,
         "measured": digest(name),
         "date": time.strftime("%Y-%m-%d"),
         "took_s": round(time.monotonic() - began_s),

@@ -30,6 +30,7 @@ PASSED_ON = {
 SLEEPS = {
     "elastic.testing.cluster:eventually": "asks daemons and files that send no event; with a deadline",
     "elastic.testing.injection:strike": "a signal to oneself may take a moment",
+    "elastic.worker.comm.fence:Fence._count": "a store's counters send no event; with a deadline",
     "elastic.worker.state.handover.sync:Handover._seen_by_all": "a folder that others write sends no event; bounded",
     "elasticd.machine.processes.guard:_end_children": "no event tells of children that are spared; with a deadline",
     "elasticd.ctl.jobs.run_command:ready_cluster": "no event tells of a daemon that starts; with a deadline",
