@@ -120,7 +120,7 @@ def test_a_record_that_cannot_be_read_and_goes_again_leaves_no_trace(node: Node)
     for raw, why in ((b'{"protocol": 99}', "protocol 99"), (encode(of_another()).replace(b"theirs", b"\xff"), "utf-8")):
         node.client.put(key, raw)
         node.settle()
-        assert why in node.party.fault
+        assert why in node.party.fault.lower()  # msgspec 0.22 and 0.23 name the encoding in other letters
     node.client.delete(key)
     node.settle()
     assert node.party.fault == ""

@@ -326,3 +326,17 @@ def test_bytes_that_come_in_pieces_are_put_together_and_an_early_end_is_an_error
     assert data.tolist() == list(range(10))
     with pytest.raises(dist.DistNetworkError, match="connection closed"):
         direct._Receiving(Dribble(bytes(5)), data).wait()  # type: ignore[arg-type]
+
+
+def test_a_listener_that_another_thread_closes_ends_the_wait_for_a_connection() -> None:
+    """The end of a generation closes it; the thread stayed, and was not there to receive the next one's copies."""
+    found: list[object] = []
+    with contextlib.ExitStack() as stack:
+        listener = socket.create_server(("127.0.0.1", 0))
+        waits = threading.Thread(target=lambda: found.append(direct.accept(listener, "x", stack, 600.0)), daemon=True)
+        waits.start()
+        time.sleep(0.2)
+        listener.close()
+        waits.join(30.0)
+        assert not waits.is_alive()
+    assert found == [None]

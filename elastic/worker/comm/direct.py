@@ -36,6 +36,9 @@ CONNECT_S = 2.0
 MOST_PENDING = 64
 """Connections without a token, yet, that are held while the follower's is waited for."""
 
+CLOSED_LOOK_S = 1.0
+"""Nothing wakes a thread that waits for a listener when another thread closes that: it looks so often."""
+
 NOT_AGAIN_S = 300.0
 """A host that could not be reached is not tried again for so long."""
 
@@ -215,14 +218,14 @@ def listen(stack: contextlib.ExitStack) -> tuple[socket.socket | None, Endpoint]
 def accept(
     listener: socket.socket, token: str, stack: contextlib.ExitStack, limit_s: float = CONNECT_S
 ) -> socket.socket | None:
-    """The connection that presents the token; None: none does in time. Others, which say nothing or something else, do
-    not delay it."""
+    """The connection that presents the token; None: none does in time, or the listener is cut or closed. Others, which
+    say nothing or something else, do not delay it."""
     deadline_s = time.monotonic() + limit_s
     with contextlib.ExitStack() as pending, selectors.DefaultSelector() as selector:
         listener.setblocking(False)
         selector.register(listener, selectors.EVENT_READ, b"")
-        while (left_s := deadline_s - time.monotonic()) > 0:
-            for key, _ in selector.select(left_s):
+        while (left_s := deadline_s - time.monotonic()) > 0 and listener.fileno() >= 0:
+            for key, _ in selector.select(min(left_s, CLOSED_LOOK_S)):
                 sock = key.fileobj
                 assert isinstance(sock, socket.socket)
                 if sock.fileno() < 0:
