@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from elastic.worker.comm import fence as fence_module
@@ -41,6 +42,18 @@ class Group:
         self.given_back += 1
 
 
+class Collective:
+    """In place of torch.distributed in the fence alone."""
+
+    DistNetworkError, DistStoreError = dist.DistNetworkError, dist.DistStoreError
+    here = threading.local()
+    """`value`: what the collective of this thread, a rank, ends with."""
+
+    @classmethod
+    def all_reduce(cls, tensor: torch.Tensor) -> None:
+        tensor.fill_(cls.here.value)
+
+
 class Rank:
     def __init__(self, board: Board | None, world_size: int = 4) -> None:
         self.group = Group(board, world_size)
@@ -48,14 +61,11 @@ class Rank:
 
     def come(self, step: int, *, value: float) -> bool:
         """Whether it goes on from the fence of `step`, whose collective ends with `value`."""
-        patched = pytest.MonkeyPatch()
-        patched.setattr(fence_module.dist, "all_reduce", lambda tensor: tensor.fill_(value))
+        Collective.here.value = value
         try:
             self.fence.wait(step)
         except GroupAborted:
             return False
-        finally:
-            patched.undo()
         return True
 
 
@@ -75,7 +85,8 @@ def interrupted(*ranks: Rank, step: int) -> list[bool]:
 
 
 @pytest.fixture(autouse=True)
-def short_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fence_module, "dist", Collective)
     monkeypatch.setattr(fence_module, "LIMIT_S", 0.3)
     monkeypatch.setattr(fence_module, "control_device", lambda: "cpu")
 
