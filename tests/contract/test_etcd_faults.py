@@ -116,6 +116,12 @@ def test_the_server_killed_again_and_again_under_a_watch(server: EtcdServer, etc
     views: list[View] = []
     etcd.watch("/t/", views.append)
     written = 0
+
+    def all_are_there() -> bool:
+        assert len(etcd.get_prefix("/t/").kvs) == written, "what etcd had confirmed is there"
+        assert len(views[-1].kvs) == written, "and seen"
+        return True
+
     for _ in range(3):
         for _ in range(50):
             _put(etcd, f"/t/{written}")
@@ -123,7 +129,7 @@ def test_the_server_killed_again_and_again_under_a_watch(server: EtcdServer, etc
         server.kill()
         server.start()
         eventually(lambda: etcd.version(), 3)
-        eventually(lambda written=written: len(views[-1].kvs) == written, 5)
+        eventually(all_are_there, 5)
     counts = [len(view.kvs) for view in views]
     assert counts == sorted(counts), "no key ever went away"
     revisions = [view.revision for view in views]
