@@ -146,8 +146,7 @@ def of_injection(
         struck_wall_s=wall_s + injection.struck_s if clock and injection.struck_s is not None else None,
         noticed_within_s=injection.within_s,
     )  # fmt: skip
-    for words in (each for each in injection.words if each not in str(told.detail)):
-        yield Difference(What.NO_EVIDENCE, told.detail, words)
+    yield from (Difference(What.NO_EVIDENCE, told.detail, w) for w in injection.words if w not in str(told.detail))
     named = {c.node for c in told.causes if weight(c.kind) > weight("drain")}
     if innocent := named - {c.node for c in struck} - {*injection.nodes, *injection.others}:
         yield Difference(What.INNOCENT, ", ".join(sorted(innocent)), of=str(told))
@@ -175,8 +174,9 @@ def _recovery(failed: list[Commit], again: list[Commit], told: Any, wall_s: floa
     last_s = max(c.at_s for c in failed)
     if told.kind == "planned" and not last_s - JITTER_S <= began_s <= min(first_s.values()) + JITTER_S:
         yield Difference(What.STOOD_FROM, began_s, (last_s, min(first_s.values())), of)
-    # A rank may have been a step ahead of the others, or finish its last one when the group is aborted.
-    kept, since_s = {c.process for c in again}, began_s - told.still_s
-    stood_s = {c.process: c.at_s for c in failed if c.process in kept}.values()
-    if told.still_s and stood_s and not min(stood_s) - CLOCK_S <= since_s <= max(stood_s) + CLOCK_S:
-        yield Difference(What.STOOD_FROM, since_s, (min(stood_s), max(stood_s)), of)
+    # A rank may be a step ahead of the others. A commit is written down as it returns: at the abort, if it waits there.
+    since_s, went_on = began_s - told.still_s, [c for c in failed if c.process in {c.process for c in again}]
+    newest = [{c.process: c.at_s for c in went_on if c.at_s < before_s} for before_s in (began_s, float("inf"))]
+    stood_s = sorted(at_s for each in newest for at_s in each.values())
+    if told.still_s and stood_s and not stood_s[0] - CLOCK_S <= since_s <= stood_s[-1] + CLOCK_S:
+        yield Difference(What.STOOD_FROM, since_s, (stood_s[0], stood_s[-1]), of)

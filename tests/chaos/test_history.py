@@ -123,6 +123,15 @@ def test_an_incident_that_is_true_passes(tmp_path: pathlib.Path) -> None:
     check_injections(history(tmp_path, good()), [incident_row()], [KILLED])
 
 
+def test_a_commit_that_returns_at_the_abort_may_have_been_made_before(tmp_path: pathlib.Path) -> None:
+    """It compares the replicas, and hangs in that until the group is aborted."""
+    late = [dataclasses.replace(c, at_s=9.0) if (c.step, c.rank) in ((6, 0), (5, 1)) else c for c in good()]
+    stood = {"wall_s": wall_s(8.9), "still_s": 2.6, "timeline_s": {}}
+    check_injections(history(tmp_path, late), [incident_row() | stood], [KILLED])
+    with pytest.raises(AssertionError, match="it stood from"):
+        check_injections(history(tmp_path, late), [incident_row() | stood | {"still_s": 7.0}], [KILLED])
+
+
 LIES: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "another kind": (lambda: {"kind": "comm"}, "not exit"),
     "another node": (lambda: {"node": "n1"}, "n1, not"),
