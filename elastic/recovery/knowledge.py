@@ -18,7 +18,6 @@ from elastic.recovery.machine import events
 from elastic.recovery.machine.effects import Rejoin
 from elastic.recovery.machine.model import Agent, Worker
 from elastic.recovery.machine.turn import Turn
-from elastic.recovery.reporting import dropped_nodes
 from elastic.recovery.workers import announce
 from elastic.recovery.workers.bad_numbers import take_bad_numbers
 from elastic.recovery.workers.exits import exited, failed
@@ -357,7 +356,7 @@ def _may_be_behind(turn: Turn, message: messages.CollectiveFailed) -> bool:
         return False
     if current.at_step is None or message.step >= current.at_step:
         return False
-    leave = [p for p in dropped_nodes(before, current) if p.node in turn.etcd.view.members]
+    leave = [p for p in before.absent(current) if p.node in turn.etcd.view.members]
     return sum(len(p.slots) for p in leave) > 1
 
 

@@ -7,6 +7,8 @@ known to be gone, and when it is over. The reader makes the incident from these 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from elastic.contract.origin import Origin
 from elastic.contract.records.incident_account import Outcome, Sync, kind_of, weight
 from elastic.contract.records.job_records import Cause, GenerationNode, GenerationRecord, Phase
@@ -251,7 +253,7 @@ def _with_generation(turn: Turn, before: Agent, incident: Incident) -> Incident:
     assert generation is not None
     if previous is None or generation.number != previous.number:
         if previous is not None and generation.at_step is None:
-            incident = with_lost_nodes(turn, incident, previous, dropped_nodes(previous, generation))
+            incident = with_lost_nodes(turn, incident, previous, previous.absent(generation))
         if generation.number > incident.generations[-1].number:
             incident = replace(incident, generations=(*incident.generations, generation))
         return incident.with_mark("published", turn.now_s)
@@ -261,13 +263,8 @@ def _with_generation(turn: Turn, before: Agent, incident: Incident) -> Incident:
     return incident
 
 
-def dropped_nodes(before: GenerationRecord, after: GenerationRecord) -> tuple[GenerationNode, ...]:
-    """Nodes of `before` that are not in `after`."""
-    return tuple(p for p in before.nodes if after.node_of(p.node, p.incarnation) is None)
-
-
 def with_lost_nodes(
-    turn: Turn, incident: Incident, formed: GenerationRecord, places: tuple[GenerationNode, ...]
+    turn: Turn, incident: Incident, formed: GenerationRecord, places: Iterable[GenerationNode]
 ) -> Incident:
     """With those nodes of the generation `formed` that are lost or unreachable, of `places`, as causes."""
     explained = {(c.generation, c.node) for c in incident.gone}

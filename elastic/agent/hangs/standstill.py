@@ -26,7 +26,7 @@ class Others:
     def known(self, agent: Agent, now_s: float) -> tuple[StillRank, ...]:
         """Standings of the ranks of other nodes. To be called often: the first sight of a standing sets its instant."""
         members = agent.etcd.view.members
-        if members == self._members or not agent.etcd.view.has_all_members:
+        if not agent.etcd.view.has_all_members or members == self._members:
             return self._known
         before = {(k.node, k.standing): k for k in self._known}
         ranks = []

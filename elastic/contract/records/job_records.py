@@ -240,6 +240,14 @@ class GenerationRecord(GenerationHead, frozen=True, kw_only=True, dict=True):
         at = self.at(node)
         return self.nodes[at] if at is not None and self.nodes[at].incarnation == incarnation else None
 
+    def changed(self, later: GenerationRecord) -> list[GenerationNode]:
+        """Its nodes that are not the same in `later`: in a large job few, found without a look at each."""
+        return sorted(set(self.nodes).difference(later.nodes), key=lambda place: self.order[place.node])
+
+    def absent(self, later: GenerationRecord) -> list[GenerationNode]:
+        """Its nodes that are not in `later`."""
+        return [place for place in self.changed(later) if later.node_of(place.node, place.incarnation) is None]
+
     def ranks(self, node: str) -> dict[int, int]:
         """slot -> rank on `node`; empty when the node is not a member."""
         at, firsts = self.at(node), self.asked[1]

@@ -107,19 +107,17 @@ def _absent(incident: Incident, newest: GenerationRecord) -> tuple[Absence, ...]
     )
     absences = []
     for at, (before, after) in enumerate(itertools.pairwise(generations)):
-        for place in before.nodes:
-            if after.node_of(place.node, place.incarnation) is None:
-                back = any(later.node_of(place.node, place.incarnation) for later in generations[at + 2 :])
-                absences.append(Absence(before.number, place.node, place.slots, back))
+        for place in before.absent(after):
+            back = any(later.node_of(place.node, place.incarnation) for later in generations[at + 2 :])
+            absences.append(Absence(before.number, place.node, place.slots, back))
     return tuple(absences) if len(absences) <= KEPT_CAUSES else None
 
 
 def _all_stay(incident: Incident, newest: GenerationRecord) -> bool:
     generations = {formed.number: formed for formed in incident.generations}
     before = range(incident.first, newest.number)
-    there = {(place.node, place.incarnation): set(place.slots) for place in newest.nodes}
     return set(before) <= generations.keys() and all(
-        set(place.slots) <= there.get((place.node, place.incarnation), set())
+        (there := newest.node_of(place.node, place.incarnation)) and {*place.slots} <= {*there.slots}
         for number in before
-        for place in generations[number].nodes
+        for place in generations[number].changed(newest)
     )
