@@ -428,8 +428,8 @@ class ManagedWorker:
         built = hasattr(self, "_state")
         has_it = self._parked is not None or (built and self._state.established)
         self._state_is_there = any(_gathered(has_it, form))
-        alone = self._state_is_there or not self._groups.shares_out
-        repeats = built and self._seat == (form.rank, form.world_size) and alone
+        fits = self._state_is_there or not self._groups.shares_out
+        repeats = built and self._seat == (form.rank, form.world_size) and fits
         self._never = self._never or (self._groups.why_not(self._state.modules()) if repeats else "")
         if repeats and not self._never:
             try:

@@ -33,12 +33,12 @@ class Group:
     def __init__(self, board: Board | None, world_size: int) -> None:
         self.board, self.world_size, self.given_back = board, world_size, 0
 
-    def asks(self, limit: timedelta) -> Any:
+    def store_after_abort(self, limit: timedelta) -> Any:
         if self.board is None:
             raise dist.DistNetworkError("refused")
         return self.board
 
-    def answered(self) -> None:
+    def store_done(self) -> None:
         self.given_back += 1
 
 

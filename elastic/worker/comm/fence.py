@@ -25,21 +25,21 @@ LIMIT_S = 1.0
 LOOK_S, LOOK_PER_RANK_S = 0.004, 2e-5
 
 
-class Asks(Protocol):
+class StoreAccess(Protocol):
     world_size: int
 
-    def asks(self, limit: timedelta) -> Store:
+    def store_after_abort(self, limit: timedelta) -> Store:
         """A connection to the generation's store that an abort leaves alone. Raises DistNetworkError or
         DistStoreError."""
         ...
 
-    def answered(self) -> None: ...
+    def store_done(self) -> None: ...
 
 
 class Fence:
     """Of one generation. `broken` is for any thread."""
 
-    def __init__(self, group: Asks) -> None:
+    def __init__(self, group: StoreAccess) -> None:
         self._group = group
         self._at = (-1, -1)
         """(newest step with whose gradients this rank has come, newest with which it was let through)."""
@@ -81,7 +81,7 @@ class Fence:
     def _count(self, came: int, passed: int) -> None:
         end_s = time.monotonic() + LIMIT_S
         try:
-            store = self._group.asks(timedelta(seconds=LIMIT_S))
+            store = self._group.store_after_abort(timedelta(seconds=LIMIT_S))
             for step in {came, passed} - {-1}:
                 store.add(f"fence/{step}/came", 1)
             if passed >= 0:
@@ -92,7 +92,7 @@ class Fence:
         except (dist.DistNetworkError, dist.DistStoreError):
             pass  # its host is lost as well: no rank is known to have been let through
         finally:
-            self._group.answered()
+            self._group.store_done()
             self._over.set()
 
     def _decided(self, store: Store, step: int) -> bool:

@@ -104,8 +104,8 @@ class Group:
         """Aborted or closed."""
         self._sweeper: threading.Thread | None = None
         self._fence: Fence | None = None
-        self._asks = False
-        """Of a connection to the store that is to outlast the abort."""
+        self._keeps_store = False
+        """An abort leaves connections to the store alone."""
         self._aborts = nccl.Aborts()
         self._before_init: set[sockets.Sock] | None = None
         self._seen: set[sockets.Sock] = set()
@@ -184,17 +184,17 @@ class Group:
         self._fence = Fence(self)
         return self._fence
 
-    def asks(self, limit: timedelta) -> Store:
+    def store_after_abort(self, limit: timedelta) -> Store:
         """A connection to the generation's store that an abort leaves alone. Raises DistNetworkError or DistStoreError.
-        For the fence; once it is `answered`, connections are cut again."""
-        self._asks = True
+        For the fence; after `store_done`, connections are cut again."""
+        self._keeps_store = True
         address, port = next(iter(self._store_addresses))
         with without_dns():
             client = TCPStore(address, port, None, False, timeout=limit, wait_for_workers=False)
         return PrefixStore(f"g{self.generation}", client)
 
-    def answered(self) -> None:
-        self._asks = False
+    def store_done(self) -> None:
+        self._keeps_store = False
 
     def abort(self, why: str) -> None:
         """Free the main thread from this group at once. From any thread, at any time; further calls do nothing."""
@@ -389,7 +389,7 @@ class Group:
         direct.cut()
         for sock in sockets.gloo_sockets():
             sockets.cut(sock, how)
-        others = [] if self._asks else sockets.sockets_to(self._store_addresses)
+        others = [] if self._keeps_store else sockets.sockets_to(self._store_addresses)
         if (before := self._before_init) is not None:
             new = set(sockets.tcp_sockets()) - set(sockets.gloo_listeners()) - before
             others += new & self._seen
