@@ -6,7 +6,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -102,6 +102,31 @@ def awaited(client: Client, path: str, wait: str, timeout_s: float | None) -> It
         restarts = DaemonRestarts()
         yield data
         left_s = min(LONGEST_WAIT_S, left) if (left := end_s - time.monotonic()) > 0 else -1.0
+
+
+def streamed(
+    client: Client, path: str, query: Mapping[str, object], on_from: Callable[[Json], Mapping[str, object]]
+) -> Iterator[Json]:
+    """The lines of a stream until the one with `end`. After the first the daemon may restart: `on_from` says how the
+    query changes after the last line that has come."""
+    restarts: DaemonRestarts | None = None
+    error: Unreachable | Failed
+    while True:
+        began_s = time.monotonic()
+        try:
+            for message in client.lines(path, query):
+                query = {**query, **on_from(message)}
+                yield message
+                if message.get("end"):
+                    return
+            error = Unreachable("elasticd has ended the stream")
+        except (Unreachable, Failed) as caught:
+            if restarts is None:
+                raise
+            error = caught
+        if restarts is None or time.monotonic() - began_s > RESTART_S:
+            restarts = DaemonRestarts()
+        restarts.endure(error)
 
 
 def say(data: Json, as_json: bool, text: str, err: bool = False) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -147,6 +148,32 @@ def test_following_and_waiting_outlive_a_restart_of_the_daemon(monkeypatch: pyte
     assert follow_job.until_over(Client(""), "train", as_json=False) == 0
     scripted(monkeypatch, [row, *RESTARTING, over | {"members": 1}, over])
     assert lifecycle.until_over(Client(""), "train", None)["phase"] == "succeeded"
+
+
+def test_a_stream_goes_on_after_a_restart_of_the_daemon_and_ends_with_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, streams = [], [[{"n": 1}, {"n": 2}], *RESTARTING, [], [{"n": 3}, {"end": True}, {"n": 4}]]
+
+    def lines(_: Client, path: str, query: Mapping[str, object]) -> Iterator[Any]:
+        asked.append(query)
+        answer = streams.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        yield from answer
+
+    def streamed() -> list[Any]:
+        return list(output.streamed(Client(""), "/v1/x", {"tail": 9}, lambda last: {"tail": 0, "since": last.get("n")}))
+
+    monkeypatch.setattr(Client, "lines", lines)
+    monkeypatch.setattr(output.time, "sleep", lambda s: None)
+    assert streamed() == [{"n": 1}, {"n": 2}, {"n": 3}, {"end": True}]
+    assert asked == [{"tail": 9}, *[{"tail": 0, "since": 2}] * 4]
+    for refusal in (RESTARTING[0], Failed(404, "no such job")):  # it was not there at first; another refusal
+        streams[:] = [refusal]
+        with pytest.raises(type(refusal)):
+            streamed()
+    streams[:] = [[{"n": 1}], Failed(404, "no such job")]
+    with pytest.raises(Failed, match="no such job"):
+        streamed()
 
 
 def test_a_job_whose_script_fails_after_training_has_not_succeeded(monkeypatch: pytest.MonkeyPatch) -> None:

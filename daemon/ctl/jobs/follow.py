@@ -19,7 +19,7 @@ from elasticd.base import safe_text
 from elasticd.base.answers import Job, JobDetail, Progress
 from elasticd.ctl.client import Client, Failed, Json, Unreachable, name
 from elasticd.ctl.completion import JOB
-from elasticd.ctl.output import INTERRUPTED, OF_PHASE, OVER, TERMINATED, DaemonRestarts, command, length, read
+from elasticd.ctl.output import INTERRUPTED, OF_PHASE, OVER, TERMINATED, DaemonRestarts, command, length, read, streamed
 
 from . import stopping
 
@@ -113,8 +113,9 @@ def show(
         sys.stdout.flush()
         foot.again()
 
+    path, restarts = f"/v1/jobs/{name(job)}/logs", follow and not notes  # `until_over` endures them itself
     try:
-        for message in client.lines(f"/v1/jobs/{name(job)}/logs", query):
+        for message in streamed(client, path, query, lambda _: {"tail": 0}) if restarts else client.lines(path, query):
             if message.get("end"):
                 end = message
             if slots is not None and "line" in message and message["slot"] not in slots:

@@ -18,7 +18,7 @@ from elasticd.base import answers, masking, safe_text
 from elasticd.base.safe_text import line
 from elasticd.ctl.client import Client, Failed, Json, name
 from elasticd.ctl.completion import JOB, job_names, node_names
-from elasticd.ctl.output import as_of, command, length, print_json, read
+from elasticd.ctl.output import as_of, command, length, print_json, read, streamed
 
 BLOCKS, ASCII = "▁▂▃▄▅▆▇█", "_.-~=+*#"
 FIELDS = ("wall_s", "step", "loss", "steps_per_s", "world_size")
@@ -143,8 +143,12 @@ def events(client: Client, follow: bool, job: str, node: str, since_s: float | N
                 click.echo("no events")
             as_of(data)
         return
-    for event in client.lines("/v1/events", query | {"follow": 1}):
+    for event in streamed(client, "/v1/events", query | {"follow": 1}, _after):
         click.echo(json.dumps(event) if as_json else in_words(read(event, answers.Event)))
+
+
+def _after(event: Json) -> Json:
+    return {"last": 0, "since_wall_s": event["when_wall_s"] + 1e-3}
 
 
 def in_words(event: answers.Event) -> str:
