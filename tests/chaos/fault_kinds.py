@@ -121,10 +121,10 @@ KINDS: dict[str, Kind] = {
     "nan": Kind("numerics", ("bad_loss",), ends="failed", person=True),
     "drift": Kind("numerics", ("diverged",), spec={"fingerprint_every_steps": 1}, ends="failed", person=True,
                   rank=None),
-    "outlives": Kind("hang", ("late_exit",), spec={"exit_timeout_s": 1.0}),
+    "outlives": Kind("hang", ("late_exit",), spec={"exit_timeout_s": 1.0}, ends="failed", person=True),
     "agent_killed": Kind("node", ("node_down", "agent_replaced", "lease_expired"), _agent_killed),
     "zygote_killed": Kind("node", ("sigkill",), _zygote_killed),
-    "drained": Kind("planned", ("drained", "joined"), _drained, spec=_SMALL),
+    "drained": Kind("planned", ("drained", "left", "joined"), _drained, spec=_SMALL),
     "scaled": Kind("planned", ("scaled_down",), _scaled, spec=_SMALL),
 }  # fmt: skip
 
@@ -153,6 +153,8 @@ def inject(cluster: Cluster, name: str, number: int) -> Result:
         if kind.do is not None:
             kind.do(cluster, job)
             result.struck = True
+        if kind.ends == "failed":  # one that fails after training has succeeded until then
+            eventually(lambda: job.phase() == "failed", 90.0, "the job fails")
         job.wait_over(kind.ends)
         eventually(lambda: told(job), 10.0, "an incident is told", every_s=EVERY_S)
         result.struck = result.struck or (job.folder / "struck").exists()

@@ -24,7 +24,7 @@ def test_more_failures_than_the_budget_allows_stop_the_job() -> None:
         job.told(job.injection("kill1"), job.injection("kill2"), job.injection("kill3", recovered=False))
         row = job.row()
         assert row["restarts"] == 3
-        assert "3 failures within 600 s, at most 2 allowed (restarts.budget)" in row["reason"]
+        assert "failed 3 times within 600 s, at most 2 allowed (restarts.budget)" in row["reason"]
         assert "SIGKILL" in row["reason"]
         cluster.workers_gone()
 
