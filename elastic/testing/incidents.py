@@ -172,7 +172,7 @@ def _recovery(failed: list[Commit], again: list[Commit], told: Any, wall_s: floa
     if not min(first_s.values()) - JITTER_S <= ended_s <= max(first_s.values()) + BUSY_S:
         yield Difference(What.STEPPED_AT, ended_s, sorted(first_s.values()), of)
     last_s = max(c.at_s for c in failed)
-    if told.kind == "planned" and not last_s - JITTER_S <= began_s <= min(first_s.values()) + JITTER_S:
+    if told.kind == "planned" and not last_s - CLOCK_S <= began_s <= min(first_s.values()) + JITTER_S:
         yield Difference(What.STOOD_FROM, began_s, (last_s, min(first_s.values())), of)
     # A rank may be a step ahead of the others. A commit is written down as it returns: at the abort, if it waits there.
     since_s, went_on = began_s - told.still_s, [c for c in failed if c.process in {c.process for c in again}]

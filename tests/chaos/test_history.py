@@ -3,6 +3,7 @@ must be seen to be."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import pathlib
@@ -130,6 +131,22 @@ def test_a_commit_that_returns_at_the_abort_may_have_been_made_before(tmp_path: 
     check_injections(history(tmp_path, late), [incident_row() | stood], [KILLED])
     with pytest.raises(AssertionError, match="it stood from"):
         check_injections(history(tmp_path, late), [incident_row() | stood | {"still_s": 7.0}], [KILLED])
+
+
+@pytest.mark.parametrize(("boundary_s", "stands"), [(4.0, True), (3.0, False), (15.9, True), (17.0, False)])
+def test_a_planned_change_is_counted_from_the_last_commit_before_it(
+    boundary_s: float, stands: bool, tmp_path: pathlib.Path
+) -> None:
+    """On a busy machine a rank writes its own down late, after another one has left the group."""
+    at = [(1, s, float(s)) for s in range(6)] + [(2, s, 10.0 + s) for s in range(6, STEPS)]
+    commits = [commit(s, g, r, WORLD, f"n{r}.{r}", at_s + r / 10) for g, s, at_s in at for r in range(WORLD)]
+    planned = {
+        "kind": "planned", "node": "", "ranks": [], "detail": "n2 leaves", "causes": [], "step": 6, "timeline_s": {},
+        "wall_s": wall_s(boundary_s), "ended_wall_s": wall_s(max(16.1, boundary_s)),
+    }  # fmt: skip
+    seen = history(tmp_path, commits)
+    with contextlib.nullcontext() if stands else pytest.raises(AssertionError, match="it stood from"):
+        check_injections(seen, [incident_row() | planned], [Injection("planned")])
 
 
 LIES: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
