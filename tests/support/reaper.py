@@ -12,6 +12,7 @@ import pathlib
 import shutil
 import subprocess
 import sys
+import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
@@ -32,9 +33,13 @@ def main() -> None:
         if not (left := tagged(token, "ELASTIC_TEST_RUN")):
             break
         end_all(left)
-    for group in groups:
-        for folder in [*sorted((p for p in group.rglob("*") if p.is_dir()), reverse=True), group]:
-            subprocess.run(["rmdir", folder], check=False, timeout=10)
+    for _ in range(100):  # a group is busy until its last process is gone, a moment after the kill
+        if not (groups := [group for group in groups if group.exists()]):
+            break
+        for group in groups:
+            for folder in [*sorted((p for p in group.rglob("*") if p.is_dir()), reverse=True), group]:
+                subprocess.run(["rmdir", folder], check=False, timeout=10)
+        time.sleep(0.02)
     for folder in pathlib.Path("/run").glob(f"elt{pid}[a-z]*"):
         shutil.rmtree(folder)
     if (folder := pathlib.Path(os.environ.get("TMPDIR", ""))).name.startswith("elt-tmp-"):
