@@ -37,6 +37,7 @@ from elastic.worker.torch_internals.mesh_groups import MeshGroups, can_put_back,
 from .comm import reconfigured
 from .comm.errors import COMPLAINT_CHARS, FormError, GroupAborted, is_communication_error
 from .comm.group import Group, cuda_failure
+from .comm.in_flight import complete
 from .comm.kept_group import group_is_over, kept_group
 from .link import misuse
 from .state.parts.boxes import Accepted, local
@@ -297,11 +298,11 @@ class ManagedWorker:
         session.beat(Doing.FINISHING)
         if self._checkpoint_scheduler is not None:
             # While other ranks still train, its exchange would be matched with their gradient collectives.
-            dist.barrier()
+            complete(dist.barrier(async_op=True), job.device)
             self._checkpoint_scheduler.finish(state)  # may wait for the writer and for the other ranks
         # No rank is done before all are: until then one may die and need the others' state.
         session.beat(Doing.FINISHING)
-        dist.barrier()
+        complete(dist.barrier(async_op=True), job.device)
         session.beat(Doing.DONE)
         session.send(messages.Done(generation=form.generation, step=state.step))
         session.wait_after_done(form.generation)

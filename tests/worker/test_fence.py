@@ -50,7 +50,9 @@ class Collective:
     """`value`: what the collective of this thread, a rank, ends with."""
 
     @classmethod
-    def all_reduce(cls, tensor: torch.Tensor) -> None:
+    def all_reduce(cls, tensor: torch.Tensor, *, async_op: bool) -> None:
+        if cls.here.value is None:
+            raise GroupAborted("it does not end")
         tensor.fill_(cls.here.value)
 
 
@@ -59,8 +61,8 @@ class Rank:
         self.group = Group(board, world_size)
         self.fence = Fence(self.group)
 
-    def come(self, step: int, *, value: float) -> bool:
-        """Whether it goes on from the fence of `step`, whose collective ends with `value`."""
+    def come(self, step: int, *, value: float | None) -> bool:
+        """Whether it goes on from the fence of `step`, whose collective ends with `value`; None: it was given up."""
         Collective.here.value = value
         try:
             self.fence.wait(step)
@@ -104,6 +106,13 @@ def test_one_that_was_let_through_takes_the_others_along() -> None:
     assert first.come(7, value=4.0)
     first.fence.broken()
     assert interrupted(second, third, step=7) == [True, True]
+
+
+def test_one_whose_collective_was_given_up_goes_along_as_well() -> None:
+    first, second = ranks(2)
+    assert first.come(7, value=4.0)
+    first.fence.broken()
+    assert second.come(7, value=None)
 
 
 def test_all_that_live_had_their_gradients() -> None:

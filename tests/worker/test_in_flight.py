@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import pathlib
 import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,12 +18,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d as c10d
 
-from elastic.worker.comm import comm_hooks, ddp, nccl
+import elastic
+from elastic.worker.comm import comm_hooks, ddp, in_flight, nccl
 from elastic.worker.comm import group as groups
 from elastic.worker.comm.errors import GroupAborted, is_communication_error
 from elastic.worker.comm.group import Backend, Group
-from elastic.worker.comm.in_flight import IN_FLIGHT, InFlight
+from elastic.worker.comm.in_flight import IN_FLIGHT, InFlight, complete
 from elastic.worker.link.link import Link
+
+SOURCE = pathlib.Path(elastic.__file__).parent
 
 
 class Stuck:
@@ -106,6 +112,38 @@ def test_a_failure_of_gloos_reaches_the_backward() -> None:
     with pytest.raises(RuntimeError, match="closed by peer"):
         ours.wait()
     assert not flight.fail("later")
+
+
+def test_a_collective_of_elastics_own_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    flight = InFlight()
+    monkeypatch.setattr(in_flight, "IN_FLIGHT", flight)
+    thread = threading.Thread(target=flight.fail, args=("rank 1 died",))
+    with pytest.raises(GroupAborted, match="rank 1 died"):
+        complete(Stuck(awaited=thread.start), torch.device("cpu"))  # type: ignore[arg-type]
+    thread.join()
+    flight.wait()
+
+
+def test_a_collective_on_a_device_is_waited_for_by_the_device() -> None:
+    """A wait with a limit would block the host, and NCCL aborts its communicator after it."""
+    waits = list[tuple[object, ...]]()
+    complete(SimpleNamespace(wait=lambda *limit: waits.append(limit)), torch.device("cuda", 0))  # type: ignore[arg-type]
+    assert waits == [()]
+
+
+def test_elastics_own_collectives_can_all_be_given_up() -> None:
+    """Those between all ranks: torch's own wait for one is never begun."""
+    names = ("all_reduce", "all_gather", "broadcast", "barrier", "reduce_scatter_tensor", "all_gather_into_tensor")
+    blocking = [
+        f"{path.name}:{call.lineno}"
+        for path in sorted((SOURCE / "worker").rglob("*.py"))
+        if path.name != "standalone.py"  # there nothing aborts
+        for call in ast.walk(ast.parse(path.read_text()))
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in names
+        and isinstance(call.func.value, ast.Name) and call.func.value.id == "dist"
+        and "async_op" not in [keyword.arg for keyword in call.keywords]
+    ]  # fmt: skip
+    assert blocking == []
 
 
 class Slow:

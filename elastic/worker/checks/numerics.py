@@ -11,6 +11,7 @@ import torch.distributed as dist
 import xxhash
 from torch import nn
 
+from elastic.worker.comm.in_flight import complete
 from elastic.worker.link.misuse import MisuseRuntimeError
 
 WINDOW_BYTES = 4 * 1024 * 1024
@@ -76,7 +77,7 @@ def disagreeing(
     """Exchange `digest` (8 bytes per rank; all ranks must call) and return `outliers`, the same on every rank."""
     mine = torch.tensor([digest], dtype=torch.int64, device=device)
     everyone = [torch.empty_like(mine) for _ in range(world_size)]
-    dist.all_gather(everyone, mine, group=group)
+    complete(dist.all_gather(everyone, mine, group=group, async_op=True), mine.device)
     return outliers([int(d) for d in torch.cat(everyone).tolist()])
 
 

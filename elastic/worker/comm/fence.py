@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from .errors import GroupAborted, is_communication_error
+from .in_flight import complete
 from .p2p import control_device
 
 LIMIT_S = 1.0
@@ -55,9 +56,9 @@ class Fence:
         self._at = (step, self._at[1])
         came = torch.ones(1, device=control_device())
         try:
-            dist.all_reduce(came)
+            complete(dist.all_reduce(came, async_op=True), came.device)
             through = came.item() == self._group.world_size  # NCCL ends an aborted one in silence, with any value
-        except RuntimeError as error:
+        except (RuntimeError, GroupAborted) as error:
             if not (is_communication_error(error) and self._others_go(step)):
                 raise
         else:

@@ -45,7 +45,7 @@ GENTLE_LOOKS = 10
 """Number of times that gloo's sockets are only shut for reading."""
 
 ABANDON_LOOKS = 15
-"""After so many, gradients and buffers that are still in flight are given up: see `in_flight`."""
+"""After so many, collectives that are still in flight are given up: see `in_flight`."""
 
 MOST_ABANDONED = 3
 """Groups per process of which gloo's threads may be left behind, each with the tensor that it was to send. With
@@ -382,8 +382,8 @@ class Group:
         # header only has arrived: they wait until the group's time-out, and no later cut reaches them, as the socket is
         # closed by then. So no write is made to fail here: with both directions shut, 4 of 26 aborts between small
         # collectives left a rank waiting; with this, 1 of 68: there the dead peer has broken the connection. Gradients
-        # and buffers that wait so are given up (`in_flight`); a rank that waits in another collective, one of the
-        # script's or SyncBatchNorm's, is ended after `abort_s`.
+        # and buffers that wait so, and elastic's own collectives, are given up (`in_flight`); a rank that waits in
+        # another, one of the script's or SyncBatchNorm's, or between two ranks, is ended after `abort_s`.
         how = socket.SHUT_RD if self._looks < GENTLE_LOOKS else socket.SHUT_RDWR
         self._looks += 1
         direct.cut()

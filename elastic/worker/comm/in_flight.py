@@ -2,9 +2,9 @@
 
 Gloo has no abort. Shutting down its sockets ends nearly all of its collectives, but not all: gloo keeps a send that it
 could not write when the connection broke, without an error, and the thread that waits for it wakes up only at the
-group's timeout (about one abort in fifty). So a backward waits for gloo a while at a time, and is told here once the
-collective was given up; or, where DDP itself waits, on a future that is failed here. The wait raises, and the worker
-keeps its process.
+group's timeout (about one abort in fifty). So a backward, and whatever of elastic's own waits for all ranks
+(`complete`), waits for gloo a while at a time, and is told here once the collective was given up; or, where DDP itself
+waits, on a future that is failed here. The wait raises, and the worker keeps its process.
 """
 
 from __future__ import annotations
@@ -121,4 +121,16 @@ class InFlight:
 
 
 IN_FLIGHT = InFlight()
-"""The all-reduces of this process's gradients and the broadcasts of its buffers."""
+"""The all-reduces of this process's gradients, the broadcasts of its buffers, and elastic's own collectives."""
+
+
+def complete(work: dist.Work | None, device: torch.device) -> None:
+    """Wait for a collective of elastic's own, over tensors on `device`, that was begun with `async_op=True`. Raises
+    what torch raises, GroupAborted once it was given up."""
+    if work is None:  # this rank is not in the group
+        return
+    if device.type != "cpu":
+        work.wait()
+        return
+    IN_FLIGHT.add(work)
+    IN_FLIGHT.finish(work)

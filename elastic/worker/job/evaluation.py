@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import default_collate
 
+from elastic.worker.comm.in_flight import complete
 from elastic.worker.comm.p2p import control_device
 from elastic.worker.data.arguments import plan_of
 from elastic.worker.data.batches import Batch, MapDataset
@@ -86,7 +87,7 @@ def evaluate(
         table[numbers.start : numbers.stop] = torch.stack(rows).cpu()
     if world_size > 1:
         table = table.to(control_device())
-        dist.all_reduce(table)
+        complete(dist.all_reduce(table, async_op=True), table.device)
     if bool(table[-1].any()):
         raise MisuseValueError(
             f"job.evaluate: measure returned {agreed} on rank 0 and other names elsewhere (here: {names})"

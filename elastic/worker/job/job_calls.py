@@ -19,7 +19,8 @@ import torch.distributed as dist
 
 from elastic.contract.timeouts import QUIET_S
 from elastic.worker.checks.numerics import disagreeing
-from elastic.worker.comm.errors import is_communication_error
+from elastic.worker.comm.errors import GroupAborted, is_communication_error
+from elastic.worker.comm.in_flight import complete
 from elastic.worker.comm.p2p import control_device
 from elastic.worker.data import arguments, streams
 from elastic.worker.data import batches as data
@@ -189,7 +190,7 @@ class JobCalls(abc.ABC):
             total = torch.as_tensor(0.0 if nothing else count, dtype=torch.float64).detach()
             if self.world_size > 1:
                 total = total.to(self.device if self.device.type == "cuda" else control_device(), copy=True)
-                dist.all_reduce(total)
+                complete(dist.all_reduce(total, async_op=True), total.device)
             return total.to(self.device)
 
     def lr_scale(self, *optimizers: torch.optim.Optimizer, mode: Mode, base_world_size: int) -> float:
@@ -238,7 +239,7 @@ class JobCalls(abc.ABC):
         self._link.contributed()
         try:
             yield
-        except RuntimeError as error:
+        except (RuntimeError, GroupAborted) as error:
             if is_communication_error(error):
                 self._gradient_weight.fail()
             raise

@@ -33,6 +33,7 @@ from elastic.checkpoint.interval import IntervalPlan, IntervalRule
 from elastic.contract.structs import replace
 from elastic.contract.worker.messages import Copies, CopyState
 from elastic.contract.worker.tensor_table import NO_REPLICAS, ReplicaTensors, Table
+from elastic.worker.comm.in_flight import complete
 from elastic.worker.link.session import GenerationEnded
 from elastic.worker.state.handover.restore import extra_of
 from elastic.worker.state.state import State
@@ -366,7 +367,7 @@ class CheckpointScheduler:
         mine += [-copied if state is not CopyState.REPLICAS else -MAX_STEP]
         # Of each digest the largest and, negated, the smallest.
         numbers = torch.tensor([*mine, *digest, *(-each for each in digest)], dtype=torch.int64)
-        dist.all_reduce(numbers, dist.ReduceOp.MAX)
+        complete(dist.all_reduce(numbers, dist.ReduceOp.MAX, async_op=True), numbers.device)
         save_at, keep_at, agree_at, any_busy, any_asked, any_stop, cost_us, worst, oldest, *digests = numbers.tolist()
         most, most_drift, least, least_drift = digests
         return Agreed(

@@ -19,6 +19,7 @@ from elastic.checkpoint.format.dtypes import code_of, dtype_of, nbytes_of
 from elastic.checkpoint.format.json_values import decode
 from elastic.contract.worker.tensor_table import Table, TensorInfo
 from elastic.worker.comm import p2p
+from elastic.worker.comm.in_flight import complete
 from elastic.worker.link.misuse import MisuseTypeError, MisuseValueError
 from elastic.worker.state.parts.json_codec import CannotEncodeError, encode
 
@@ -111,7 +112,8 @@ def broadcast_value(value: Any, *, rank: int, world_size: int, device: torch.dev
     if world_size > 1:
         if any(tensor.numel() for tensor in tensors):
             broadcast.relay(tensors, previous=rank - 1 if rank else None, following=following)
-        dist.barrier()  # a rank that was lost meanwhile is noticed here by all, not only by its neighbour
+        # A rank that was lost meanwhile is noticed here by all, not only by its neighbour.
+        complete(dist.barrier(async_op=True), device)
     return unpack(header, tensors) if rank else value
 
 
@@ -135,12 +137,12 @@ def gather(value: Any, *, rank: int, world_size: int, device: torch.device) -> l
     flat = torch.cat([piece.to(control) for piece in mine])
     sizes = torch.tensor([len(raw), flat.numel()], device=control)
     everywhere = [torch.empty_like(sizes) for _ in range(world_size)]
-    dist.all_gather(everywhere, sizes)
+    complete(dist.all_gather(everywhere, sizes, async_op=True), control)
     longest = max(int(numbers[1]) for numbers in everywhere)
     padded = torch.zeros(longest, dtype=torch.uint8, device=control)
     padded[: flat.numel()] = flat
     received = [torch.empty_like(padded) for _ in range(world_size)]
-    dist.all_gather(received, padded)
+    complete(dist.all_gather(received, padded, async_op=True), control)
     headers = []
     for numbers, data in zip(everywhere, received, strict=True):
         header = msgspec.json.decode(data[: int(numbers[0])].cpu().numpy().tobytes(), type=ValueHeader)
