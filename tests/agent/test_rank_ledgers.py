@@ -19,6 +19,7 @@ from elastic.contract.step_parts import StepParts
 from elastic.contract.worker.beat import PAGE_BYTES, Beat, BeatPage, Doing
 from elastic.recovery.facts.transitions import Stage
 from elastic.recovery.machine.model import Agent, Worker
+from elastic.recovery.observers.ledger_view import seen
 from elasticd.diagnosis import goodput
 
 POLICY = policy(nodes="2:2", slots=2)
@@ -28,8 +29,8 @@ def agent(*stages: Stage | None, slots: tuple[int, ...] = (0, 1), number: int = 
     """Node a with a worker in each of `stages`, of which `slots` have a rank in the generation."""
     formed = generation(number, [place("a", *slots), place("b", 0, 1)]) if number else None
     workers = {at: Worker(slot=at, worker_id=at + 1, stage=stage) for at, stage in enumerate(stages) if stage}
-    seen = view(member("a"), member("b"), formed=formed, phase=facts.pop("phase", Phase.RUNNING))  # type: ignore[arg-type]
-    return changed(changed(Agent(POLICY), view=seen, generation=formed, workers=workers), **facts)
+    picture = view(member("a"), member("b"), formed=formed, phase=facts.pop("phase", Phase.RUNNING))  # type: ignore[arg-type]
+    return changed(changed(Agent(POLICY), view=picture, generation=formed, workers=workers), **facts)
 
 
 def record(ledgers: RankLedgers, known: Agent) -> RanksRecord:
@@ -40,9 +41,9 @@ def played(*turns: tuple[Agent, int]) -> list[dict[str, int]]:
     """Of each slot bucket -> ms, after each of `turns`: what the agent was, and for how many ms."""
     ledgers, now_ms = RankLedgers(0), 0
     for known, lasted_ms in turns:
-        ledgers.turned(known, now_ms)
+        ledgers.turned(known, seen(known), now_ms)
         now_ms += lasted_ms
-    ledgers.turned(turns[-1][0], now_ms)
+    ledgers.turned(turns[-1][0], seen(turns[-1][0]), now_ms)
     rows = record(ledgers, turns[-1][0]).ranks
     return [{**row.ranks_ms, **({"open": row.open_ms} if row.open_ms else {})} for row in rows]
 
@@ -84,7 +85,7 @@ def test_every_millisecond_of_every_rank_is_in_exactly_one_bucket(
         now_ms += passed_ms
         stalled_s += stall_s
         ledgers.looked({1: page(stalled_s), 2: page(stalled_s / 2)})
-        ledgers.turned(known, now_ms)
+        ledgers.turned(known, seen(known), now_ms)
         told = record(ledgers, known)
         assert {row.slot for row in told.ranks} == {0, 1}
         for row in told.ranks:
@@ -119,10 +120,10 @@ def test_the_accounts_of_all_ranks_of_all_nodes_sum_to_the_time_of_all_ranks(
         for known, passed_ms, stall_s, _ in turns:
             now_ms += passed_ms
             ledgers.looked({1: page(stall_s)})
-            ledgers.turned(known, now_ms)
+            ledgers.turned(known, seen(known), now_ms)
         now_ms = max(now_ms, began_ms)
-        ledgers.turned(STEPS, now_ms + 3)  # within a step: nothing of it is in a bucket yet
-        ledgers.turned(STEPS, now_ms + 7)
+        ledgers.turned(STEPS, seen(STEPS), now_ms + 3)  # within a step: nothing of it is in a bucket yet
+        ledgers.turned(STEPS, seen(STEPS), now_ms + 7)
         told[name] = msgspec.structs.replace(record(ledgers, turns[-1][0]), node=name)
     lasted_ms = sum(row.until_ms - row.since_ms for one in told.values() for row in one.ranks)
     summed = goodput.summed(told, told.get("a"), each=each, still=False)
@@ -156,19 +157,19 @@ def test_a_slot_without_a_rank_waits_for_one_and_is_idle_when_the_job_is_over() 
 
 def test_the_exchange_of_state_of_one_rank_begins_when_its_own_group_stands() -> None:
     ledgers, forming = RankLedgers(0), agent(Stage.FORMING, Stage.FORMING)
-    ledgers.turned(forming, 0)
+    ledgers.turned(forming, seen(forming), 0)
     stands = msgspec.structs.replace(forming.local.workers[0], formed=2)
     forming = changed(forming, workers={**forming.local.workers, 0: stands})
-    ledgers.turned(forming, 10)
-    ledgers.turned(forming, 50)
+    ledgers.turned(forming, seen(forming), 10)
+    ledgers.turned(forming, seen(forming), 50)
     assert [row.ranks_ms for row in record(ledgers, forming).ranks] == [{"form": 10, "sync": 40}, {"form": 50}]
 
 
 def test_an_agent_continues_the_account_of_its_predecessor_on_the_node(tmp_path: Path) -> None:
     first, runs = RankLedgers(1000), agent(Stage.RUNNING, Stage.RUNNING, step=3)
-    first.turned(runs, 1000)
-    first.turned(changed(runs, step=4), 1400)
-    first.turned(changed(runs, step=4), 1500)
+    first.turned(runs, seen(runs), 1000)
+    first.turned(changed(runs, step=4), seen(changed(runs, step=4)), 1400)
+    first.turned(changed(runs, step=4), seen(changed(runs, step=4)), 1500)
     told = record(first, runs)
     status = {"pid": 1, "incarnation": "", "job": "job", "node": "a", "phase": "", "reason": "", "leader": True,
               "generation": 1, "etcd_ok": True, "written_wall_s": 1.0, "submitted_wall_s": 0.5}  # fmt: skip
@@ -178,8 +179,12 @@ def test_an_agent_continues_the_account_of_its_predecessor_on_the_node(tmp_path:
     assert before == told
     assert left_behind(tmp_path, 1.5) is None, "of an earlier job of the same name"
     second = RankLedgers(2500, before)
-    second.turned(agent(Stage.STARTING, Stage.STARTING, broken=2), 2500)
-    second.turned(agent(Stage.STARTING, Stage.STARTING, broken=2), 2600)
+    second.turned(
+        agent(Stage.STARTING, Stage.STARTING, broken=2), seen(agent(Stage.STARTING, Stage.STARTING, broken=2)), 2500
+    )
+    second.turned(
+        agent(Stage.STARTING, Stage.STARTING, broken=2), seen(agent(Stage.STARTING, Stage.STARTING, broken=2)), 2600
+    )
     row = record(second, runs).ranks[0]
     assert row.ranks_ms == {"stepping": 400, "detect": 100, "waiting": 1000, "form": 100}
     assert (row.since_ms, row.until_ms) == (1000, 2600)
@@ -207,7 +212,7 @@ def test_the_account_carries_what_each_rank_does_for_screens_of_other_nodes() ->
     parts = StepParts(step_s=0.1, data_s=0, compute_s=None, collectives_s=None, optimizer_s=None, snapshot_s=0)
     row = RankRow(rank=0, node="a", slot=0, pid=7, phase="computing", step=4, incarnation=1, parts=parts)
     ledgers, known = RankLedgers(0), agent(Stage.RUNNING)
-    ledgers.turned(known, 5)
+    ledgers.turned(known, seen(known), 5)
     (first, second) = ledgers.record(known, lambda rank: (), {}, (row,)).ranks
     assert first.row == msgspec.structs.replace(row, parts=None)
     assert second.row is None

@@ -92,6 +92,18 @@ def test_generation_delta_splices_reproduce_the_new_places() -> None:
         assert found is None or spliced(before, found.splices) == after, f"seed {seed}"
 
 
+def test_which_nodes_a_later_generation_lacks_is_as_a_look_at_each_says() -> None:
+    for seed in range(500):
+        rng = random.Random(seed)
+        before = some(rng.randrange(1, 60), rng)
+        after = changed(before, rng)
+        if rng.random() < 0.5:  # records that were read apart share no object
+            after = msgspec.json.decode(msgspec.json.encode(after), type=Places)
+        old, new = generation(1, before), generation(2, after)
+        assert old.changed(new) == [p for p in before if p not in after], f"seed {seed}"
+        assert old.absent(new) == [p for p in before if new.node_of(p.node, p.incarnation) is None], f"seed {seed}"
+
+
 def test_readers_have_the_same_nodes_whatever_they_have_missed() -> None:
     """One sees each generation, others some of them; one begins at each; another leads each time. What was looked up
     in one generation, and is carried over to the next, is the same as well."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import operator
 import random
 import selectors
 import socket
@@ -35,6 +36,9 @@ from .resolver import Address, Found, Resolver, numeric
 
 CONNECTIONS_PER_S = 100
 """In a large job, about so many agents per second update their connections after a change: not all at once."""
+
+
+_incarnation = operator.attrgetter("incarnation")
 
 
 class PeerMonitor:
@@ -67,7 +71,7 @@ class PeerMonitor:
         formed = agent.formed.generation
         seen = watch_list(agent.etcd.view, agent.peers.dead, formed, agent.policy.node, complaints)
         # All of them may take this node for the leader, while it drains and takes another one for it.
-        known = frozenset(place.incarnation for place in formed.nodes) if formed else frozenset()
+        known = frozenset(map(_incarnation, formed.nodes)) if formed else frozenset()
         self._peers.watch({m.id: (m.record.host, m.record.port) for m in seen}, known)
 
 

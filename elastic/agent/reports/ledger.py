@@ -46,7 +46,7 @@ class LedgerKeeper:
         stall_ms, now_ms = int(self._unbooked_s * 1000), int((now_s + self._ahead_s) * 1000)
         self._unbooked_s -= stall_ms / 1000
         self._ledger = advance(self._ledger, self._before, after, now_ms, stall_ms)
-        self.ranks.turned(agent, now_ms)
+        self.ranks.turned(agent, after, now_ms)
         self._before = after
 
     def looked(self, beats: Mapping[int, Beat]) -> None:
@@ -105,8 +105,8 @@ class RankLedgers:
         """By worker id."""
         self._due_s = 0.0
 
-    def turned(self, agent: Agent, now_ms: int) -> None:
-        job = seen(agent)
+    def turned(self, agent: Agent, job: Seen, now_ms: int) -> None:
+        """`job`: what is seen of all ranks."""
         for slot in range(agent.policy.slots):
             after = seen_slot(agent, job, slot)
             before = self._seen.get(slot)

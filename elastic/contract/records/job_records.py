@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import enum
 import functools
+import itertools
 import operator
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, Literal, TypeVar, cast
 
@@ -204,6 +206,12 @@ LINEAR_SEARCH_MAX = 4
 _node, _slots = operator.attrgetter("node"), operator.attrgetter("slots")
 
 
+def _alike(one: Sequence[object], other: Sequence[object]) -> int:
+    """With how many equal objects both begin."""
+    unlike = itertools.compress(itertools.count(), map(operator.ne, one, other))
+    return next(unlike, min(len(one), len(other)))
+
+
 class GenerationRecord(GenerationHead, frozen=True, kw_only=True, dict=True):
     """One numbered membership of a job. Immutable; a re-formation creates the next number."""
 
@@ -241,12 +249,23 @@ class GenerationRecord(GenerationHead, frozen=True, kw_only=True, dict=True):
         return self.nodes[at] if at is not None and self.nodes[at].incarnation == incarnation else None
 
     def changed(self, later: GenerationRecord) -> list[GenerationNode]:
-        """Its nodes that are not the same in `later`: in a large job few, found without a look at each."""
-        return sorted(set(self.nodes).difference(later.nodes), key=lambda place: self.order[place.node])
+        """Its nodes that are not the same in `later`."""
+        mine, theirs = self._apart(later)
+        same = set(theirs)
+        return [place for place in mine if place not in same]
 
     def absent(self, later: GenerationRecord) -> list[GenerationNode]:
         """Its nodes that are not in `later`."""
-        return [place for place in self.changed(later) if later.node_of(place.node, place.incarnation) is None]
+        mine, theirs = self._apart(later)
+        there = {(place.node, place.incarnation) for place in theirs}
+        return [place for place in mine if (place.node, place.incarnation) not in there]
+
+    def _apart(self, later: GenerationRecord) -> tuple[Sequence[GenerationNode], Sequence[GenerationNode]]:
+        """Its nodes and those of `later`, without the ones that both begin and end with: in a large job nearly all."""
+        start = _alike(self.nodes, later.nodes)
+        mine, theirs = self.nodes[start:], later.nodes[start:]
+        end = _alike(mine[::-1], theirs[::-1])
+        return mine[: len(mine) - end], theirs[: len(theirs) - end]
 
     def ranks(self, node: str) -> dict[int, int]:
         """slot -> rank on `node`; empty when the node is not a member."""
