@@ -200,7 +200,7 @@ class GenerationHead(Record, frozen=True, kw_only=True):
         return self.previous or self.number - 1
 
 
-LINEAR_SEARCH_MAX = 4
+LINEAR_SEARCH_MAX = 8
 """This many nodes are searched for one by one; for more, an index of all nodes costs less."""
 
 _node, _slots = operator.attrgetter("node"), operator.attrgetter("slots")
