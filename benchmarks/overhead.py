@@ -49,7 +49,8 @@ from elastic.contract.worker.messages import CopyState
 from elastic.worker.job.job import Job
 from elastic.worker.link.agent_link import AgentLink
 from elastic.worker.link.session import Session
-from elastic.worker.snapshots.checkpoint_scheduler import CheckpointScheduler, RankPosition, SnapshotPart
+from elastic.worker.snapshots.agent_snapshots import SnapshotPart
+from elastic.worker.snapshots.checkpoint_scheduler import CheckpointScheduler, RankPosition
 from elastic.worker.state.handover import pull
 from elastic.worker.state.handover.sync import Handover
 from elastic.worker.state.state import State
@@ -189,8 +190,8 @@ def snapshot(count: int, elements: int, turns: int) -> tuple[float, float]:
             return True
 
     arenas: list[Arena] = []
-    scheduler = CheckpointScheduler(SnapshotBackend(), IntervalRule(every_steps=1), shared=True)
-    scheduler.enter(RankPosition(1, 0, 1, 0, 1), 0)
+    scheduler = CheckpointScheduler(SnapshotBackend(), IntervalRule(every_steps=1), shared=True)  # type: ignore[arg-type]
+    scheduler.enter(RankPosition(0, 1, 0, 1), 0)
     scheduler._put(state, save=True)
     fill_s = best(lambda: scheduler._put(state, save=True), turns)
     newcomers = [build(count, elements, stepped=False) for _ in range(turns)]
@@ -276,8 +277,8 @@ def alone() -> tuple[Job, State]:
     job = Job(name="bench", device=torch.device("cpu"), local_rank=0, link=link)
     model = torch.nn.Linear(4, 4)
     state = State(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=1e-3))
-    scheduler = CheckpointScheduler(Idle(), None, shared=True, snapshots=True)
-    scheduler.enter(RankPosition(1, 0, 1, 0, 1), 0)
+    scheduler = CheckpointScheduler(Idle(), None, shared=True, snapshots=True)  # type: ignore[arg-type]
+    scheduler.enter(RankPosition(0, 1, 0, 1), 0)
     link.enter(1, 0)
     job.enter(rank=0, world_size=1, generation=1, checkpoint_scheduler=scheduler)
     state.watch_optimizers(job.guard())

@@ -514,7 +514,6 @@ def _gathered(value: Any, form: messages.Form) -> Sequence[Any]:
 
 def _position(form: messages.Form, synced: SyncResult) -> RankPosition:
     return RankPosition(
-        form.generation,
         form.rank,
         form.world_size,
         form.local_rank,

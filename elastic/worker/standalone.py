@@ -72,7 +72,7 @@ def _train(job: Job, state: State, train: Train, disk: Disk | None, rule: Interv
         return
     backend = LocalSnapshots(disk.directory, disk.job, generation=generation, rank=job.rank, world_size=job.world_size)
     scheduler = CheckpointScheduler(backend, rule, shared=True, finish_s=FINISH_S)
-    scheduler.enter(RankPosition(generation, job.rank, job.world_size, job.local_rank, 1), state.step)
+    scheduler.enter(RankPosition(job.rank, job.world_size, job.local_rank, 1), state.step)
     job.enter(
         rank=job.rank, world_size=job.world_size, generation=generation, checkpoint_scheduler=scheduler, state=state
     )

@@ -17,7 +17,7 @@ from support.fake_cuda import Broken, Device, gpu  # noqa: F401 - a fixture
 from elastic.checkpoint.format.errors import ArenaError
 from elastic.checkpoint.memory.arena import Arena
 from elastic.checkpoint.saving import orders
-from elastic.worker.snapshots.checkpoint_scheduler import SnapshotPart
+from elastic.worker.snapshots.agent_snapshots import SnapshotPart
 from elastic.worker.snapshots.local_snapshots import LocalSnapshots
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from elastic.checkpoint.memory.arena import Arena
 from elastic.contract.worker import messages
-from elastic.worker.snapshots.checkpoint_scheduler import SnapshotPart
+from elastic.worker.snapshots.agent_snapshots import SnapshotPart
 
 
 class Agent:

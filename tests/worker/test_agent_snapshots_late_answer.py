@@ -13,8 +13,7 @@ from elastic.checkpoint.format.errors import ArenaError
 from elastic.checkpoint.memory.arena import Arena
 from elastic.contract.worker import messages
 from elastic.contract.worker.tensor_table import TensorInfo
-from elastic.worker.snapshots.agent_snapshots import AgentSnapshots
-from elastic.worker.snapshots.checkpoint_scheduler import SnapshotPart
+from elastic.worker.snapshots.agent_snapshots import AgentSnapshots, SnapshotPart
 
 SIZE = 1 << 18
 

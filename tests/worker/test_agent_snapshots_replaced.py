@@ -6,8 +6,7 @@ import torch
 from support.arenas import Agent
 
 from elastic.contract.worker.tensor_table import TensorInfo
-from elastic.worker.snapshots.agent_snapshots import AgentSnapshots
-from elastic.worker.snapshots.checkpoint_scheduler import SnapshotPart
+from elastic.worker.snapshots.agent_snapshots import AgentSnapshots, SnapshotPart
 
 SIZE = 1 << 10
 

@@ -21,10 +21,9 @@ from elastic.contract.worker.tensor_table import ReplicaTensors, TensorInfo
 from elastic.worker.comm import direct
 from elastic.worker.link.misuse import MisuseError
 from elastic.worker.snapshots import buddy
-from elastic.worker.snapshots.agent_snapshots import AgentSnapshots
+from elastic.worker.snapshots.agent_snapshots import AgentSnapshots, SnapshotPart
 from elastic.worker.snapshots.arena_requests import ArenaRequests
 from elastic.worker.snapshots.buddy import Buddy, Neighbour, Sender, buddies
-from elastic.worker.snapshots.checkpoint_scheduler import SnapshotPart
 
 SIZE = 3_000_000
 """Elements: more than one slice."""

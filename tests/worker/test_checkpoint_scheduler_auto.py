@@ -8,7 +8,8 @@ import torch
 from support.arenas import NoBackend
 
 from elastic.checkpoint.interval import IntervalRule
-from elastic.worker.snapshots.checkpoint_scheduler import CheckpointScheduler, RankPosition, SnapshotPart
+from elastic.worker.snapshots.agent_snapshots import SnapshotPart
+from elastic.worker.snapshots.checkpoint_scheduler import CheckpointScheduler, RankPosition
 from elastic.worker.state.state import State
 
 
@@ -28,7 +29,7 @@ class SnapshotBackend(NoBackend):
 def test_checkpoint_scheduler_reports_measured_interval_and_skipped_saves() -> None:
     backend, state = SnapshotBackend(), State(model=torch.nn.Linear(4, 4))
     scheduler = CheckpointScheduler(backend, IntervalRule(), shared=True)
-    scheduler.enter(RankPosition(1, 0, 1, 0, 1), 0)
+    scheduler.enter(RankPosition(0, 1, 0, 1), 0)
     for _ in range(100_000):
         state.committed(1)
         scheduler.after(state)
@@ -46,7 +47,7 @@ def test_a_copy_beside_the_steps_has_its_price_too() -> None:
     backend, state = SnapshotBackend(), State(model=torch.nn.Linear(4, 4))
     backend.copying, backend.beside_s = True, 100.0
     scheduler = CheckpointScheduler(backend, IntervalRule(every_steps=1), shared=True)
-    scheduler.enter(RankPosition(1, 0, 1, 0, 1), 0)
+    scheduler.enter(RankPosition(0, 1, 0, 1), 0)
     state.committed(1)
     scheduler.after(state)
     scheduler.settle()

@@ -45,7 +45,7 @@ def schedulers(agents: list[Agent], rule: IntervalRule | None, nodes: tuple[int,
     made = []
     for rank, (index, count) in enumerate(places):
         scheduler = CheckpointScheduler(AgentSnapshots(agents[rank]), rule, shared=True, snapshots=True)  # type: ignore[arg-type]
-        scheduler.enter(RankPosition(1, rank, len(places), index, count), 0)
+        scheduler.enter(RankPosition(rank, len(places), index, count), 0)
         made.append(scheduler)
     return made
 
@@ -67,7 +67,7 @@ def test_the_first_commit_of_each_generation_is_kept(agents: list[Agent]) -> Non
     for _ in range(3):
         state.committed(1)
         scheduler.after(state)
-    scheduler.enter(RankPosition(2, 0, 1, 0, 1), 3)
+    scheduler.enter(RankPosition(0, 1, 0, 1), 3)
     state.committed(2)
     scheduler.after(state)
     assert [(filled.generation, filled.step) for filled in agents[0].filled] == [(1, 1), (2, 4)]
@@ -120,7 +120,7 @@ def test_snapshot_with_scarce_memory_keeps_the_shard_to_be_written(agents: list[
     (filled,) = agent.filled
     assert filled.save
     assert agent.arenas[filled.buffer].beside().table == ()
-    assert scheduler.skipped == 0
+    assert scheduler.policy.skipped == 0
 
 
 def test_the_plan_names_the_step_at_which_a_snapshot_is_due() -> None:

@@ -97,7 +97,7 @@ def step(job: Job, state: State, model: Any, criterion: Any, how: str) -> None:
 def train(job: Job, how: str, steps: int, backend: NoBackend | None = None) -> State:
     state = build(Sharded if how == "sharded" else torch.optim.AdamW)
     scheduler = CheckpointScheduler(backend or NoBackend(), IntervalRule(every_steps=1), shared=True)
-    scheduler.enter(RankPosition(1, job.rank, job.world_size, 0, 1), 0)
+    scheduler.enter(RankPosition(job.rank, job.world_size, 0, 1), 0)
     job.enter(rank=job.rank, world_size=job.world_size, generation=1, checkpoint_scheduler=scheduler, state=state)
     state.watch_optimizers(job.guard())
     state.begin()

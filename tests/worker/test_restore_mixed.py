@@ -52,7 +52,7 @@ def saved(agents: list[Agent], *, nodes: int = 1, only_on: int | None = None) ->
             AgentSnapshots(agent), IntervalRule(every_steps=1), shared=True, snapshots=nodes > 1
         )  # type: ignore[arg-type]
         here = len(agents) // nodes
-        scheduler.enter(RankPosition(1, rank, len(agents), rank % here, here), 0)
+        scheduler.enter(RankPosition(rank, len(agents), rank % here, here), 0)
         scheduler._put(state, save=True)
         scheduler.settle()
     return states

@@ -13,7 +13,8 @@ from support.ranks import ranks, run_ranks  # noqa: F401 - a fixture
 
 from elastic.checkpoint.interval import IntervalRule
 from elastic.worker.snapshots import checkpoint_scheduler
-from elastic.worker.snapshots.checkpoint_scheduler import CheckpointScheduler, RankPosition, SnapshotPart
+from elastic.worker.snapshots.agent_snapshots import SnapshotPart
+from elastic.worker.snapshots.checkpoint_scheduler import CheckpointScheduler, RankPosition
 from elastic.worker.snapshots.snapshot_policy import SnapshotCost
 from elastic.worker.state.state import State
 
@@ -39,7 +40,7 @@ def kept_by(rank: int, world_size: int, port: int, *, costs_s: list[float], cold
     backend = Copies(costs_s[rank])
     scheduler = CheckpointScheduler(backend, None, shared=True, snapshots=True)
     state = State(model=torch.nn.Linear(2, 2))
-    scheduler.enter(RankPosition(1, rank, world_size, 0, 1), 0)
+    scheduler.enter(RankPosition(rank, world_size, 0, 1), 0)
     for step in range(200):
         now[0] += STEP_S
         backend.beside_s = costs_s[rank] * (100 if step < cold_until and rank else 1)
@@ -133,7 +134,7 @@ def saved_by(rank: int, world_size: int, port: int) -> list[int]:
     scheduler = CheckpointScheduler(backend, IntervalRule(every_s=60.0), shared=True)
     state = State(model=torch.nn.Linear(2, 2))
     now[0] = 50.0
-    scheduler.enter(RankPosition(2, rank, world_size, 0, 1, planner=1), 0)
+    scheduler.enter(RankPosition(rank, world_size, 0, 1, planner=1), 0)
     for step in range(40):
         now[0] += 1.0
         backend.asked = backend.asked or (step == 30 and rank == 0)

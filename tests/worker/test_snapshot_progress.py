@@ -10,8 +10,8 @@ from support.ckpt import table_of
 
 from elastic.checkpoint.interval import IntervalRule
 from elastic.contract.worker.beat import PAGE_BYTES, BeatPage, Doing
-from elastic.worker.snapshots.agent_snapshots import AgentSnapshots
-from elastic.worker.snapshots.checkpoint_scheduler import CheckpointScheduler, RankPosition, SnapshotPart
+from elastic.worker.snapshots.agent_snapshots import AgentSnapshots, SnapshotPart
+from elastic.worker.snapshots.checkpoint_scheduler import CheckpointScheduler, RankPosition
 from elastic.worker.state.state import State
 
 LARGE = 1 << 24
@@ -57,7 +57,7 @@ def test_the_buffers_of_a_state_on_the_cpu_are_touched_ahead() -> None:
 
     state = State(model=torch.nn.Linear(4, 4))
     scheduler = CheckpointScheduler(SnapshotBackend(), IntervalRule(every_steps=100), shared=True)
-    scheduler.enter(RankPosition(1, 0, 1, 0, 1), 0)
+    scheduler.enter(RankPosition(0, 1, 0, 1), 0)
     for _ in range(3):
         state.committed(1)
         scheduler.after(state)

@@ -82,7 +82,7 @@ class Training:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         self.state = State(model=self.model, optimizer=self.optimizer, seen=torch.zeros(3))
         self.scheduler = CheckpointScheduler(AgentSnapshots(agent), IntervalRule(every_steps=every), shared=True)  # type: ignore[arg-type]
-        self.scheduler.enter(RankPosition(1, 0, 1, 0, 1), 0)
+        self.scheduler.enter(RankPosition(0, 1, 0, 1), 0)
         self.job = Job(name="j", device=torch.device("cpu"), local_rank=0, link=Link())
         self.job.enter(rank=0, world_size=1, generation=1, checkpoint_scheduler=self.scheduler)  # type: ignore[arg-type]
         self.state.watch_optimizers(self.job.guard())
@@ -175,7 +175,7 @@ def test_thread_snapshot_interrupted_by_an_abort_is_dropped(agent: Agent, copyin
     training.scheduler.settle()
     assert (agent.filled, training.whole()) == ([], [])
     copying.let_all()
-    training.scheduler.enter(RankPosition(2, 0, 1, 0, 1), 1)
+    training.scheduler.enter(RankPosition(0, 1, 0, 1), 1)
     training.one_step()
     training.one_step()
     training.scheduler.settle()

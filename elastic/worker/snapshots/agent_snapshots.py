@@ -11,9 +11,10 @@ import queue
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Protocol
 
+import msgspec
 import torch
 
 from elastic.checkpoint.format.errors import ArenaError
@@ -21,15 +22,15 @@ from elastic.checkpoint.format.layout import arena_nbytes
 from elastic.checkpoint.memory.arena import Arena
 from elastic.checkpoint.memory.buffers import Buffers
 from elastic.checkpoint.memory.memcpy import WORTH_A_THREAD_BYTES
+from elastic.contract.structs import replace
 from elastic.contract.worker import messages
 from elastic.contract.worker.beat import Doing
-from elastic.contract.worker.messages import CopyState
+from elastic.contract.worker.messages import Copies, CopyState
 from elastic.contract.worker.tensor_table import NO_REPLICAS, ReplicaTensors, Table
 from elastic.worker.link.misuse import MisuseRuntimeError
 
 from .arena_requests import ArenaRequests
 from .buddy import Buddy, Neighbour
-from .checkpoint_scheduler import SnapshotPart
 
 ASK_AGAIN_S = 60.0
 """Pause after the agent has refused memory for more than the shards to be written, because the node has not enough."""
@@ -46,6 +47,44 @@ class SaverLink(Protocol):
     def beat(self, doing: Doing) -> None: ...
     def copied(self, nbytes: int) -> None: ...
     def stood_still(self, seconds: float) -> None: ...
+
+
+class SnapshotPart(msgspec.Struct, frozen=True):
+    """This rank's part of a snapshot."""
+
+    step: int
+    commit_generation: int
+    shard: int
+    shards: int
+    table: Table
+    tensors: Sequence[torch.Tensor]
+    """The tensors of `table`, then those of `beside`."""
+    extra: dict[str, Any]
+    interval: str
+    """The checkpoint interval, as text."""
+    beside: ReplicaTensors = NO_REPLICAS
+    """Shards of other nodes, which this rank keeps in memory in addition to its own."""
+    part: int | None = None
+    parts: int | None = None
+    """Which piece of a complete snapshot this rank's tensors are (own shard and those beside it): `part` of the `parts`
+    of the node, or of one where each rank restores its own. None: as `shard` of `shards`."""
+    save: bool = True
+    """Write the shard to disk; False: keep it in memory only."""
+    kept: str = ""
+    """The interval of in-memory snapshots, as text."""
+    skipped: int = 0
+    """Number of checkpoints so far that were due and not taken."""
+    copies: Copies | None = None
+    """See `Filled`."""
+    volatile: Collection[int] = ()
+    """Indices of tensors that may change before the next optimizer step: copied before any work that is queued
+    later."""
+
+    def own(self) -> SnapshotPart:
+        """The same part without the other nodes' shards."""
+        count = len(self.table)
+        volatile = frozenset(place for place in self.volatile if place < count)
+        return replace(self, tensors=self.tensors[:count], beside=NO_REPLICAS, part=None, parts=None, volatile=volatile)
 
 
 class AgentSnapshots:
@@ -73,6 +112,7 @@ class AgentSnapshots:
         self._results: queue.SimpleQueue[messages.SaveResult | None] = queue.SimpleQueue()
         """None: look again at what is `free`."""
         self.durable_s = 0.0
+        """Seconds until the last snapshot was on disk; 0: not known."""
         self._failed_step = -1
         session.on(messages.Arena, self._on_arena)
         session.on(messages.SaveResult, self._on_saved)
@@ -89,28 +129,34 @@ class AgentSnapshots:
         self._results.put(message)
 
     def wanted(self) -> bool:
+        """Whether a checkpoint was requested since the last call."""
         if not self._session.save_wanted:
             return False
         self._session.save_wanted = False  # only now: the monitor thread may set it at any moment
         return True
 
     def stops(self) -> bool:
+        """Whether training is to stop at the requested checkpoint."""
         return self._session.stop_wanted
 
     def free(self) -> bool:
+        """Whether a buffer is free."""
         if not self._buffers.arenas:
             return True  # which buffers are busy is only learned when the agent sends them
         self._take_results()
         return self._buffers.free() is not None and not self.buddy.sending
 
     def copied(self) -> tuple[CopyState, int]:
+        """See `Buddy.copied`."""
         return self.buddy.copied
 
     def failed(self, step: int) -> bool:
+        """Whether this rank's part of the save of `step` is known to have failed."""
         self._take_results()
         return self._failed_step == step
 
     def wait(self, limit_s: float) -> None:
+        """Return when a buffer is free, or after `limit_s` seconds."""
         deadline_s = time.monotonic() + limit_s
         while not self.free() and (left_s := deadline_s - time.monotonic()) > 0:
             try:
@@ -162,10 +208,12 @@ class AgentSnapshots:
 
     @property
     def copying(self) -> bool:
+        """Whether a copy is under way that is still to be settled."""
         return self._buffers.copying
 
     @property
     def beside_s(self) -> float:
+        """Core seconds that the last settled copy took from the steps it overlapped."""
         return self._buffers.beside_s
 
     def leave(self) -> None:

@@ -19,7 +19,7 @@ import functools
 import sys
 import time
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -30,15 +30,15 @@ from elastic.checkpoint.format.layout import file_order
 from elastic.checkpoint.format.plain import tensors_named
 from elastic.checkpoint.format.shard_plan import beside_shards, split
 from elastic.checkpoint.interval import IntervalPlan, IntervalRule
-from elastic.contract.structs import replace
 from elastic.contract.worker.messages import Copies, CopyState
-from elastic.contract.worker.tensor_table import NO_REPLICAS, ReplicaTensors, Table
+from elastic.contract.worker.tensor_table import ReplicaTensors, Table
 from elastic.worker.comm.in_flight import complete
 from elastic.worker.link.session import GenerationEnded
 from elastic.worker.state.handover.restore import extra_of
 from elastic.worker.state.state import State
 from elastic.worker.torch_internals import gc_pause
 
+from .agent_snapshots import AgentSnapshots, SnapshotPart
 from .snapshot_policy import SnapshotPolicy
 
 _STATES = tuple(CopyState)
@@ -51,7 +51,6 @@ FINISH_S = 60.0
 class RankPosition(msgspec.Struct, frozen=True):
     """This worker's position in the current generation."""
 
-    generation: int
     rank: int
     world_size: int
     local_index: int
@@ -67,44 +66,6 @@ class RankPosition(msgspec.Struct, frozen=True):
     how often ranks fail. Rank 0 may have been replaced a moment ago."""
     node: int = 0
     """Position of this node among the nodes."""
-
-
-class SnapshotPart(msgspec.Struct, frozen=True):
-    """This rank's part of a snapshot."""
-
-    step: int
-    commit_generation: int
-    shard: int
-    shards: int
-    table: Table
-    tensors: Sequence[torch.Tensor]
-    """The tensors of `table`, then those of `beside`."""
-    extra: dict[str, Any]
-    interval: str
-    """The checkpoint interval, as text."""
-    beside: ReplicaTensors = NO_REPLICAS
-    """Shards of other nodes, which this rank keeps in memory in addition to its own."""
-    part: int | None = None
-    parts: int | None = None
-    """Which piece of a complete snapshot this rank's tensors are (own shard and those beside it): `part` of the `parts`
-    of the node, or of one where each rank restores its own. None: as `shard` of `shards`."""
-    save: bool = True
-    """Write the shard to disk; False: keep it in memory only."""
-    kept: str = ""
-    """The interval of in-memory snapshots, as text."""
-    skipped: int = 0
-    """Number of checkpoints so far that were due and not taken."""
-    copies: Copies | None = None
-    """See `Filled`."""
-    volatile: Collection[int] = ()
-    """Indices of tensors that may change before the next optimizer step: copied before any work that is queued
-    later."""
-
-    def own(self) -> SnapshotPart:
-        """The same part without the other nodes' shards."""
-        count = len(self.table)
-        volatile = frozenset(place for place in self.volatile if place < count)
-        return replace(self, tensors=self.tensors[:count], beside=NO_REPLICAS, part=None, parts=None, volatile=volatile)
 
 
 Numbers = tuple[Sequence[int], Sequence[int]]
@@ -126,54 +87,6 @@ class PartLayout(msgspec.Struct, frozen=True):
     beside: ReplicaTensors
     volatile: frozenset[int]
     """Indices in `chosen`."""
-
-
-class SnapshotBackend(Protocol):
-    """Destination of snapshots."""
-
-    @property
-    def durable_s(self) -> float:
-        """Seconds until the last snapshot was on disk; 0: not known."""
-
-    def wanted(self) -> bool:
-        """Whether a checkpoint was requested since the last call."""
-
-    def stops(self) -> bool:
-        """Whether training is to stop at the requested checkpoint."""
-
-    def free(self) -> bool:
-        """Whether a buffer is free."""
-
-    def wait(self, limit_s: float) -> None:
-        """Return when a buffer is free, or after `limit_s` seconds."""
-
-    def copied(self) -> tuple[CopyState, int]:
-        """How this rank's part is protected, and the newest step of which another node has a copy; -1: none."""
-
-    def failed(self, step: int) -> bool:
-        """Whether this rank's part of the save of `step` is known to have failed."""
-
-    def put(self, part: SnapshotPart) -> bool:
-        """Copy `part`, or begin to. Returns False if the snapshot was skipped."""
-
-    @property
-    def copying(self) -> bool:
-        """Whether a copy is under way that is still to be settled."""
-
-    def settle(self) -> None:
-        """Wait for the copy under way; from then on it is a snapshot. Raises RuntimeError if it failed; it is then
-        dropped."""
-
-    @property
-    def beside_s(self) -> float:
-        """Core seconds that the last settled copy took from the steps it overlapped."""
-
-    def leave(self) -> None:
-        """As `settle`, but a copy that other ranks would have to wait for is dropped."""
-
-    def prepare(self, part: SnapshotPart) -> None:
-        """Announce that a part like `part` will be put, so that work independent of its content overlaps the steps
-        until then."""
 
 
 class Agreed(NamedTuple):
@@ -200,7 +113,7 @@ class CheckpointScheduler:
 
     def __init__(
         self,
-        backend: SnapshotBackend,
+        backend: AgentSnapshots,
         rule: IntervalRule | None,
         *,
         shared: bool,
@@ -214,17 +127,13 @@ class CheckpointScheduler:
         self._shared = shared
         self._snapshots = snapshots
         self._finish_s = finish_s
-        self._place = RankPosition(0, 0, 1, 0, 1)
+        self._place = RankPosition(0, 1, 0, 1)
         self._stall_s: float | None = None
         """What it took to begin the copy that is to be settled; None: there is none."""
         self._prepared = False
         self._layout: PartLayout | None = None
         self._saved_step = self._lost_step = -1
         self._copies: Copies | None = None
-
-    @property
-    def skipped(self) -> int:
-        return self.policy.skipped
 
     def enter(self, place: RankPosition, step: int) -> None:
         """Begin a generation at `step`."""

@@ -22,8 +22,7 @@ from elastic.contract.structs import replace
 from elastic.contract.worker import messages
 from elastic.contract.worker.beat import Doing
 
-from .agent_snapshots import AgentSnapshots
-from .checkpoint_scheduler import SnapshotPart
+from .agent_snapshots import AgentSnapshots, SnapshotPart
 
 
 class OwnSaver:
