@@ -58,7 +58,7 @@ class Agent:
         self.full = False
         self.asked = 0
         self.arenas: list[Arena] = []
-        self.requests = ArenaRequests(self, 2, guest=True)
+        self.requests = ArenaRequests(self.send, 2, guest=True)
 
     def send(self, message: messages.Message) -> None:
         assert isinstance(message, messages.NeedArena)
@@ -83,7 +83,7 @@ def loopback(monkeypatch: pytest.MonkeyPatch) -> None:
 def paired(agent: Agent) -> Iterator[tuple[Buddy, threading.Event]]:
     """(that of rank 0, what is set when a copy is settled); rank 1, of another node, has the copies."""
     settled = threading.Event()
-    sender, receiver = Buddy(ArenaRequests(agent, 2, guest=True), settled.set), Buddy(agent.requests, lambda: None)
+    sender, receiver = Buddy(ArenaRequests(agent.send, 2, guest=True), settled.set), Buddy(agent.requests, lambda: None)
     try:
         endpoint = receiver.listen()
         everyone = [Neighbour(7, 0, 0, direct.Endpoint()), Neighbour(8, 1, 0, endpoint)]
@@ -193,7 +193,7 @@ def test_a_generation_that_ends_within_a_copy_leaves_the_one_before(monkeypatch:
 @pytest.mark.usefixtures("loopback")
 def test_a_node_that_is_not_reached_costs_the_copies_and_nothing_else() -> None:
     settled = threading.Event()
-    sender = Buddy(ArenaRequests(Agent(), 2, guest=True), settled.set)
+    sender = Buddy(ArenaRequests(Agent().send, 2, guest=True), settled.set)
     closed = direct.Endpoint("127.0.0.1", 1, "x" * direct.TOKEN_BYTES)
     sender.pair(0, [Neighbour(7, 0, 0, direct.Endpoint()), Neighbour(8, 1, 0, closed)])
     assert copied(sender, settled, snapshot(10)) == (CopyState.UNREACHABLE, -1)
@@ -215,7 +215,7 @@ def test_a_thread_that_does_not_end_has_the_buffers_for_itself(monkeypatch: pyte
 
     monkeypatch.setattr(buddy, "JOIN_S", 0.1)
     settled = threading.Event()
-    sender, receiver = Buddy(ArenaRequests(agent, 2, guest=True), settled.set), Buddy(agent.requests, lambda: None)
+    sender, receiver = Buddy(ArenaRequests(agent.send, 2, guest=True), settled.set), Buddy(agent.requests, lambda: None)
     for generation in range(3):
         everyone = [Neighbour(7, 0, 0, direct.Endpoint()), Neighbour(8, 1, 0, receiver.listen())]
         receiver.pair(1, everyone)
@@ -280,7 +280,7 @@ def part(step: int) -> SnapshotPart:
 
 def test_the_next_snapshot_waits_until_the_last_one_is_copied() -> None:
     snapshots = AgentSnapshots(arenas.Agent(), keep_newest=True)
-    sender = snapshots.buddy._sender = Sender(snapshots._wake)
+    sender = snapshots.buddy._sender = Sender(snapshots.buddy._wake)
     assert snapshots.put(part(10))
     assert not snapshots.free()
     threading.Timer(0.1, sender._settled, (CopyState.COPIED, 10)).start()
@@ -316,7 +316,7 @@ def test_where_snapshots_are_required_a_node_without_memory_ends_the_job(where: 
     agent.no_memory = where == "here"
     snapshots = AgentSnapshots(agent, keep_newest=True, required=True)
     if where == "there":
-        sender = snapshots.buddy._sender = Sender(snapshots._wake)
+        sender = snapshots.buddy._sender = Sender(snapshots.buddy._wake)
         sender.copied = CopyState.NO_MEMORY, -1
     with pytest.raises(MisuseError, match="after its own has no memory" if where == "there" else "its node has no"):
         snapshots.put(part(10))

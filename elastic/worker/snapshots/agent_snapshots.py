@@ -107,8 +107,8 @@ class AgentSnapshots:
         self._preparing: threading.Thread | None = None
         self._awaited = True
         """The main thread waits for the work done here, which then counts as progress of this worker."""
-        self._requests = {guest: ArenaRequests(session, buffers, guest=guest) for guest in (False, True)}
-        self.buddy = Buddy(self._requests[True], self._wake)
+        self._requests = {guest: ArenaRequests(session.send, buffers, guest=guest) for guest in (False, True)}
+        self.buddy = Buddy(self._requests[True], wake=lambda: self._results.put(None))
         self._results: queue.SimpleQueue[messages.SaveResult | None] = queue.SimpleQueue()
         """None: look again at what is `free`."""
         self.durable_s = 0.0
@@ -120,9 +120,6 @@ class AgentSnapshots:
     def _on_arena(self, message: messages.Message, descriptors: list[int]) -> None:
         assert isinstance(message, messages.Arena)
         self._requests[message.guest].take(message, descriptors)
-
-    def _wake(self) -> None:
-        self._results.put(None)
 
     def _on_saved(self, message: messages.Message, _: list[int]) -> None:
         assert isinstance(message, messages.SaveResult)
@@ -368,12 +365,8 @@ class AgentSnapshots:
     # ── messages from the agent ─────────────────────────────────────────────────────────────────────────────
 
     def _take_results(self) -> None:
-        while True:
-            try:
-                message = self._results.get_nowait()
-            except queue.Empty:
-                return
-            self._take(message)
+        while not self._results.empty():
+            self._take(self._results.get_nowait())
 
     def _take(self, message: messages.SaveResult | None) -> None:
         if message is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import time
-from typing import Protocol
+from collections.abc import Callable
 
 from elastic.checkpoint.format.errors import ArenaError
 from elastic.checkpoint.memory.arena import Arena
@@ -15,16 +15,12 @@ ARENA_WAIT_S = 30.0
 NO_MEMORY = -1
 
 
-class Sender(Protocol):
-    def send(self, message: messages.Message) -> None: ...
-
-
 class ArenaRequests:
     """`take` is called in the monitor thread, `ask` in one thread at a time."""
 
-    def __init__(self, session: Sender, count: int, *, guest: bool = False) -> None:
-        """`count`: how many buffers the agent offers. `guest`: see `NeedArena`."""
-        self._session, self._count, self._guest = session, count, guest
+    def __init__(self, send: Callable[[messages.Message], None], count: int, *, guest: bool = False) -> None:
+        """`send`: to the agent. `count`: how many buffers it offers. `guest`: see `NeedArena`."""
+        self._send, self._count, self._guest = send, count, guest
         self._offers: queue.SimpleQueue[tuple[messages.Arena, int]] = queue.SimpleQueue()
         self._request = 0
         """Number of the newest request."""
@@ -37,7 +33,7 @@ class ArenaRequests:
         """(buffers of at least `nbytes` bytes, numbers of those that are still being written to disk); None: the agent
         does not provide them."""
         request = self._request = self._request + 1
-        self._session.send(messages.NeedArena(nbytes=nbytes, request=request, optional=optional, guest=self._guest))
+        self._send(messages.NeedArena(nbytes=nbytes, request=request, optional=optional, guest=self._guest))
         arenas: dict[int, Arena] = {}
         busy: set[int] = set()
         deadline_s = time.monotonic() + ARENA_WAIT_S

@@ -32,7 +32,8 @@ from .arena_requests import ArenaRequests
 ACCEPT_S = 3600.0
 PAUSE_S = 1.0
 STALL_S = 60.0
-"""Longer than an agent takes to answer in any case."""
+"""A peer that moves no byte for this long has failed; snapshots and checkpoints wait for it. Longer than an agent takes
+to answer in any case."""
 ASK_AGAIN_S = 60.0
 """Pause after the agent has refused memory."""
 SLICE_BYTES = 4 << 20
@@ -160,7 +161,9 @@ class Sender:
             while (arena := self.todo.get()) is not None:
                 state, step = CopyState.UNREACHABLE, self.copied[1]
                 try:
-                    sock = sock or _limited(direct.dial(endpoint, stack))
+                    if sock is None:
+                        sock = direct.dial(endpoint, stack)
+                        direct.limit_of(sock, STALL_S)
                     state = _sent(sock, arena)
                     step = arena.header().step if state is CopyState.COPIED else step
                 except (OSError, ValueError, IncompleteSnapshot):
@@ -175,17 +178,11 @@ class Sender:
         self._wake()
 
 
-def _limited(sock: socket.socket) -> socket.socket:
-    """A peer that moves no byte for this long has failed; snapshots and checkpoints wait for it."""
-    direct.limit_of(sock, STALL_S)
-    return sock
-
-
 def _sent(sock: socket.socket, arena: Arena) -> CopyState:
     image, data = arena.image()
     raw = msgspec.msgpack.encode(image)
     sock.sendall(len(raw).to_bytes(LENGTH_BYTES, "little") + raw, socket.MSG_NOSIGNAL)
-    if (answer := _answer(sock)) != _YES:
+    if (answer := _received(sock, 1)) != _YES:
         return CopyState.COPIED if answer == _THERE else CopyState.NO_MEMORY
     digest = xxhash.xxh3_64()
     for at in range(0, len(data), SLICE_BYTES):
@@ -193,7 +190,7 @@ def _sent(sock: socket.socket, arena: Arena) -> CopyState:
         sock.sendall(piece, socket.MSG_NOSIGNAL)
         digest.update(piece)
     sock.sendall(digest.digest(), socket.MSG_NOSIGNAL)
-    if _answer(sock) != _YES:
+    if _received(sock, 1) != _YES:
         raise ConnectionError("the copy arrived damaged")
     return CopyState.COPIED
 
@@ -229,7 +226,8 @@ class Guests:
             while not over.is_set():
                 with contextlib.ExitStack() as stack, contextlib.suppress(OSError, ValueError, ArenaError):
                     if (sock := direct.accept(listener, token, stack, ACCEPT_S)) is not None:
-                        self._serve(_limited(sock))
+                        direct.limit_of(sock, STALL_S)
+                        self._serve(sock)
                 over.wait(PAUSE_S)  # a listener that was cut returns at once
 
     def _serve(self, sock: socket.socket) -> None:
@@ -275,9 +273,7 @@ def _fill(sock: socket.socket, arena: Arena, image: Image) -> bool:
         piece = data[at : at + SLICE_BYTES]
         direct.receive_into(sock, piece)
         digest.update(piece)
-    sent = bytearray(digest.digest_size)
-    direct.receive_into(sock, memoryview(sent))
-    if bytes(sent) != digest.digest():
+    if _received(sock, digest.digest_size) != digest.digest():
         return False
     arena.seal_as(image)
     return True
@@ -285,22 +281,18 @@ def _fill(sock: socket.socket, arena: Arena, image: Image) -> bool:
 
 def _head(sock: socket.socket) -> bytearray:
     """Waits for the next snapshot, for however long. Raises OSError, ValueError."""
-    length = bytearray(LENGTH_BYTES)
     poller = select.poll()
     poller.register(sock, select.POLLIN)
     poller.poll()  # for longer than a transfer may stand still; `direct.cut` ends it
-    direct.receive_into(sock, memoryview(length))
-    if (nbytes := int.from_bytes(length, "little")) > MAX_HEAD_BYTES:
+    if (nbytes := int.from_bytes(_received(sock, LENGTH_BYTES), "little")) > MAX_HEAD_BYTES:
         raise ValueError(f"a snapshot's description of {nbytes} bytes")
+    return _received(sock, nbytes)
+
+
+def _received(sock: socket.socket, nbytes: int) -> bytearray:
     raw = bytearray(nbytes)
     direct.receive_into(sock, memoryview(raw))
     return raw
-
-
-def _answer(sock: socket.socket) -> bytes:
-    answer = bytearray(1)
-    direct.receive_into(sock, memoryview(answer))
-    return bytes(answer)
 
 
 def _holds(arena: Arena, image: Image) -> bool:

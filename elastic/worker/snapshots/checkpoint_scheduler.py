@@ -15,10 +15,9 @@ completes the copy before the copied tensors change; only then does it count as 
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -70,8 +69,6 @@ class RankPosition(msgspec.Struct, frozen=True):
 
 Numbers = tuple[Sequence[int], Sequence[int]]
 """Indices in the complete table: of the tensors that a rank saves, and of those that it keeps in memory beside them."""
-
-Cut = Callable[[Table, Sequence[Sequence[int]], Sequence[int], int], Numbers]
 
 
 class PartLayout(msgspec.Struct, frozen=True):
@@ -298,8 +295,7 @@ class CheckpointScheduler:
         layout = self._layout
         if layout is None or layout.whole != table:
             state.refuse_growth(table, extra)
-            cut = functools.partial(self._own_boxes, state.buffers()) if place.key else self._cut
-            layout = self._layout = self._laid_out(table, tensors_named(extra), state.volatile(), shard, shards, cut)
+            layout = self._layout = self._laid_out(state, table, tensors_named(extra), shard, shards)
         measured = policy.measured(time.monotonic(), self._backend.durable_s)
         return SnapshotPart(
             step=state.step,
@@ -320,12 +316,14 @@ class CheckpointScheduler:
             volatile=layout.volatile,
         )
 
-    def _laid_out(
-        self, table: Table, named: Collection[str], changing: Collection[str], shard: int, shards: int, cut: Cut
-    ) -> PartLayout:
-        """`named`: the tensors of values and objects. `changing`: those that may change other than in a step."""
+    def _laid_out(self, state: State, table: Table, named: Collection[str], shard: int, shards: int) -> PartLayout:
+        """`named`: the tensors of values and objects."""
         cuts, apart = split(table, named, shards)
-        mine, others = cut(table, cuts, apart, shard)
+        if self._place.key:
+            mine, others = self._own_boxes(table, cuts, apart, shard, state.buffers())
+        else:
+            mine, others = self._cut(cuts, apart, shard)
+        changing = state.volatile()
         # In the order of the file: the description of tensors kept beside a shard gives the position of each.
         own = tuple(mine[i] for i in file_order([table[i] for i in mine]))
         positions = {i: n for n, i in enumerate((*sorted(i for cut in cuts for i in cut), *apart))}
@@ -334,7 +332,7 @@ class CheckpointScheduler:
         beside = ReplicaTensors(tuple(table[i] for i in others), tuple(positions[i] for i in others))
         return PartLayout(table, tuple(table[i] for i in own), [positions[i] for i in own], chosen, beside, volatile)
 
-    def _cut(self, table: Table, cuts: Sequence[Sequence[int]], apart: Sequence[int], shard: int) -> Numbers:
+    def _cut(self, cuts: Sequence[Sequence[int]], apart: Sequence[int], shard: int) -> Numbers:
         """Replicated state: each rank saves its shard, and the ranks of a node together keep all."""
         mine = cuts[shard] if shard else (*cuts[0], *apart)
         if not (self._snapshots and self._shared):
@@ -346,11 +344,11 @@ class CheckpointScheduler:
 
     def _own_boxes(
         self,
-        buffers: Collection[str],
         table: Table,
         cuts: Sequence[Sequence[int]],
         apart: Sequence[int],
         shard: int,
+        buffers: Collection[str],
     ) -> Numbers:
         """Each rank keeps all that it has. The lowest of each key saves its boxes and what it may have other values of
         than the ranks of other keys: buffers, values and objects. All else is alike, and rank 0 saves it."""
