@@ -271,8 +271,12 @@ class Agents:
         if lived_s > STABLE_S:
             self.trouble.pop(event.job, None)
         reported = running.status is not None or (self.dir(event.job) / "status.json").exists()
-        how = "ended" if code is None else describe_exit(code)
-        self._failed(event.job, f"the agent {how}{self._last_words(event.job)}", failed_start=not reported)
+        how = "ended" if code is None else f"ended with exit code {code}"
+        if code is not None and code < 0:
+            how = f"was killed by {signal_name(-code)}"
+        last = job_folders.last_line(self.dir(event.job).parent)
+        why = f"the agent {how}: {last_words(last)}" if last else f"the agent {how}"
+        self._failed(event.job, why, failed_start=not reported)
 
     def _left_code(self, event: Gone) -> int | None:
         """The exit code as the agent wrote it with its last status; None: it was killed, or wrote nonsense."""
@@ -349,10 +353,6 @@ class Agents:
             if running is None or running.pid != pid or self.threads.try_start(f"agent-{job}", wait):
                 del self._unwatched[job]
 
-    def _last_words(self, job: str) -> str:
-        last = job_folders.last_line(self.dir(job).parent)
-        return f": {last_words(last)}" if last else ""
-
 
 def write(path: Path, content: AgentConfig | AgentOrders, owner: Owner | None = None) -> None:
     """Replace a file atomically: its reader sees the old or the new. It may hold etcd's password: for its owner, or
@@ -375,10 +375,6 @@ def last_words(line: str) -> str:
     error = next((event[key] for key in ("error", "why", "reason", "exception") if event.get(key)), "")
     text = str(error).strip().rpartition("\n")[2] or str(event.get("event", ""))
     return text[:300] or line[-300:]
-
-
-def describe_exit(code: int) -> str:
-    return f"ended with exit code {code}" if code >= 0 else f"was killed by {signal_name(-code)}"
 
 
 def _read(path: Path, kind: type[T]) -> T | None:

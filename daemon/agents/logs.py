@@ -105,8 +105,11 @@ class Tail:
             with self._folder.opened() as folder:
                 if self._owner not in (None, os.fstat(folder).st_uid):
                     return
-                files = self._chosen([(at, name) for at, name in regular_files(folder) if self._wanted(name)])
-                for _, name in sorted(files, reverse=newest_first):
+                files = [(at, name) for at, name in regular_files(folder) if self._wanted(name)]
+                files = previous(files) if self._previous else files
+                for at, name in sorted(files, reverse=newest_first):
+                    if at < self._since_ns:
+                        continue
                     try:
                         descriptor = open_file(folder, name)
                     except (FileNotFoundError, PermissionError):  # removed or replaced since it was listed
@@ -118,11 +121,6 @@ class Tail:
                         os.close(descriptor)
         except (FileNotFoundError, NotADirectoryError):
             return  # nothing written yet; or the directory was replaced by a link
-
-    def _chosen(self, files: list[tuple[int, str]]) -> list[tuple[int, str]]:
-        if self._previous:
-            files = previous(files)
-        return [(at, name) for at, name in files if at >= self._since_ns]
 
     def _wanted(self, name: str) -> bool:
         match = NAME.fullmatch(name)
@@ -211,27 +209,28 @@ class _Past:
 def _segments(descriptor: int, size: int) -> Iterator[tuple[int, int]]:
     """(begin, end) of the parts of a file that are not holes."""
     offset = 0
-    while offset < size:
-        try:
-            begin = os.lseek(descriptor, offset, os.SEEK_DATA)
-            offset = os.lseek(descriptor, begin, os.SEEK_HOLE)
-        except OSError as error:
-            if error.errno != errno.ENXIO:
-                raise
-            return  # nothing but hole up to the end
+    while offset < size and (part := _data(descriptor, offset)):
+        begin, offset = part
         yield begin, min(offset, size)
+
+
+def _data(descriptor: int, offset: int) -> tuple[int, int] | None:
+    """(begin, end) of the next part that is no hole; None: there is nothing but hole up to the end."""
+    try:
+        begin = os.lseek(descriptor, offset, os.SEEK_DATA)
+        return begin, os.lseek(descriptor, begin, os.SEEK_HOLE)
+    except OSError as error:
+        if error.errno != errno.ENXIO:
+            raise
+        return None
 
 
 def _next(descriptor: int, offset: int, size: int, most: int) -> tuple[bytes, int]:
     """The data at `offset`, at most `most` bytes, and its end. A hole (the agent frees the middle of a log that has
     grown too large) is skipped at once, with a line that says so."""
-    try:
-        begin = os.lseek(descriptor, offset, os.SEEK_DATA)
-        end = os.lseek(descriptor, begin, os.SEEK_HOLE)
-    except OSError as error:
-        if error.errno != errno.ENXIO:
-            raise
-        return GAP, size  # nothing but hole up to the end
+    if (part := _data(descriptor, offset)) is None:
+        return GAP, size
+    begin, end = part
     read = os.pread(descriptor, min(most, end - begin), begin)
     chunk = read.replace(b"\0", b"")  # the rest of the block in which a hole begins
     return (GAP if begin > offset else b"") + chunk, begin + len(read)

@@ -39,7 +39,25 @@ class RunAs:
         return self._refusal(spec, look_up(spec.user, groups(self.settings)) if self.switches else None)
 
     def _refusal(self, spec: SpecRecord, looked: Looked | None) -> Text:
-        return refusal(spec, looked, self.settings, self.daemon, self.switches)
+        """Why this node does not run a job; '' if it does. `looked`: what the user database says of its user."""
+        owner = owner_name(spec)
+        if not self.switches:
+            if spec.uid in (None, self.daemon.uid):
+                return ""
+            return reason(Code.OTHER_ACCOUNT, owner=owner, user=self.daemon.user)
+        if spec.uid in (None, ROOT):
+            return "" if self.settings.allow_root else reason(Code.ROOT_NEEDED, owner=owner)
+        account = looked.found if looked else None
+        if looked is None or account is None:
+            return reason(Code.NO_USER, user=spec.user)
+        if account.uid != spec.uid:
+            return reason(Code.OTHER_UID, user=spec.user, here=account.uid, there=str(spec.uid))
+        allowed = account.user in (allow := self.settings.allow) or any(
+            gid in account.groups for gid in looked.groups.values() if gid is not None
+        )
+        if account.uid == ROOT or (allow and not allowed):
+            return reason(Code.NOT_ALLOWED, user=spec.user)
+        return ""
 
     def account(self, spec: SpecRecord) -> Account | None:
         """The user that an agent of the job is to run as; None: the daemon's own. Raises NotAllowed: the user database
@@ -52,28 +70,3 @@ class RunAs:
 
 def groups(settings: RunAsSettings) -> tuple[str, ...]:
     return tuple(name.removeprefix("@") for name in settings.allow if name.startswith("@"))
-
-
-def refusal(spec: SpecRecord, looked: Looked | None, settings: RunAsSettings, daemon: Account, switches: bool) -> Text:
-    """Why this node does not run a job; '' if it does. Pure."""
-    owner = owner_name(spec)
-    if not switches:
-        if spec.uid in (None, daemon.uid):
-            return ""
-        return reason(Code.OTHER_ACCOUNT, owner=owner, user=daemon.user)
-    if spec.uid in (None, ROOT):
-        if settings.allow_root:
-            return ""
-        return reason(Code.ROOT_NEEDED, owner=owner)
-    account = looked.found if looked else None
-    if looked is None or account is None:
-        return reason(Code.NO_USER, user=spec.user)
-    if account.uid != spec.uid:
-        return reason(Code.OTHER_UID, user=spec.user, here=account.uid, there=str(spec.uid))
-    if account.uid == ROOT or (settings.allow and not _allowed(account, looked, settings)):
-        return reason(Code.NOT_ALLOWED, user=spec.user)
-    return ""
-
-
-def _allowed(user: Account, looked: Looked, settings: RunAsSettings) -> bool:
-    return user.user in settings.allow or any(gid in user.groups for gid in looked.groups.values() if gid is not None)

@@ -6,13 +6,13 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
 from elastic.contract.job.spec import JobSpec
 from elastic.contract.keys import ClusterKeys, JobKeys
-from elastic.contract.records.decoding import Decoder, Member, R, Stored
+from elastic.contract.records.decoding import Decoder, Member, R
 from elastic.contract.records.generation_delta import GenerationReader
 from elastic.contract.records.incident_account import IncidentAccount
 from elastic.contract.records.incident_fold import incidents
@@ -33,7 +33,7 @@ from elastic.contract.records.phases import PhaseTrigger, after, allows
 from elastic.contract.records.rank_records import RanksRecord
 from elastic.contract.records.reasons import Text
 from elastic.contract.records.report_size import fitted, reader
-from elastic.etcd.client import Refusal
+from elastic.etcd.client import KV, Refusal
 
 KEPT_INCIDENTS = 250
 """Of a job, the newest, and so many accounts and failure reports. Its agents keep about as many in etcd; its user may
@@ -42,11 +42,6 @@ _Told = tuple[list[IncidentAccount], list[BrokenRecord], int, list[tuple[str, In
 """What is on record of a job's incidents: accounts, failure reports, the newest generation that has stepped, and (key,
 record) of what breaks no generation."""
 _DECODERS: dict[Any, Any] = {kind: reader(kind) for kind in (BrokenRecord, IncidentAccount, IncidentRecord)}
-
-
-class KeyValue(Stored, Protocol):
-    @property
-    def key(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,90 +174,115 @@ class ClusterReader:
         self._stopped = {} if stopped is None else stopped
         self._folded: dict[str, tuple[_Told, tuple[IncidentRecord, ...]]] = {}
         self._generations: dict[str, GenerationReader] = {}
+        self._foreign: dict[str, str] = {}
+        """See `Cluster.foreign`: of the view that is being read."""
 
     def read(
-        self,
-        kvs: Mapping[str, KeyValue],
-        revision: int,
-        refused: Mapping[str, Refusal] | None = None,
-        signed: bool = False,
+        self, kvs: Mapping[str, KV], revision: int, refused: Mapping[str, Refusal] | None = None, signed: bool = False
     ) -> Cluster:
         """`refused`: keys that are not among `kvs`, as their signatures are not valid; `signed`: whether signatures are
         checked. A job without a state is then not run: deleting the state of a finished job must not run it
         again."""
         keys = self._keys
-        foreign: dict[str, str] = {}
+        self._foreign = {}
         self._decoder.next_view()
-
-        def take(kind: type[R], kv: KeyValue | None, read: Callable[[bytes], R] | None = None) -> R | None:
-            if kv is None:
-                return None
-            try:
-                return self._decoder.read(kind, kv.key, kv, read or _DECODERS.get(kind))
-            except ProtocolVersionMismatch as error:
-                foreign[kv.key] = str(error)
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:  # ValidationError among them
-                foreign[kv.key] = f"is not a {kind.__name__}: {error}"
-            return None
-
-        cordons = {n: r for n, (r, _) in _below(keys.cordons, CordonRecord, kvs, take)}
-        drains = {n: r for n, (r, _) in _below(keys.drains, DrainRecord, kvs, take)}
+        cordons = {n: r for n, (r, _) in self._below(keys.cordons, CordonRecord, kvs)}
+        drains = {n: r for n, (r, _) in self._below(keys.drains, DrainRecord, kvs)}
         nodes = {
             name: Node(record, kv.create_revision, cordons.get(name), drains.get(name))
-            for name, (record, kv) in _below(keys.nodes, NodeRecord, kvs, take)
+            for name, (record, kv) in self._below(keys.nodes, NodeRecord, kvs)
         }
-        inventory = {n: r for n, (r, _) in _below(keys.known, KnownNode, kvs, take)}
+        inventory = {n: r for n, (r, _) in self._below(keys.known, KnownNode, kvs)}
+        by_job: dict[str, dict[str, KV]] = {}
+        for key, kv in kvs.items():
+            if key.startswith(keys.jobs):
+                by_job.setdefault(key.removeprefix(keys.jobs).partition("/")[0], {})[key] = kv
         jobs = {}
-        for name, records in _by_job(keys.jobs, kvs).items():
+        for name, records in by_job.items():
             try:
                 job = keys.job(name)
             except ValueError as error:  # no job of ours can have this name
-                foreign |= dict.fromkeys(records, str(error))
+                self._foreign |= dict.fromkeys(records, str(error))
                 continue
-            spec, asked = take(SpecRecord, records.get(job.spec)), take(AskedRecord, records.get(job.asked))
-            on_record = _told(job, records, take)
-            if name not in self._folded or self._folded[name][0] != on_record:
-                self._folded[name] = on_record, _incidents(on_record)
-            folded = self._folded[name][1]
-            base, reader = records.get(job.base), self._generations.setdefault(name, GenerationReader())
-            read = functools.partial(reader.read, base=base.value if base else None)
-            formed = take(GenerationRecord, records.get(job.generation), read)
-            jobs[name] = _job(name, job, records, take, signed, self._asked(name, spec, asked), folded, formed)
+            jobs[name] = self._job(name, job, records, signed)
         for name in [name for name in (*self._stopped, *self._folded, *self._generations) if name not in jobs]:
             self._stopped.pop(name, None)
             self._folded.pop(name, None)
             self._generations.pop(name, None)
         events = {key: kv.value for key, kv in kvs.items() if key.startswith(keys.events)}
         why = {key: refusal.why for key, refusal in (refused or {}).items()}
-        return Cluster(nodes, jobs, cordons, drains, revision, events, foreign, why, inventory)
+        return Cluster(nodes, jobs, cordons, drains, revision, events, self._foreign, why, inventory)
 
-    def _asked(self, name: str, spec: SpecRecord | None, asked: AskedRecord | None) -> AskedRecord:
+    def _asked(self, name: str, spec: SpecRecord | None, asked: AskedRecord) -> AskedRecord:
         submission, stopped = self._stopped.get(name, ("", AskedRecord()))
-        asked = asked or AskedRecord()
         if spec is not None and asked.stop is not None:
             self._stopped[name] = spec.submission, asked
         elif stopped.stop is not None and (spec is None or spec.submission == submission):
             return msgspec.structs.replace(asked, stop=stopped.stop)
         return asked
 
+    def _take(self, kind: type[R], kv: KV | None, read: Callable[[bytes], R] | None = None) -> R | None:
+        """None where there is no record, or one of another protocol. `read`: how, if not by its kind alone."""
+        if kv is None:
+            return None
+        try:
+            return self._decoder.read(kind, kv.key, kv, read or _DECODERS.get(kind))
+        except ProtocolVersionMismatch as error:
+            self._foreign[kv.key] = str(error)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:  # ValidationError among them
+            self._foreign[kv.key] = f"is not a {kind.__name__}: {error}"
+        return None
 
-class _Take(Protocol):
-    """Reads one record; None where there is none, or one of another protocol. `read`: how, if not by its kind alone."""
+    def _below(self, prefix: str, kind: type[R], kvs: Mapping[str, KV]) -> Iterator[tuple[str, tuple[R, KV]]]:
+        """(rest of the key, (record, what it was decoded from)) of each that is valid."""
+        for key, kv in kvs.items():
+            if key.startswith(prefix) and (record := self._take(kind, kv)) is not None:
+                yield key.removeprefix(prefix), (record, kv)
 
-    def __call__(self, kind: type[R], kv: KeyValue | None, read: Callable[[bytes], R] | None = None) -> R | None: ...
+    def _told(self, job: JobKeys, kvs: Mapping[str, KV]) -> _Told:
+        keys, take = [key for key in kvs if key.startswith(job.incidents)], self._take
+        own = sorted((kvs[key].create_revision, key) for key in keys if job.is_account(key))[-KEPT_INCIDENTS:]
+        broken = sorted(key for key in kvs if key.startswith(job.broken_all))[-KEPT_INCIDENTS:] if own else ()
+        progress = take(ProgressRecord, kvs.get(job.progress))
+        return (
+            [account for _, key in own if (account := take(IncidentAccount, kvs[key])) is not None],
+            [report for key in broken if (report := take(BrokenRecord, kvs[key])) is not None],
+            progress.stepped_in if progress is not None else 0,
+            [(k, r) for k in keys if not job.is_account(k) and (r := take(IncidentRecord, kvs[k])) is not None],
+        )
 
-
-def _told(job: JobKeys, kvs: Mapping[str, KeyValue], take: _Take) -> _Told:
-    keys = [key for key in kvs if key.startswith(job.incidents)]
-    own = sorted((kvs[key].create_revision, key) for key in keys if job.is_account(key))[-KEPT_INCIDENTS:]
-    broken = sorted(key for key in kvs if key.startswith(job.broken_all))[-KEPT_INCIDENTS:] if own else ()
-    progress = take(ProgressRecord, kvs.get(job.progress))
-    return (
-        [account for _, key in own if (account := take(IncidentAccount, kvs[key])) is not None],
-        [report for key in broken if (report := take(BrokenRecord, kvs[key])) is not None],
-        progress.stepped_in if progress is not None else 0,
-        [(k, r) for k in keys if not job.is_account(k) and (r := take(IncidentRecord, kvs[k])) is not None],
-    )
+    def _job(self, name: str, job: JobKeys, kvs: Mapping[str, KV], signed: bool) -> Job:
+        spec_kv, state_kv, base = kvs.get(job.spec), kvs.get(job.state), kvs.get(job.base)
+        spec, ordered = self._take(SpecRecord, spec_kv), self._take(AskedRecord, kvs.get(job.asked))
+        on_record = self._told(job, kvs)
+        if name not in self._folded or self._folded[name][0] != on_record:
+            self._folded[name] = on_record, _incidents(on_record)
+        read = functools.partial(
+            self._generations.setdefault(name, GenerationReader()).read, base=base.value if base else None
+        )
+        generation = self._take(GenerationRecord, kvs.get(job.generation), read)
+        asked, state = self._asked(name, spec, ordered or AskedRecord()), self._take(JobState, state_kv)
+        if asked.stop is None and ((signed and state_kv is None) or (state_kv is not None and state is None)):
+            spec = spec_kv = None  # an incompatible version manages this job: leave it alone
+        state = state or JobState()
+        stop_is_due = asked.stop is not None and allows(state.phase, PhaseTrigger.STOP)
+        if stop_is_due:  # whatever the job's user has written there
+            state = after(state, PhaseTrigger.STOP, asked.stop or "", state.since_wall_s)
+        return Job(
+            name=name,
+            spec=spec,
+            submitted=spec_kv.create_revision if spec_kv else 0,
+            spec_revision=spec_kv.mod_revision if spec_kv else 0,
+            state=state,
+            stop_is_due=stop_is_due,
+            state_revision=state_kv.mod_revision if state_kv else 0,
+            members={n: Member(r, kv.create_revision) for n, (r, kv) in self._below(job.members, MemberRecord, kvs)},
+            generation=generation,
+            progress=self._take(ProgressRecord, kvs.get(job.progress)),
+            ranks={n: r for n, (r, _) in self._below(job.ranks, RanksRecord, kvs)},
+            asked=asked,
+            incidents=self._folded[name][1],
+        )
 
 
 def _incidents(on_record: _Told) -> tuple[IncidentRecord, ...]:
@@ -273,56 +293,3 @@ def _incidents(on_record: _Told) -> tuple[IncidentRecord, ...]:
             records.append(decode(IncidentRecord, encode(incident)))
     records += [msgspec.structs.replace(record, id=key.rpartition("/")[2]) for key, record in on_record[3]]
     return tuple(sorted(records, key=lambda incident: incident.wall_s)[-KEPT_INCIDENTS:])
-
-
-def _job(
-    name: str,
-    job: JobKeys,
-    kvs: Mapping[str, KeyValue],
-    take: _Take,
-    signed: bool,
-    asked: AskedRecord,
-    incidents: tuple[IncidentRecord, ...],
-    generation: GenerationRecord | None,
-) -> Job:
-    spec, state = kvs.get(job.spec), kvs.get(job.state)
-    written = take(JobState, state)
-    if asked.stop is None and ((signed and state is None) or (state is not None and written is None)):
-        spec = None  # an incompatible version manages this job: leave it alone
-    current = written or JobState()
-    stop_is_due = asked.stop is not None and allows(current.phase, PhaseTrigger.STOP)
-    if stop_is_due:  # whatever the job's user has written there
-        current = after(current, PhaseTrigger.STOP, asked.stop or "", current.since_wall_s)
-    members = {n: Member(r, kv.create_revision) for n, (r, kv) in _below(job.members, MemberRecord, kvs, take)}
-    return Job(
-        name=name,
-        spec=take(SpecRecord, spec),
-        submitted=spec.create_revision if spec else 0,
-        spec_revision=spec.mod_revision if spec else 0,
-        state=current,
-        stop_is_due=stop_is_due,
-        state_revision=state.mod_revision if state else 0,
-        members=members,
-        generation=generation,
-        progress=take(ProgressRecord, kvs.get(job.progress)),
-        ranks={n: r for n, (r, _) in _below(job.ranks, RanksRecord, kvs, take)},
-        asked=asked,
-        incidents=incidents,
-    )
-
-
-def _below(
-    prefix: str, kind: type[R], kvs: Mapping[str, KeyValue], take: _Take
-) -> Iterator[tuple[str, tuple[R, KeyValue]]]:
-    """(rest of the key, (record, what it was decoded from)) of each that is valid."""
-    for key, kv in kvs.items():
-        if key.startswith(prefix) and (record := take(kind, kv)) is not None:
-            yield key.removeprefix(prefix), (record, kv)
-
-
-def _by_job(prefix: str, kvs: Mapping[str, KeyValue]) -> dict[str, dict[str, KeyValue]]:
-    jobs: dict[str, dict[str, KeyValue]] = {}
-    for key, kv in kvs.items():
-        if key.startswith(prefix):
-            jobs.setdefault(key[len(prefix) :].partition("/")[0], {})[key] = kv
-    return jobs

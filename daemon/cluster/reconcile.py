@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 
 import msgspec
 
@@ -32,31 +32,19 @@ END_AFTER_S = 10.0
 SIGKILL."""
 
 
-def pick_gpus(
-    gpus: tuple[int, ...], slots: int, taken: Iterable[tuple[int, ...]], seen: Iterable[tuple[int, ...]] = ()
-) -> tuple[int, ...]:
-    """A GPU for each slot: the least used first. Empty without GPUs.
-
-    `taken`: the GPUs of each agent whose job uses them. `seen`: of each agent with a gloo job, which mostly does not.
-    """
-    if not gpus:
-        return ()
-    used, visible = (Counter(gpu for agent in agents for gpu in agent) for agents in (taken, seen))
-    picked = []
-    for _ in range(slots):
-        best = min(gpus, key=lambda gpu: (used[gpu], visible[gpu], gpu))
-        used[best] += 1
-        picked.append(best)
-    return tuple(picked)
-
-
 def gpus_for(
     gpus: tuple[int, ...], slots: int, cluster: Cluster, running: Mapping[str, tuple[int, ...]]
 ) -> tuple[int, ...]:
-    """The GPUs for a new agent with `slots` workers. `running`: job -> GPUs of its agent on this node."""
+    """A GPU for each slot of a new agent, the least used first; those of agents with a gloo job, which mostly does not
+    use them, count less. Empty without GPUs. `running`: job -> GPUs of its agent on this node."""
     gloo = {name for name, job in cluster.jobs.items() if job.spec and job.spec.spec.backend == "gloo"}
-    taken = [indices for job, indices in running.items() if job not in gloo]
-    return pick_gpus(gpus, slots, taken, [indices for job, indices in running.items() if job in gloo])
+    used = Counter(gpu for job, indices in running.items() if job not in gloo for gpu in indices)
+    visible = Counter(gpu for job, indices in running.items() if job in gloo for gpu in indices)
+    picked = []
+    for _ in range(slots if gpus else 0):
+        picked.append(min(gpus, key=lambda gpu: (used[gpu], visible[gpu], gpu)))
+        used[picked[-1]] += 1
+    return tuple(picked)
 
 
 WORKERS_OF_A_JOB = 256

@@ -48,14 +48,6 @@ def in_plain_text(etcd: EtcdSettings) -> tuple[str, ...]:
     )
 
 
-def refusal(endpoint: str) -> str:
-    return (
-        f"etcd at {endpoint} answers without the password or certificate that is set here, so it takes writes from "
-        "anyone, and elasticd runs as root what stands in it: turn on etcd's authentication or --client-cert-auth, or "
-        "set etcd.insecure = true where every user who reaches etcd may be root on every node"
-    )
-
-
 def check_secret(setting: str, file: str, euid: int, readable: bool = False) -> None:
     """Refuse a file with a secret that other users may read or change. Raises InvalidConfig.
 

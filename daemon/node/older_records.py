@@ -16,7 +16,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from elastic.contract.keys import ClusterKeys
-from elastic.etcd.client import KV, Refusal, View
+from elastic.etcd.client import Refusal, View
 from elastic.etcd.stamps import Stamps
 from elasticd.cluster.cluster import Cluster
 from elasticd.cluster.reconcile import Since
@@ -68,7 +68,9 @@ class OlderRecords:
         }
         if not view.connected:
             self._signed = {}  # nothing can be signed meanwhile
-        return {k: _unsigned(nodes[k]) for k, (_, since_s) in self._signed.items() if now_s >= since_s + UNSIGNED_S}
+        why = f"the node's elasticd has not signed it anew for {UNSIGNED_S / 60:.0f} minutes"
+        late = (key for key, (_, since_s) in self._signed.items() if now_s >= since_s + UNSIGNED_S)
+        return {key: Refusal(nodes[key], why) for key in late}
 
     def repair(self, cluster: Cluster, now_s: float) -> None:
         """Called in each turn in which etcd can be reached."""
@@ -88,7 +90,3 @@ class OlderRecords:
             marks = sorted((kv.stamp, key) for key, kv in self._view.kvs.items() if key.startswith(self._keys.endings))
             if over := [key for _, key in marks[:-KEPT_ENDINGS]]:
                 self._writer.delete("old endings", over[:100])
-
-
-def _unsigned(kv: KV) -> Refusal:
-    return Refusal(kv, f"the node's elasticd has not signed it anew for {UNSIGNED_S / 60:.0f} minutes")

@@ -29,7 +29,6 @@ from elastic.etcd.client import (
 from elastic.etcd.signing import ending
 from elasticd.base.log import Log
 from elasticd.cluster.cluster import Job
-from elasticd.etcd import trust
 from elasticd.etcd.versions import VersionSupport, judge
 
 from .event_queue import EventQueue, NodeLeaseLost, NodeRegistered, Stop, Updated, Written
@@ -85,9 +84,13 @@ class ClusterWriter:
 
         def work() -> None:
             key = self._keys.node(record.node)
-            there, valid = self._node_record(key)
-            if there is not None and valid and (why := taken(there.value, record)):
-                raise EtcdError(why)
+            try:
+                there = self._etcd.get(key)
+            except EtcdForged as error:  # a record whose signature is not valid is replaced
+                there = error.kv
+            else:
+                if there is not None and (why := taken(there.value, record)):
+                    raise EtcdError(why)
             lease_id = 0
             lease = self._etcd.keep(ttl_s, renew_s, lambda why: self._event_queue.post(NodeLeaseLost(lease_id, why)))
             lease_id = lease.id
@@ -103,13 +106,6 @@ class ClusterWriter:
             self._event_queue.post(NodeRegistered(lease, record))
 
         self._do("register", work)
-
-    def _node_record(self, key: str) -> tuple[KV | None, bool]:
-        """The record of this node, and whether its signature is valid: one that is not is replaced."""
-        try:
-            return self._etcd.get(key), True
-        except EtcdForged as error:
-            return error.kv, False
 
     @property
     def ignores_signatures(self) -> bool:
@@ -223,7 +219,13 @@ class ClusterWriter:
                 return  # the loop asks again
             self.anonymous = bool(endpoint)
             if endpoint and refuse:
-                self._event_queue.post(Stop(trust.refusal(endpoint), code=78))
+                why = (
+                    f"etcd at {endpoint} answers without the password or certificate that is set here, so it takes "
+                    "writes from anyone, and elasticd runs as root what stands in it: turn on etcd's authentication or "
+                    "--client-cert-auth, or set etcd.insecure = true where every user who reaches etcd may be root on "
+                    "every node"
+                )
+                self._event_queue.post(Stop(why, code=78))
             elif endpoint:
                 self._log.warning("etcd.anonymous", endpoint=endpoint, why="any client may write to it")
 

@@ -317,7 +317,8 @@ def test_the_agent_of_an_earlier_job_that_has_succeeded_has_its_time_to_end(phas
     ],
 )
 def test_gpus_are_shared_out(gpus: tuple[int, ...], slots: int, taken: list[tuple[int, ...]], picked: object) -> None:
-    assert reconcile.pick_gpus(gpus, slots, taken) == picked
+    running = {str(number): indices for number, indices in enumerate(taken)}
+    assert reconcile.gpus_for(gpus, slots, Cluster(), running) == picked
 
 
 def test_gpu_that_only_a_gloo_job_sees_is_free_for_a_job_that_uses_gpus() -> None:
