@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import json
 import weakref
 from typing import Any
@@ -69,7 +70,7 @@ def test_what_runs_in_gloos_thread_does_not_keep_the_group(monkeypatch: pytest.M
     sum_of_ranks: torch.futures.Future[Any] = torch.futures.Future()
     monkeypatch.setattr(comm_hooks, "_summed", lambda tensor, group: sum_of_ranks)
     group = Fake()
-    chosen = comm_hooks.plain if exchange == "plain" else comm_hooks.Cast(torch.bfloat16)
+    chosen = comm_hooks.plain if exchange == "plain" else functools.partial(comm_hooks.cast, torch.bfloat16)
     hook = comm_hooks.GradientHook(
         chosen,
         group,
@@ -229,4 +230,4 @@ def test_a_hook_that_returns_no_future_is_named() -> None:
             return 2
 
     with pytest.raises(TypeError, match=r"hook returned NoneType: return a torch\.futures\.Future"):
-        comm_hooks.Own(hook, None)(Bucket(), 0.5, Pair())  # type: ignore[arg-type]
+        comm_hooks.own(hook, None, Bucket(), 0.5, Pair())  # type: ignore[arg-type]

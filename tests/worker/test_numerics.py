@@ -45,7 +45,6 @@ def test_every_bit_is_looked_at_once_a_round(dtype: torch.dtype) -> None:
 def test_a_tensor_that_was_replaced_since_the_last_check_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     digests: list[int] = []
     monkeypatch.setattr(job_module, "disagreeing", lambda digest, **_: digests.append(digest) or ())
-    monkeypatch.setattr(job_module, "control_device", lambda: torch.device("cpu"))
     job = Job(name="job", device=torch.device("cpu"), local_rank=0, link=Link(), fingerprint_every_steps=1)
     state = State(model=torch.nn.Linear(1, 1), mean=torch.zeros(4))
     job.enter(rank=0, world_size=2, generation=1, checkpoint_scheduler=None, state=state)

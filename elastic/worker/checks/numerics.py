@@ -12,6 +12,7 @@ import xxhash
 from torch import nn
 
 from elastic.worker.comm.in_flight import complete
+from elastic.worker.comm.p2p import control_device
 from elastic.worker.link.misuse import MisuseRuntimeError
 
 WINDOW_BYTES = 4 * 1024 * 1024
@@ -55,8 +56,7 @@ class Fingerprint:
 def _bytes_of(tensor: torch.Tensor, first: int, last: int) -> memoryview:
     """Bytes [first, last) of the tensor's elements in order, rounded out to whole elements."""
     each = tensor.element_size()
-    flat = tensor.detach()
-    flat = flat.reshape(-1)[first // each : -(-last // each)]
+    flat = tensor.detach().reshape(-1)[first // each : -(-last // each)]
     return flat.contiguous().cpu().view(torch.uint8).numpy().data
 
 
@@ -71,24 +71,22 @@ def outliers(digests: Sequence[int]) -> tuple[int, ...]:
     return tuple(rank for rank, digest in enumerate(digests) if digest != value)
 
 
-def disagreeing(
-    digest: int, *, world_size: int, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu"
-) -> tuple[int, ...]:
+def disagreeing(digest: int, *, world_size: int) -> tuple[int, ...]:
     """Exchange `digest` (8 bytes per rank; all ranks must call) and return `outliers`, the same on every rank."""
-    mine = torch.tensor([digest], dtype=torch.int64, device=device)
+    mine = torch.tensor([digest], dtype=torch.int64, device=control_device())
     everyone = [torch.empty_like(mine) for _ in range(world_size)]
-    complete(dist.all_gather(everyone, mine, group=group, async_op=True), mine.device)
+    complete(dist.all_gather(everyone, mine, async_op=True), mine.device)
     return outliers([int(d) for d in torch.cat(everyone).tolist()])
 
 
-def refuse_different(model: nn.Module, *, world_size: int, device: torch.device | str = "cpu") -> None:
+def refuse_different(model: nn.Module, *, world_size: int) -> None:
     """All ranks must call. Raises RuntimeError if the parameters of `model` are not the same on all of them.
 
     All have those of one rank's `setup`. If a rank then changes its own, stock DDP sends rank 0's to all; here, where
     none are sent, the replicas would differ for good.
     """
     digest = Fingerprint([param.detach() for param in model.parameters()], sys.maxsize).of(0)
-    if ranks := disagreeing(digest, world_size=world_size, device=device):
+    if ranks := disagreeing(digest, world_size=world_size):
         which = f"{', '.join(map(str, ranks))} from the majority" if len(ranks) < world_size else "no majority agrees"
         raise MisuseRuntimeError(
             f"job.ddp: the parameters differ between the ranks ({which}): they were changed in train() on some ranks "

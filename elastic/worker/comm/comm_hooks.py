@@ -7,6 +7,7 @@ and keeps gradients from being applied if an exchange has failed. DDP takes one 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Protocol
@@ -26,47 +27,35 @@ Hook = Callable[[Any, Any], Future]
 """A communication hook of torch's kind, ``hook(state, bucket)``: it divides by the world size and sums."""
 
 
-class Exchange(Protocol):
-    """Begins the exchange of a bucket. Returns torch's future, and what makes the bucket's new contents of it."""
-
-    def __call__(self, bucket: Any, weight: float, group: dist.ProcessGroup) -> tuple[Future, Result]: ...
+Exchange = Callable[[Any, float, dist.ProcessGroup], tuple[Future, Result]]
+"""(bucket, weight, group): begins the exchange of a bucket. Returns torch's future, and what makes the bucket's new
+contents of it."""
 
 
 def plain(bucket: Any, weight: float, group: dist.ProcessGroup) -> tuple[Future, Result]:
-    gradient = scaled(bucket.buffer(), weight)
-    return _summed(gradient, group), _first
+    return _summed(scaled(bucket.buffer(), weight), group), _tensor
 
 
-class Cast:
-    """The sum is made in `dtype`, of 16 bits: half the bytes. Each rank's part is rounded before it is added."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-
-    def __call__(self, bucket: Any, weight: float, group: dist.ProcessGroup) -> tuple[Future, Result]:
-        gradient = dense(bucket)
-        small = scaled(gradient, weight).to(self.dtype)
-
-        def back(future: Future) -> torch.Tensor:
-            return gradient.copy_(_first(future))
-
-        return _summed(small, group), back
+def cast(dtype: torch.dtype, bucket: Any, weight: float, group: dist.ProcessGroup) -> tuple[Future, Result]:
+    """The sum is made in `dtype`, of 16 bits: half the bytes. Each rank's part is rounded before it is added. Raises
+    TypeError for sparse gradients."""
+    gradient: torch.Tensor = bucket.buffer()
+    if gradient.layout is not torch.strided:
+        raise MisuseTypeError(
+            "job.ddp: compress is for dense gradients; leave it out, or make the embedding sparse=False"
+        )
+    return _summed(scaled(gradient, weight).to(dtype), group), lambda future: gradient.copy_(_tensor(future))
 
 
-class Own:
-    """A hook of the script's own. Its mean over the ranks becomes the mean over the samples."""
-
-    def __init__(self, hook: Hook, state: Any) -> None:
-        self._hook, self._state = hook, state
-
-    def __call__(self, bucket: Any, weight: float, group: dist.ProcessGroup) -> tuple[Future, Result]:
-        scaled(bucket.buffer(), weight * group.size())
-        future = self._hook(self._state, bucket)
-        if not callable(getattr(future, "then", None)):  # torch's futures have no common class that is public
-            raise MisuseTypeError(
-                f"job.ddp: hook returned {type(future).__name__}: return a torch.futures.Future with the bucket's sum"
-            )
-        return future, _value
+def own(hook: Hook, state: Any, bucket: Any, weight: float, group: dist.ProcessGroup) -> tuple[Future, Result]:
+    """By a hook of the script's own. Its mean over the ranks becomes the mean over the samples."""
+    scaled(bucket.buffer(), weight * group.size())
+    future = hook(state, bucket)
+    if not callable(getattr(future, "then", None)):  # torch's futures have no common class that is public
+        raise MisuseTypeError(
+            f"job.ddp: hook returned {type(future).__name__}: return a torch.futures.Future with the bucket's sum"
+        )
+    return future, _tensor
 
 
 def chosen(compress: Any, hook: Hook | None, hook_state: Any) -> Exchange:
@@ -78,14 +67,14 @@ def chosen(compress: Any, hook: Hook | None, hook_state: Any) -> Exchange:
             raise MisuseTypeError(
                 f"job.ddp: hook is {type(hook).__name__}: a function hook(state, bucket) as torch has them"
             )
-        return Own(hook, hook_state)
+        return functools.partial(own, hook, hook_state)
     match compress:
         case None:
             return plain
         case "bf16":
-            return Cast(torch.bfloat16)
+            return functools.partial(cast, torch.bfloat16)
         case "fp16":
-            return Cast(torch.float16)
+            return functools.partial(cast, torch.float16)
     raise MisuseValueError(
         f"job.ddp: compress={compress!r}: 'bf16', 'fp16' or None; torch's powerSGD_hook goes to hook"
     )
@@ -180,16 +169,6 @@ class GradientHook:
         torch_private.at_end_of_backward(self._received)
 
 
-def dense(bucket: Any) -> torch.Tensor:
-    """The bucket's gradients. Raises TypeError if they are sparse."""
-    gradient: torch.Tensor = bucket.buffer()
-    if gradient.layout is not torch.strided:
-        raise MisuseTypeError(
-            "job.ddp: compress is for dense gradients; leave it out, or make the embedding sparse=False"
-        )
-    return gradient
-
-
 def scaled(gradient: torch.Tensor, weight: float) -> torch.Tensor:
     """`gradient` × `weight`, in place."""
     if weight == 0.0:
@@ -204,12 +183,8 @@ def _summed(tensor: torch.Tensor, group: dist.ProcessGroup) -> Future:
     return future
 
 
-def _first(future: Future) -> torch.Tensor:
-    tensor: torch.Tensor = future.value()[0]
-    return tensor
-
-
-def _value(future: Future) -> torch.Tensor:
+def _tensor(future: Future) -> torch.Tensor:
+    """A hook's future has a tensor, or a list of one as that of a collective."""
     value = future.value()
     tensor: torch.Tensor = value if isinstance(value, torch.Tensor) else value[0]
     return tensor

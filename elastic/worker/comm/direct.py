@@ -62,62 +62,46 @@ class Work(Protocol):
         """Return once it is complete. Raises what torch raises once the group is aborted, or DistNetworkError."""
 
 
-class Transport(Protocol):
-    """One rank's ends of the chain. `data`: a flat, contiguous uint8 tensor, which stays unchanged until `wait`."""
-
-    def isend(self, data: torch.Tensor) -> Work:
-        """To the following rank."""
-
-    def irecv(self, data: torch.Tensor) -> Work:
-        """From the previous rank."""
-
-
-class OverGroup:
-    """Over the default group."""
-
-    def __init__(self, previous: int | None, following: int | None) -> None:
-        self._previous, self._following = previous, following
-
-    def isend(self, data: torch.Tensor) -> Work:
-        return _begun(dist.isend(data, self._following))
-
-    def irecv(self, data: torch.Tensor) -> Work:
-        return _begun(dist.irecv(data, self._previous))
-
-
-def _begun(work: dist.Work | None) -> Work:
-    assert work is not None  # this rank is in the default group
-    return work
-
-
-class OverSockets:
-    """Over sockets of its own; an end that has none uses the group."""
+class Transport:
+    """One rank's ends of the chain: each over a socket of its own, or over the default group where it has none. `data`:
+    a flat, contiguous uint8 tensor, which stays unchanged until `wait`."""
 
     def __init__(
         self,
-        incoming: socket.socket | None,
-        outgoing: socket.socket | None,
-        group: OverGroup,
+        previous: int | None,
+        following: int | None,
+        incoming: socket.socket | None = None,
+        outgoing: socket.socket | None = None,
         sender: ThreadPoolExecutor | None = None,
     ) -> None:
         """`sender`: for a rank that receives and sends, so that it does both at the same time."""
-        self._incoming, self._outgoing, self._group, self._sender = incoming, outgoing, group, sender
+        self._previous, self._following = previous, following
+        self._incoming, self._outgoing, self._sender = incoming, outgoing, sender
 
     def isend(self, data: torch.Tensor) -> Work:
+        """To the following rank."""
         if self._outgoing is None:
-            return self._group.isend(data)
+            return _begun(dist.isend(data, self._following))
         if self._sender is not None:
             return _Begun(self._sender.submit(_send, self._outgoing, data).result)
         _send(self._outgoing, data)
         return _Begun(lambda: None)  # it is done
 
     def irecv(self, data: torch.Tensor) -> Work:
-        return self._group.irecv(data) if self._incoming is None else _Receiving(self._incoming, data)
+        """From the previous rank."""
+        if self._incoming is None:
+            return _begun(dist.irecv(data, self._previous))
+        return _Receiving(self._incoming, data)
 
     def close(self) -> None:
         for sock in (self._incoming, self._outgoing):
             if sock is not None:
                 _shut(sock)  # a thread that still sends, after an error here, must end
+
+
+def _begun(work: dist.Work | None) -> Work:
+    assert work is not None  # this rank is in the default group
+    return work
 
 
 class _Begun:
@@ -183,7 +167,7 @@ def connected(previous: int | None, following: int | None) -> Iterator[Transport
             send_number(outgoing is not None, following)
         if previous is not None and not receive_number(previous):
             incoming = None
-        transport = OverSockets(incoming, outgoing, OverGroup(previous, following), _sender(stack, incoming, outgoing))
+        transport = Transport(previous, following, incoming, outgoing, _sender(stack, incoming, outgoing))
         stack.callback(transport.close)
         yield transport
 

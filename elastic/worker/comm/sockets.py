@@ -8,6 +8,7 @@ connections opened late, and those of groups made with ``new_group``, are found 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import socket
@@ -47,11 +48,8 @@ def _gloo_epolls() -> list[list[Sock]]:
 
 def listening_at() -> list[tuple[str, socket.AddressFamily]]:
     """The addresses on which gloo groups listen: those of the interface that was chosen for them."""
-    addresses = []
-    for sock in gloo_listeners():
-        for handle in _open(sock):
-            addresses.append((handle.getsockname()[0], handle.family))
-    return list(dict.fromkeys(addresses))
+    handles = (handle for sock in gloo_listeners() for handle in _open(sock))
+    return list(dict.fromkeys((handle.getsockname()[0], handle.family) for handle in handles))
 
 
 def unknown_interface(environment: Mapping[str, str], names: Collection[str]) -> str:
@@ -70,35 +68,20 @@ def unknown_interface(environment: Mapping[str, str], names: Collection[str]) ->
 
 def tcp_sockets() -> list[Sock]:
     """Every TCP socket of this process."""
-    found = [sock for fd, link in _links().items() if (sock := _as_socket(fd, link))]
-    return [sock for sock in found if any(True for _ in _open(sock))]
+    return [sock for sock in _sockets() if any(True for _ in _open(sock))]
 
 
 def sockets_to(addresses: Collection[tuple[str, int]]) -> list[Sock]:
     """The TCP sockets connected to one of `addresses` (numeric host, port): the store's clients."""
-    if not addresses:
-        return []
-    clients = []
-    for fd, link in _links().items():
-        sock = _as_socket(fd, link)
-        if sock is not None and _peer(sock) in addresses:
-            clients.append(sock)
-    return clients
+    return [sock for sock in _sockets() if _peer(sock) in addresses] if addresses else []
 
 
-def cut(sock: Sock, how: int = socket.SHUT_RDWR) -> bool:
+def cut(sock: Sock, how: int = socket.SHUT_RDWR) -> None:
     """Shut `sock` down, by default in both directions: threads that wait for it, here or at the other end, get an error
-    at once.
-
-    Returns False if it is not connected, or gone.
-    """
+    at once. Nothing if it is not connected, or gone."""
     for handle in _open(sock):
-        try:
+        with contextlib.suppress(OSError):
             handle.shutdown(how)
-        except OSError:
-            return False
-        return True
-    return False
 
 
 def is_whole(sock: Sock) -> bool:
@@ -126,6 +109,10 @@ def _epoll_sockets(epoll_fd: int, links: dict[int, str]) -> list[Sock]:
     if not any(links.get(fd, "").startswith("pipe:") for fd, _ in entries) or any(fd == data for fd, data in entries):
         return []
     return [sock for fd, _ in entries if (sock := _as_socket(fd, links.get(fd, "")))]
+
+
+def _sockets() -> list[Sock]:
+    return [sock for fd, link in _links().items() if (sock := _as_socket(fd, link))]
 
 
 def _as_socket(fd: int, link: str) -> Sock | None:

@@ -22,7 +22,6 @@ from elastic.worker.checks.numerics import Fingerprint, disagreeing, refuse_diff
 from elastic.worker.checks.replicas import Replicas
 from elastic.worker.comm import comm_hooks, ddp, ddp_models
 from elastic.worker.comm.fence import Fence
-from elastic.worker.comm.p2p import control_device
 from elastic.worker.data import batches as data
 from elastic.worker.data.arguments import refuse_unknown
 from elastic.worker.link.link import Link
@@ -202,7 +201,7 @@ class Job(JobCalls):
             **options,
         )
         if self._state is not None and not self._state.step:  # later it would cost each recovery a pass over the model
-            refuse_different(model, world_size=self.world_size, device=control_device())
+            refuse_different(model, world_size=self.world_size)
         link.entered()
         return wrapped
 
@@ -364,7 +363,7 @@ class Job(JobCalls):
         fingerprint = Fingerprint([tensor for _, tensor in state.tensors(own=False) if id(tensor) not in own])
         digest = fingerprint.of(state.step // self._fingerprint_every)
         self._link.contributed()
-        outliers = disagreeing(digest, world_size=self.world_size, device=control_device())
+        outliers = disagreeing(digest, world_size=self.world_size)
         self._link.entered()
         if outliers and not self._ignore_bad_numbers:
             self._link.bad_numbers(state.step, "drift", "weights differ from the other replicas'", outliers)

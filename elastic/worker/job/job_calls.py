@@ -447,7 +447,7 @@ class JobCalls(abc.ABC):
     def _compare_loops(self, progress: DataProgress) -> None:
         """After a commit of all ranks. Raises MisuseRuntimeError if their loops take other batches."""
         with self._collective("commit"):
-            if disagreeing(progress.digest(), world_size=self.world_size, device=control_device()):
+            if disagreeing(progress.digest(), world_size=self.world_size):
                 own, cpu = progress.numbers(), torch.device("cpu")
                 refuse_unlike(shared_values.gather(own, rank=self.rank, world_size=self.world_size, device=cpu))
 

@@ -116,7 +116,7 @@ def relay(
             digests += _moved(near, tensors, sockets, previous, following, check)
             near_here = set(map(id, near))
             slices = [part for part in slices if id(part) not in near_here]
-        digests += _moved(slices, tensors, direct.OverGroup(previous, following), previous, following, check)
+        digests += _moved(slices, tensors, direct.Transport(previous, following), previous, following, check)
         mine = torch.tensor(digests, dtype=torch.int64)
         theirs = mine.clone()
         if previous is not None:
