@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import sys
@@ -31,7 +32,7 @@ from elastic.worker.state.handover import shared_values
 from elastic.worker.state.handover.restore import Disk, Place, Store
 from elastic.worker.state.handover.sync import Handover, SyncResult
 from elastic.worker.torch_internals import torch_private
-from elastic.worker.torch_internals.device_marks import DeviceMarks, cuda_event
+from elastic.worker.torch_internals.device_marks import DeviceMarks
 from elastic.worker.torch_internals.mesh_groups import MeshGroups, can_put_back, put_back
 
 from .comm import reconfigured
@@ -269,8 +270,9 @@ class ManagedWorker:
         job.rows.receive(synced.logged)
         state = self._state
         if job.device.type == "cuda" and self._link.device is None:
+            event = functools.partial(torch.cuda.Event, enable_timing=True)
             capturing = torch.cuda.is_current_stream_capturing
-            self._link.device = DeviceMarks(session.page.on_device, cuda_event, capturing)
+            self._link.device = DeviceMarks(session.page.on_device, event, capturing)
         self._link.enter(form.generation, state.step)
         self._tell_synced(form, synced)
         self._parked = None

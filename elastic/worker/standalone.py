@@ -61,18 +61,12 @@ def _name() -> str:
 def _train(job: Job, state: State, train: Train, disk: Disk | None, rule: IntervalRule) -> None:
     generation = _restore(job, state, disk)
     state.forget_gradients()
-    if disk is None:
-        job.enter(
-            rank=job.rank, world_size=job.world_size, generation=generation, checkpoint_scheduler=None, state=state
-        )
-        state.begin()
-        with kept_group():
-            train(job, state)
-        job.left(state)
-        return
-    backend = LocalSnapshots(disk.directory, disk.job, generation=generation, rank=job.rank, world_size=job.world_size)
-    scheduler = CheckpointScheduler(backend, rule, shared=True, finish_s=FINISH_S)
-    scheduler.enter(RankPosition(job.rank, job.world_size, job.local_rank, 1), state.step)
+    backend = scheduler = None
+    if disk is not None:
+        place = {"rank": job.rank, "world_size": job.world_size}
+        backend = LocalSnapshots(disk.directory, disk.job, generation=generation, **place)
+        scheduler = CheckpointScheduler(backend, rule, shared=True, finish_s=FINISH_S)
+        scheduler.enter(RankPosition(job.rank, job.world_size, job.local_rank, 1), state.step)
     job.enter(
         rank=job.rank, world_size=job.world_size, generation=generation, checkpoint_scheduler=scheduler, state=state
     )
@@ -81,10 +75,12 @@ def _train(job: Job, state: State, train: Train, disk: Disk | None, rule: Interv
         with kept_group():
             train(job, state)
         job.left(state)
-        scheduler.finish(state)
-        backend.wait()
+        if scheduler is not None and backend is not None:
+            scheduler.finish(state)
+            backend.wait()
     finally:
-        backend.close()
+        if backend is not None:
+            backend.close()
 
 
 def _restore(job: Job, state: State, disk: Disk | None) -> int:

@@ -95,13 +95,8 @@ def _in_child(writer: int) -> None:
             weight = torch.ones(1, requires_grad=True)
             torch.autograd.backward((weight * 2.0).sum())
             code, reason = 0, ""
-    except (
-        RuntimeError,
-        AssertionError,
-        ImportError,
-        AttributeError,
-        OSError,
-    ) as error:  # a backward would raise it too
+    except (RuntimeError, AssertionError, ImportError, AttributeError, OSError) as error:
+        # A worker's backward would raise it too.
         reason = f"{type(error).__name__}: {error}"
     finally:
         os.write(writer, reason.encode()[:MAX_REPORT_BYTES])

@@ -8,26 +8,17 @@ the device until the loss turns out to be bad.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
+from elastic.worker.data.batches import Batch
 from elastic.worker.torch_internals.torch_private import pytree
 
 MOST_IDS = 16
 MOST_LAYERS = 10_000
 """Calls of layers that are remembered in one step."""
-
-
-class HasIndices(Protocol):
-    """A batch of `job.batches`."""
-
-    @property
-    def indices(self) -> Sequence[int]: ...
-
-    @property
-    def data(self) -> Any: ...
 
 
 class FirstBad:
@@ -69,7 +60,7 @@ class FirstBad:
 
         return look
 
-    def description(self, batch: HasIndices | None) -> str:
+    def description(self, batch: Batch | None) -> str:
         """What is known of the step, in words; waits for a GPU. '' if nothing is."""
         ids = list(batch.indices) if batch is not None else []
         lines = []
@@ -100,7 +91,7 @@ class FirstBad:
         return first, places
 
 
-def _bad_inputs(batch: HasIndices) -> list[int]:
+def _bad_inputs(batch: Batch) -> list[int]:
     bad: set[int] = set()
     for leaf in pytree.tree_leaves(batch.data):
         if _has_numbers(leaf) and leaf.ndim and len(leaf) == len(batch.indices):

@@ -13,6 +13,7 @@ from torch.utils.data import default_collate
 from elastic.worker.comm.ddp import GradientWeight
 from elastic.worker.link.misuse import MisuseRuntimeError, MisuseTypeError, MisuseValueError
 from elastic.worker.state.parts.data_progress import DataProgress
+from elastic.worker.state.state import State
 
 from .arguments import LoopOptions, at_most, plan_of
 from .columns import cut
@@ -28,11 +29,6 @@ class MapDataset(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> Any: ...
-
-
-class HasStep(Protocol):
-    @property
-    def step(self) -> int: ...
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
@@ -137,7 +133,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def refuse_uncommitted(state: HasStep, step: int) -> None:
+def refuse_uncommitted(state: State, step: int) -> None:
     """The turn of `step` has ended. Raises RuntimeError if it was not committed, or more than once."""
     if state.step != step + 1:
         taken = " If you need a batch in only some steps, create the loop there: next(job.batches(…))"
@@ -150,7 +146,7 @@ def refuse_uncommitted(state: HasStep, step: int) -> None:
 
 def batches(
     dataset: MapDataset,
-    state: HasStep,
+    state: State,
     *,
     rank: int,
     world_size: int,

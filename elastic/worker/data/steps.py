@@ -14,10 +14,11 @@ from torch.utils.data import DataLoader, IterableDataset
 from elastic.worker.boot.inherited_sockets import process_init
 from elastic.worker.link.misuse import MisuseValueError
 from elastic.worker.state.parts.data_progress import DataProgress
+from elastic.worker.state.state import State
 from elastic.worker.torch_internals import torch_private
 
 from .arguments import LoopOptions
-from .batches import HasStep, refuse_uncommitted
+from .batches import refuse_uncommitted
 from .reading import Reader
 from .samplers import drawn, set_epoch, whole_indices
 from .seeds import seed_everything
@@ -29,7 +30,7 @@ _END = object()
 
 def steps(
     loader: Any,
-    state: HasStep,
+    state: State,
     *,
     rank: int,
     world_size: int,

@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset, default_collate
@@ -26,6 +26,7 @@ from elastic.worker.boot.inherited_sockets import process_init
 from elastic.worker.comm.ddp import GradientWeight
 from elastic.worker.link.misuse import MisuseValueError
 from elastic.worker.state.handover import shared_values
+from elastic.worker.state.state import State
 from elastic.worker.torch_internals import torch_private
 
 from .batches import Batch, refuse_uncommitted
@@ -40,18 +41,9 @@ restored directly; without them it is read again from its beginning. If it has `
 `datasets` do, that is called with the number of each further pass."""
 
 
-class HasStreams(Protocol):
-    """A State with a part `streams`: ``elastic.State(model=…, optimizer=…, streams=None)``."""
-
-    streams: Any
-
-    @property
-    def step(self) -> int: ...
-
-
 def streams(
     make: Make,
-    state: HasStreams,
+    state: State,
     *,
     count: int,
     batch_size: int,
@@ -120,7 +112,7 @@ def _collates(
     return as_is, lambda read, each: collate(list(itertools.chain.from_iterable(read)))
 
 
-def _checked(count: int, batch_size: int, world_size: int, state: HasStreams) -> dict[str, int]:
+def _checked(count: int, batch_size: int, world_size: int, state: State) -> dict[str, int]:
     """The numbers that the positions of the streams depend on."""
     if batch_size % count:
         raise MisuseValueError(f"batch_size = {batch_size}: must be a multiple of count = {count} streams")
@@ -244,7 +236,7 @@ class _Counted(IterableDataset[Any]):
         self._skip = state["taken"]
 
 
-def _put_back(readers: dict[int, _Stream], state: HasStreams) -> None:
+def _put_back(readers: dict[int, _Stream], state: State) -> None:
     """Bring every stream to its position at `state.step`: from its newest kept state, or from its beginning."""
     kept = state.streams or {"step": 0, "states": {}}
     for number, stream in readers.items():

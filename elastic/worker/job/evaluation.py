@@ -107,18 +107,14 @@ def exact_sum(values: Sequence[float]) -> float:
 @contextlib.contextmanager
 def unnoticed() -> Iterator[None]:
     """Generators and gradients' mode are as before after the span."""
-    numpy = np.random.get_state()
-    python, cpu = random.getstate(), torch.get_rng_state()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    python, numpy = random.getstate(), np.random.get_state()
+    devices = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)  # type: ignore[no-untyped-call]
     try:
-        with torch.no_grad():
+        with torch.random.fork_rng(devices, device_type="cuda"), torch.no_grad():
             yield
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
-        torch.set_rng_state(cpu)
-        if cuda:
-            torch.cuda.set_rng_state_all(cuda)
 
 
 def _checked(sums: object) -> list[str]:

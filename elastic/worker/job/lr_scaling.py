@@ -7,6 +7,7 @@ those of the base world size, and the factor is applied for the duration of each
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable
 from typing import Any, Literal
@@ -48,7 +49,7 @@ class ScaledSteps:
         """Scale the rates of these optimizers from now on, and of no others."""
         self.clear()
         for optimizer in dict.fromkeys(optimizers):  # each once, however often it is named
-            self._handles.append(optimizer.register_step_pre_hook(self._before(by)))
+            self._handles.append(optimizer.register_step_pre_hook(functools.partial(self._before, by)))
             self._handles.append(optimizer.register_step_post_hook(self._after))
 
     def clear(self) -> None:
@@ -57,14 +58,11 @@ class ScaledSteps:
         self._handles.clear()
         self._kept.clear()
 
-    def _before(self, by: float) -> Any:
-        def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            # A step that raised has left its rates scaled: the rates kept before that step are the right ones.
-            rates = self._kept.setdefault(id(optimizer), [group["lr"] for group in optimizer.param_groups])
-            for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate * by
-
-        return before
+    def _before(self, by: float, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        # A step that raised has left its rates scaled: the rates kept before that step are the right ones.
+        rates = self._kept.setdefault(id(optimizer), [group["lr"] for group in optimizer.param_groups])
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * by
 
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         for group, rate in zip(optimizer.param_groups, self._kept.pop(id(optimizer)), strict=True):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Protocol, cast
 
 import torch
 
@@ -24,31 +23,15 @@ Add = Callable[[Mapping[Doing, float]], None]
 """Called with the seconds of one step by what the device did."""
 
 
-class Event(Protocol):
-    """As `torch.cuda.Event(enable_timing=True)`."""
-
-    def record(self) -> None: ...
-
-    def query(self) -> bool: ...
-
-    def elapsed_time(self, end_event: Event, /) -> float:
-        """Milliseconds until `end_event`, both having passed."""
-
-
-def cuda_event() -> Event:
-    """An event in the current stream's device."""
-    return cast(Event, torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
-
-
 class DeviceMarks:
-    def __init__(self, add: Add, new_event: Callable[[], Event], capturing: Callable[[], bool]) -> None:
+    def __init__(self, add: Add, new_event: Callable[[], torch.cuda.Event], capturing: Callable[[], bool]) -> None:
         """`capturing`: whether a graph is captured in the current stream: an event would become part of it, and could
         not be queried any more."""
         self._add, self._new, self._capturing = add, new_event, capturing
-        self._free: list[Event] = []
-        self._marks: list[tuple[Doing, Event]] = []
+        self._free: list[torch.cuda.Event] = []
+        self._marks: list[tuple[Doing, torch.cuda.Event]] = []
         """Of the step that is being queued, from the commit before it on."""
-        self._steps: deque[list[tuple[Doing, Event]]] = deque()
+        self._steps: deque[list[tuple[Doing, torch.cuda.Event]]] = deque()
         """Queued steps, oldest first; the last mark of each is its commit."""
         self._broken = False
 
@@ -77,10 +60,10 @@ class DeviceMarks:
             self._steps.append([*ended, self._marks[0]])
         if len(self._steps) > MOST_STEPS:
             self._steps.popleft()
-        while self._steps and self._steps[0][-1][1].query():
+        while self._steps and self._steps[0][-1][1].query():  # type: ignore[no-untyped-call]
             self._measure(self._steps.popleft())
 
-    def _measure(self, marks: list[tuple[Doing, Event]]) -> None:
+    def _measure(self, marks: list[tuple[Doing, torch.cuda.Event]]) -> None:
         spent: dict[Doing, float] = {}
         for (doing, begin), (_, end) in itertools.pairwise(marks):
             spent[doing] = spent.get(doing, 0.0) + begin.elapsed_time(end) / 1000
