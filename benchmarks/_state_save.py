@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
-from elastic.checkpoint.format.dtypes import code_of, nbytes_of
+from elastic.checkpoint.format.dtypes import code_of
 from elastic.checkpoint.format.files import Files
 from elastic.checkpoint.format.layout import arena_nbytes
 from elastic.checkpoint.memory.arena import Arena
@@ -102,7 +102,7 @@ class Job:
 
 
 def table_of(tensors: Tensors) -> Table:
-    return tuple(TensorInfo(name, code_of(t.dtype), tuple(t.shape), nbytes_of(t)) for name, t in tensors.items())
+    return tuple(TensorInfo(name, code_of(t.dtype), tuple(t.shape), t.nbytes) for name, t in tensors.items())
 
 
 @dataclass(frozen=True)

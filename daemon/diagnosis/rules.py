@@ -142,7 +142,7 @@ RULES = (
          says=r"(?i)permission ?(denied|error)|errno 13\b|operation not permitted(?! when)|errno 1\b",
          fix="give the job's user access to the path that is named"),
     Rule("checkpoint_damaged", Class.STORAGE, "a checkpoint is damaged",
-         exceptions=("NoGoodCheckpoint", "Damaged", "BadManifest"),
+         exceptions=("NoGoodCheckpoint", "Damaged"),
          says=r"(?i)checkpoint.*corrupt|checksum|SafetensorError|HeaderTooLarge|PytorchStreamReader failed|"
               r"failed finding central directory",
          fix="elasticctl checkpoint verify JOB names the damaged ones; quarantined ones are never loaded; look at "

@@ -45,7 +45,7 @@ def _facts(manifest: m.Manifest) -> dict[str, Any]:
 
 
 def _is_checkpoint(path: str) -> bool:
-    return os.path.exists(os.path.join(path, m.MANIFEST)) or is_final(os.path.basename(os.path.abspath(path)))
+    return os.path.exists(os.path.join(path, m.MANIFEST)) or bool(is_final(os.path.basename(os.path.abspath(path))))
 
 
 def show(args: argparse.Namespace) -> int:

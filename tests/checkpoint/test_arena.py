@@ -201,6 +201,11 @@ class FakeStream:
     def wait_stream(self, other: FakeStream) -> None:
         self.log.append(f"{self.name} waits for stream {other.name}")
 
+    def record_event(self) -> FakeEvent:
+        event = FakeEvent(self.log)
+        event.record(self)
+        return event
+
     def wait_event(self, event: FakeEvent) -> None:
         self.log.append(f"{self.name} waits for event {event.at}")
 
@@ -228,11 +233,7 @@ class FakeTensor:
     _version = 0
     device = torch.device("cuda", 0)
 
-    def numel(self) -> int:
-        return 1
-
-    def element_size(self) -> int:
-        return 4
+    nbytes = 4
 
     def __init__(self, name: str, log: list[str]) -> None:
         self.name, self.log = name, log

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.checkpoint.format import manifest as m
+from elastic.checkpoint.format.errors import Damaged
 from elastic.checkpoint.format.shard_plan import assign_shards, newest_complete
 from elastic.contract.worker.tensor_table import TensorInfo
 
@@ -41,7 +42,7 @@ def test_no_single_flipped_bit_is_believed() -> None:
             broken = raw[:at] + bytes([raw[at] ^ bit]) + raw[at + 1 :]
             try:
                 found = m.decode(broken)
-            except m.BadManifest:
+            except Damaged:
                 continue
             # Only the format's own digit is outside the hash, and an older format has no other meaning.
             assert found == manifest()
@@ -51,14 +52,14 @@ def test_no_single_flipped_bit_is_believed() -> None:
 def test_manifest_truncated_at_any_length_is_rejected() -> None:
     raw = m.encode(manifest()).rstrip()
     for length in range(len(raw)):
-        with pytest.raises(m.BadManifest):
+        with pytest.raises(Damaged):
             m.decode(raw[:length])
 
 
 @pytest.mark.parametrize("format_", [m.FORMAT - 1, m.WITH_BOXES + 1])
 def test_manifest_of_another_format_is_not_called_damaged(format_: int) -> None:
     raw = m.encode(manifest()).replace(b'"format":2', b'"format":%d' % format_)
-    with pytest.raises(m.BadManifest, match=f"format {format_}; this version reads 2 and 3") as error:
+    with pytest.raises(Damaged, match=f"format {format_}; this version reads 2 and 3") as error:
         m.decode(raw)
     assert error.value.reason == "other-format"
 
@@ -80,7 +81,7 @@ def test_manifest_of_another_format_is_not_called_damaged(format_: int) -> None:
     ],
 )
 def test_manifest_with_contradicting_fields_is_rejected(wrong: m.Manifest) -> None:
-    with pytest.raises(m.BadManifest):
+    with pytest.raises(Damaged):
         m.decode(m.encode(wrong))
 
 

@@ -37,7 +37,8 @@ PURE = {
 
 
 PURE_MODULES = {
-    "elastic.checkpoint.interval", "elastic.checkpoint.format.manifest", "elastic.checkpoint.format.shard_plan",
+    "elastic.checkpoint.interval", "elastic.checkpoint.format.errors", "elastic.checkpoint.format.manifest",
+    "elastic.checkpoint.format.shard_plan",
     "elastic.worker.data.sharding", "elastic.worker.link.misuse", "elastic.worker.state.state_source",
 }  # fmt: skip
 """Decisions outside `contract` and `recovery`, next to what they decide about."""

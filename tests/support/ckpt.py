@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from elastic.checkpoint.format.dtypes import code_of, nbytes_of
+from elastic.checkpoint.format.dtypes import code_of
 from elastic.checkpoint.format.files import REAL, Files
 from elastic.checkpoint.format.layout import arena_nbytes
 from elastic.checkpoint.format.shard_plan import assign_shards
@@ -24,7 +24,7 @@ PIECE = 4096
 
 
 def table_of(tensors: Mapping[str, torch.Tensor]) -> Table:
-    return tuple(TensorInfo(name, code_of(t.dtype), tuple(t.shape), nbytes_of(t)) for name, t in tensors.items())
+    return tuple(TensorInfo(name, code_of(t.dtype), tuple(t.shape), t.nbytes) for name, t in tensors.items())
 
 
 def state_at(step: int) -> Tensors:

@@ -67,6 +67,11 @@ class Stream:
     def drift(self, count: int) -> None:
         self.run_to(min(self.queued, self._ran + count))
 
+    def record_event(self) -> Event:
+        event = Event(self._device)
+        event.record(self)
+        return event
+
     def wait_event(self, event: Event) -> None:
         self._device.log.append(f"{self.name} waits")
         stream, at = event._stream, event._at

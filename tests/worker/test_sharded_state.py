@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import elastic
 from elastic.checkpoint.format import manifest
+from elastic.checkpoint.format.errors import Damaged
 from elastic.checkpoint.format.layout import arena_nbytes
 from elastic.checkpoint.format.manifest import Shard
 from elastic.checkpoint.memory.arena import Arena
@@ -118,7 +119,7 @@ def test_the_boxes_of_all_ranks_fill_each_tensor_and_come_back(of: str, world_si
     ]
     manifest._check_boxes(boxes)
     assert {box.name for box in boxes} >= {"model.0.weight", "optimizer.state.0.exp_avg"}
-    with pytest.raises(manifest.BadManifest, match=f"the boxes of {boxes[0].name} do not fill it"):
+    with pytest.raises(Damaged, match=f"the boxes of {boxes[0].name} do not fill it"):
         manifest._check_boxes(box for box in boxes if (box.name, box.at) != (boxes[0].name, boxes[0].at))
     if of in ("tp", "both"):
         assert "mesh=mesh['data']" in found[1]["data"]
@@ -138,7 +139,7 @@ def test_the_boxes_of_all_ranks_fill_each_tensor_and_come_back(of: str, world_si
     ],
 )
 def test_boxes_that_are_no_tensor_are_seen(boxes: list[tuple[Any, Any, Any]], problem: str) -> None:
-    with pytest.raises(manifest.BadManifest, match=problem):
+    with pytest.raises(Damaged, match=problem):
         manifest._check_boxes(TensorInfo("w", "F32", shape, 0, of, at) for shape, of, at in boxes)
 
 

@@ -50,8 +50,3 @@ def dtype_of(code: str) -> torch.dtype:
         return DTYPES[code]
     except KeyError:
         raise TypeError(f"{code!r} is no tensor type this version knows") from None
-
-
-def nbytes_of(tensor: torch.Tensor) -> int:
-    """Bytes of the tensor's elements laid out densely, whatever its strides."""
-    return tensor.numel() * tensor.element_size()

@@ -15,6 +15,8 @@ import xxhash
 
 from elastic.contract.worker.tensor_table import Table, TensorInfo
 
+from .errors import Damaged
+
 FORMAT, WITH_BOXES = 2, 3
 """Versions of the on-disk format; the second one is written where tensors are boxes of a whole. A reader that finds
 another one skips the checkpoint and reports that."""
@@ -36,18 +38,7 @@ ITEM_BYTES: dict[str, int] = {
 R = TypeVar("R")
 
 
-def digest(data: bytes | memoryview) -> str:
-    """xxh3-64 in hexadecimal."""
-    return xxhash.xxh3_64_hexdigest(data)
-
-
-class BadManifest(Exception):
-    """An invalid manifest or note. `reason` is short and fit for a file name."""
-
-    def __init__(self, reason: str, detail: str) -> None:
-        super().__init__(detail)
-        self.reason = reason
-        self.detail = detail
+digest = xxhash.xxh3_64_hexdigest
 
 
 class Shard(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,21 +122,21 @@ def encode(record: Manifest | Shard) -> bytes:
 
 
 def decode(raw: bytes) -> Manifest:
-    """Read a manifest and check its consistency. Raises BadManifest."""
+    """Read a manifest and check its consistency. Raises Damaged."""
     manifest = _decoded(raw, _manifest, "manifest")
     _check(manifest)
     return manifest
 
 
 def decode_note(raw: bytes) -> Shard:
-    """Read the note beside a shard. Raises BadManifest."""
+    """Read the note beside a shard. Raises Damaged."""
     shard = _decoded(raw, _shard, "note")
     _check_shard(shard)
     return shard
 
 
 def decode_head(raw: bytes) -> Head:
-    """Read only the part that identifies the checkpoint. Raises BadManifest."""
+    """Read only the part that identifies the checkpoint. Raises Damaged."""
     return _decoded(raw, _head, "manifest")
 
 
@@ -153,27 +144,27 @@ def _decoded(raw: bytes, decoder: msgspec.json.Decoder[R], what: str) -> R:
     try:
         file = _file.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BadManifest(f"{what}-damaged", f"the {what} cannot be read: {error}") from None
+        raise Damaged(f"{what}-damaged", f"the {what} cannot be read: {error}") from None
     if file.format not in (FORMAT, WITH_BOXES):
-        raise BadManifest("other-format", f"format {file.format}; this version reads {FORMAT} and {WITH_BOXES}")
+        raise Damaged("other-format", f"format {file.format}; this version reads {FORMAT} and {WITH_BOXES}")
     body = bytes(file.body)
     if (found := digest(body)) != file.xxh3:
-        raise BadManifest(f"{what}-damaged", f"the {what}'s hash is {found}, it says {file.xxh3}")
+        raise Damaged(f"{what}-damaged", f"the {what}'s hash is {found}, it says {file.xxh3}")
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        raise BadManifest(f"{what}-damaged", f"the {what} is not one: {error}") from None
+        raise Damaged(f"{what}-damaged", f"the {what} is not one: {error}") from None
 
 
 def _check(manifest: Manifest) -> None:
     count = len(manifest.shards)
     if not count or [(s.shard, s.shards) for s in manifest.shards] != [(i, count) for i in range(count)]:
-        raise BadManifest("manifest-damaged", "the manifest does not list each shard once, in order")
+        raise Damaged("manifest-damaged", "the manifest does not list each shard once, in order")
     for shard in manifest.shards:
         if (shard.step, shard.generation) != (manifest.step, manifest.generation):
-            raise BadManifest("manifest-damaged", f"{shard.file} is of step {shard.step}, not {manifest.step}")
+            raise Damaged("manifest-damaged", f"{shard.file} is of step {shard.step}, not {manifest.step}")
         if shard.job not in ("", manifest.job):
-            raise BadManifest("manifest-damaged", f"{shard.file} is of job {shard.job!r}, not {manifest.job!r}")
+            raise Damaged("manifest-damaged", f"{shard.file} is of job {shard.job!r}, not {manifest.job!r}")
         _check_shard(shard)
     first = manifest.shards[0]
     if "key" not in first.extra:
@@ -192,15 +183,15 @@ def _check_boxes(tensors: Iterable[TensorInfo], *, filled: bool = True) -> None:
     for tensor in tensors:
         known = boxes.setdefault(tensor.name, {})
         if (same := known.setdefault(tensor.at, tensor)) is not tensor and (not tensor.of or same != tensor):
-            raise BadManifest("manifest-damaged", f"a tensor is listed twice: {tensor.name}")
+            raise Damaged("manifest-damaged", f"a tensor is listed twice: {tensor.name}")
         if tensor.of and not _within(tensor):
-            raise BadManifest("manifest-damaged", f"a box of {tensor.name} lies outside of it")
+            raise Damaged("manifest-damaged", f"a box of {tensor.name} lies outside of it")
     for name, found in boxes.items():
         held = list(found.values())
         if len({(box.of, box.dtype) for box in held}) > 1:
-            raise BadManifest("manifest-damaged", f"the boxes of {name} are of unlike tensors")
+            raise Damaged("manifest-damaged", f"the boxes of {name} are of unlike tensors")
         if filled and held[0].of and (sum(map(elements, held)) != math.prod(held[0].of) or _overlapping(held)):
-            raise BadManifest("manifest-damaged", f"the boxes of {name} do not fill it")
+            raise Damaged("manifest-damaged", f"the boxes of {name} do not fill it")
 
 
 def _within(box: TensorInfo) -> bool:
@@ -242,7 +233,7 @@ def overlap(one: TensorInfo, other: TensorInfo) -> tuple[Slices, Slices] | None:
 
 
 def _check_shard(shard: Shard) -> None:
-    bad = BadManifest("manifest-damaged", f"shard {shard.shard} of {shard.shards} contradicts itself")
+    bad = Damaged("manifest-damaged", f"shard {shard.shard} of {shard.shards} contradicts itself")
     if shard.file != shard_file(shard.shard, shard.shards) or shard.piece_nbytes < 1:
         raise bad
     if len(shard.xxh3) != -(-shard.nbytes // shard.piece_nbytes):
@@ -251,6 +242,6 @@ def _check_shard(shard: Shard) -> None:
         raise bad
     for tensor in shard.tensors:
         if tensor.dtype not in ITEM_BYTES:
-            raise BadManifest("other-format", f"{tensor.name} is {tensor.dtype}, which this version does not know")
+            raise Damaged("other-format", f"{tensor.name} is {tensor.dtype}, which this version does not know")
         if tensor.nbytes != math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype] or min(tensor.shape, default=0) < 0:
             raise bad

@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from . import manifest as m
+from .errors import Damaged
 from .files import REAL, Files
 
 Piece = TypeVar("Piece")
@@ -40,12 +41,13 @@ def each(work: Callable[[Piece], Done], pieces: Sequence[Piece], threads: int) -
 
 
 _CHECKPOINT = r"step-\d+(?:\.g\d+)?(?:\.j[0-9a-f]{8})?"
-_FINAL = re.compile(_CHECKPOINT)
 _FULL = re.compile(r"step-(\d+)\.g(\d+)\.j([0-9a-f]{8})")
 _TMP = re.compile(r"step-(\d+)\.g(\d+)\.j([0-9a-f]{8})\.tmp")
-_ASIDE = re.compile(_CHECKPOINT + r"\.damaged-.+")
-_GONE = re.compile(r"step-\d+(\..+)?\.gone")
 _FETCH = re.compile(_CHECKPOINT + r"\.fetch-([0-9a-f]{8})-[^.]+")
+
+is_final = re.compile(_CHECKPOINT).fullmatch
+is_aside = re.compile(_CHECKPOINT + r"\.damaged-.+").fullmatch
+is_gone = re.compile(r"step-\d+(\..+)?\.gone").fullmatch
 
 
 def _tag(job: str) -> str:
@@ -85,10 +87,6 @@ def fetch_prefix(name: str, job: str) -> str:
     return f"{name}.fetch-{_tag(job)}-"
 
 
-def is_final(name: str) -> bool:
-    return _FINAL.fullmatch(name) is not None
-
-
 def step_of(name: str) -> int:
     """The step in the name of a checkpoint, complete or not; -1 for other names."""
     found = re.match(r"step-(\d+)", name)
@@ -101,14 +99,6 @@ def tmp_of(name: str, job: str | None = None) -> tuple[int, int] | None:
     return (int(found[1]), int(found[2])) if found and (job is None or found[3] == _tag(job)) else None
 
 
-def is_aside(name: str) -> bool:
-    return _ASIDE.fullmatch(name) is not None
-
-
-def is_gone(name: str) -> bool:
-    return _GONE.fullmatch(name) is not None
-
-
 def is_fetch(name: str, job: str) -> bool:
     """A directory into which `job` fetches."""
     found = _FETCH.fullmatch(name)
@@ -119,7 +109,7 @@ def head_of(path: str, files: Files = REAL) -> m.Head | None:
     """The head of the manifest in `path`; None if there is no valid manifest."""
     try:
         return m.decode_head(files.read(os.path.join(path, m.MANIFEST)))
-    except (OSError, m.BadManifest):
+    except (OSError, Damaged):
         return None
 
 
@@ -127,13 +117,11 @@ def job_of(path: str, files: Files = REAL) -> str | None:
     """The job of the checkpoint in `path`, by its manifest, else by the note of a shard; None: neither tells it."""
     if (head := head_of(path, files)) is not None:
         return head.job
-    try:
+    with contextlib.suppress(OSError):  # as unreadable as its manifest
         for name in files.names(path):
             if name.startswith("shard-") and name.endswith(".json"):
-                with contextlib.suppress(m.BadManifest):
+                with contextlib.suppress(Damaged):
                     return m.decode_note(files.read(os.path.join(path, name))).job or None
-    except OSError:
-        pass  # as unreadable as its manifest
     return None
 
 

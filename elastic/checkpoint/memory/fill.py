@@ -88,7 +88,7 @@ def fill(pairs: Sequence[Pair], volatile: Sequence[bool], progress: Progress = u
             else:
                 (now if eager or pair[1].is_inference() or not movable(pair[1]) else late).append(pair)
         events = [event for device, some in by_device.items() for event in _copy_cuda(device, some)]
-        if sum(source.numel() * source.element_size() for _, source in late) < WORTH_A_THREAD_BYTES:
+        if sum(source.nbytes for _, source in late) < WORTH_A_THREAD_BYTES:
             now, late = now + late, []
         copy_now(now, progress)
         memcpy = Memcpy(late) if late else None
@@ -120,20 +120,14 @@ def _copy_cuda(device: torch.device, pairs: Sequence[tuple[Pair, bool]]) -> list
                 if eager is first:
                     to.copy_(source.detach(), non_blocking=True)
                     source.record_stream(side)
-                    unmarked += source.numel() * source.element_size()
+                    unmarked += source.nbytes
                     if unmarked >= EVENT_EVERY_BYTES:
                         unmarked = 0
-                        marks.append(_mark(side))
+                        marks.append(side.record_event())
             if first and any(eager for _, eager in pairs):
-                current.wait_event(_mark(side))
-        marks.append(_mark(side))
+                current.wait_event(side.record_event())
+        marks.append(side.record_event())
     return marks
-
-
-def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record(stream)
-    return event
 
 
 def register(address: int, nbytes: int, device: torch.device, progress: Progress = unreported) -> str:

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from elastic.checkpoint.format import manifest as m
-from elastic.checkpoint.format.errors import SaveFailed, ShardsMissing
+from elastic.checkpoint.format.errors import Damaged, SaveFailed, ShardsMissing
 from elastic.checkpoint.format.files import METADATA_BYTES, REAL, Files
 from elastic.checkpoint.format.layout import pad
 from elastic.checkpoint.format.names import each, final_names, head_of, tmp_name
@@ -128,11 +128,8 @@ def _write_whole(path: str, raw: bytes, files: Files, *, safe: bool = True) -> N
 
 
 def _give_back(path: str, files: Files) -> None:
-    """Free the disk space of a failed shard; if the disk refuses this too, the clean-up removes it later."""
-    try:
+    with contextlib.suppress(OSError):  # if the disk refuses this too, the clean-up removes it later
         files.unlink(path)
-    except OSError:
-        pass
 
 
 def shards_missing(
@@ -185,7 +182,7 @@ def _put_together(directory: str, folder: str, manifest: m.Manifest, files: File
     raw = m.encode(manifest)
     try:
         m.decode(raw)  # shards of different partitionings must not form a checkpoint
-    except m.BadManifest as error:
+    except Damaged as error:
         raise SaveFailed(f"step {manifest.step}: {error.detail}") from error
     _write_whole(os.path.join(folder, m.MANIFEST), raw, files)
     files.sync_dir(folder)
@@ -215,7 +212,7 @@ def _rename_to_a_free_name(folder: str, directory: str, names: Sequence[str], fi
 def _note(folder: str, job: str, shard: int, shards: int, files: Files) -> m.Shard:
     try:
         shard_note = m.decode_note(files.read(os.path.join(folder, m.shard_note(shard, shards))))
-    except m.BadManifest as error:
+    except Damaged as error:
         raise SaveFailed(f"shard {shard} of {shards}: {error.detail}") from error
     if shard_note.job != job:
         raise SaveFailed(f"shard {shard} of {shards}: it belongs to job {shard_note.job!r}, not {job!r}")

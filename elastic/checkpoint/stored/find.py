@@ -168,8 +168,6 @@ def verify(
         manifest = m.decode(files.read(os.path.join(path, m.MANIFEST)))
     except FileNotFoundError:
         raise Damaged("manifest-missing", "it has no manifest") from None
-    except m.BadManifest as bad:
-        raise Damaged(bad.reason, bad.detail) from None
     except OSError as error:
         raise Damaged("unreadable", f"its manifest cannot be read: {error.strerror}") from error
     if job is not None and manifest.job != job:

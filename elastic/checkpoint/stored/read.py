@@ -18,12 +18,11 @@ from elastic.checkpoint.format import manifest as m
 from elastic.checkpoint.format.dtypes import dtype_of
 from elastic.checkpoint.format.errors import CheckpointError, Damaged, NoGoodCheckpoint
 from elastic.checkpoint.format.files import REAL, Files
+from elastic.checkpoint.memory.memcpy import movable
 from elastic.checkpoint.memory.progress import Progress, unreported
 from elastic.contract.worker.tensor_table import TensorInfo
 
 from .find import READ_THREADS, Aside, Found, Spare, newest_good, read_piece, set_aside
-
-__all__ = ["Mismatch", "load", "load_newest"]
 
 Into = Callable[[TensorInfo], torch.Tensor | None]
 """Destination of a tensor of the checkpoint; None: it is not wanted."""
@@ -127,8 +126,7 @@ def _place(info: TensorInfo, target: torch.Tensor | None) -> _Place:
             f"{info.name} is {info.dtype} {list(info.shape)} in the checkpoint, "
             f"{target.dtype} {list(target.shape)} in this program"
         )
-    straight = target.device.type == "cpu" and target.is_contiguous() and not target.is_conj() and not target.is_neg()
-    return _Place(info.nbytes, target, straight, info.nbytes)
+    return _Place(info.nbytes, target, movable(target), info.nbytes)
 
 
 class _Target:
@@ -199,5 +197,4 @@ class _Target:
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     """Memory of a dense CPU tensor, whatever its dtype. The caller keeps the tensor alive."""
-    nbytes = tensor.numel() * tensor.element_size()
-    return memoryview((ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())).cast("B")
+    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")

@@ -117,7 +117,7 @@ def _is_complete(filesystem: Any, target: str, manifest: m.Manifest) -> bool | N
     try:
         copy = m.decode(filesystem.cat_file(manifest_at))
         sizes = [filesystem.size(posixpath.join(target, shard.file)) for shard in copy.shards]
-    except (m.BadManifest, FileNotFoundError):
+    except (Damaged, FileNotFoundError):
         return False
     hashes = [(shard.file, shard.xxh3) for shard in manifest.shards]
     same = (copy.job, copy.step, copy.generation) == (manifest.job, manifest.step, manifest.generation)
@@ -195,7 +195,7 @@ def _heads(url: str) -> list[tuple[str, m.Head | None]]:
                 continue
             try:
                 heads.append((name, m.decode_head(filesystem.cat_file(manifest_at))))
-            except m.BadManifest:
+            except Damaged:
                 heads.append((name, None))
     return heads
 

@@ -15,7 +15,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from elastic.checkpoint.format.dtypes import code_of, dtype_of, nbytes_of
+from elastic.checkpoint.format.dtypes import code_of, dtype_of
 from elastic.checkpoint.format.json_values import decode
 from elastic.contract.worker.tensor_table import Table, TensorInfo
 from elastic.worker.comm import p2p
@@ -173,4 +173,4 @@ def _described(name: str, tensor: torch.Tensor, device: torch.device) -> TensorI
         raise MisuseTypeError(
             f"cannot be sent: {name} lies on {tensor.device}; move it to job.device ({device}) or the CPU"
         )
-    return TensorInfo(name, code_of(tensor.dtype), tuple(tensor.shape), nbytes_of(tensor))
+    return TensorInfo(name, code_of(tensor.dtype), tuple(tensor.shape), tensor.nbytes)

@@ -7,7 +7,7 @@ import weakref
 
 import torch
 
-from elastic.checkpoint.format.dtypes import CODES, code_of, dtype_of, nbytes_of
+from elastic.checkpoint.format.dtypes import CODES, code_of, dtype_of
 from elastic.checkpoint.memory.memcpy import device_type, movable
 from elastic.contract.worker.tensor_table import TensorInfo
 from elastic.worker.link.misuse import MisuseTypeError
@@ -71,7 +71,7 @@ def _info(name: str, tensor: torch.Tensor, box: Box) -> TensorInfo:
             f"are whole on each rank can be kept; keep it dense (tensor.to_dense(), tensor.dequantize()) in the state "
             f"and make the other form of it where it is used"
         )
-    return TensorInfo(name, code_of(tensor.dtype), tuple(tensor.shape), nbytes_of(tensor), *box)
+    return TensorInfo(name, code_of(tensor.dtype), tuple(tensor.shape), tensor.nbytes, *box)
 
 
 def _place(tensor: torch.Tensor) -> object:
