@@ -8,6 +8,8 @@ import os
 import stat
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -56,6 +58,15 @@ def locked_within(file: IO[Any], limit_s: float) -> bool:
             return True
 
 
+@contextmanager
+def closed_after(descriptor: int) -> Iterator[int]:
+    """`descriptor`, which is closed at the end."""
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
 class FileTooLarge(OSError):
     """A file has more than its reader takes."""
 
@@ -64,16 +75,13 @@ def read_file(path: Path, most_bytes: int = MAX_READ_BYTES, *, from_end: bool = 
     """A file that another user may have written, or its last `most_bytes`. Raises OSError: FileTooLarge, and also for a
     link or a pipe in its place. A link may lead to a file that the other may not read, a pipe would wait for a writer.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
+    with closed_after(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)) as descriptor:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise PermissionError(f"{path} is no regular file")
         if from_end:
             return os.pread(descriptor, most_bytes, max(0, status.st_size - most_bytes))
         return read_descriptor(descriptor, most_bytes, str(path))
-    finally:
-        os.close(descriptor)
 
 
 def read_descriptor(descriptor: int, most_bytes: int, name: str) -> bytes:

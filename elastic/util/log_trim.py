@@ -10,6 +10,8 @@ from __future__ import annotations
 import ctypes
 import os
 
+from .files import closed_after
+
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2
 BLOCK_BYTES = 4096
 HEAD_BYTES = 1 << 20
@@ -33,13 +35,10 @@ def trim(path: str | os.PathLike[str], limit_bytes: int) -> int:
     end = (stat.st_size - limit_bytes // 2) // BLOCK_BYTES * BLOCK_BYTES
     if end <= begin:
         return 0
-    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
+    with closed_after(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)) as descriptor:
         if _libc.fallocate(descriptor, _KEEP_SIZE | _PUNCH_HOLE, begin, end - begin) != 0:
             code = ctypes.get_errno()
             raise OSError(code, os.strerror(code), os.fspath(path))
-    finally:
-        os.close(descriptor)
     return stat.st_blocks * 512 - os.stat(path).st_blocks * 512
 
 

@@ -9,6 +9,8 @@ import select
 import signal
 from collections.abc import Callable
 
+from .files import closed_after
+
 PR_SET_PDEATHSIG = 1
 _REAL_TIME = "SIGRTMIN"
 _READ_BYTES = 65536
@@ -81,12 +83,9 @@ def wait_until_gone(pid: int, look_every_s: float | None = None, stop: Callable[
         pidfd = os.pidfd_open(pid)
     except ProcessLookupError:
         return
-    try:
-        while not has_ended(pidfd, look_every_s):
-            if stop():
-                return
-    finally:
-        os.close(pidfd)
+    with closed_after(pidfd):
+        while not has_ended(pidfd, look_every_s) and not stop():
+            pass
 
 
 def unlinks_shared_memory(pid: int) -> bool:

@@ -219,7 +219,8 @@ def test_writer_process_death_fails_pending_orders_and_the_next_order_restarts_i
         writer.submit(write(tmp_path), arena)
         writer.submit(commit(tmp_path))
         assert all(result.ok for result in results_of(writer))
-    assert (writer.fileno(), writer.starts) == (fileno, 2)
+    assert writer.fileno() == fileno
+    assert writer.pid not in (pid, None)
 
 
 def test_a_death_while_idle_costs_nothing(writer: WriterProcess, tmp_path: Path) -> None:
@@ -232,7 +233,7 @@ def test_a_death_while_idle_costs_nothing(writer: WriterProcess, tmp_path: Path)
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
         writer.submit(write(tmp_path), arena)
         assert [result.error for result in results_of(writer)] == [""]
-    assert writer.starts == 2
+    assert writer.pid not in (pid, None)
 
 
 def test_orders_are_bounded(writer: WriterProcess, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import stat
 from collections import deque
 from collections.abc import Iterator
 
-from elastic.util.files import read_descriptor
+from elastic.util.files import closed_after, read_descriptor
 
 _NO_RESERVE = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF, errno.ENODEV}
 
@@ -62,8 +62,7 @@ def open_folder(path: str) -> int:
 
 def _follow(folder: int, name: str, path: str, links: int) -> tuple[int, list[str]]:
     """Resolve `name`, which is not a directory: a descriptor, and the names that remain to be walked from it."""
-    link = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
-    try:
+    with closed_after(os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)) as link:
         status = os.fstat(link)
         if not stat.S_ISLNK(status.st_mode):
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
@@ -72,8 +71,6 @@ def _follow(folder: int, name: str, path: str, links: int) -> tuple[int, list[st
         if status.st_uid in (0, os.geteuid()):
             target = os.readlink("", dir_fd=link)
             return os.open("/" if target.startswith("/") else ".", _FOLDER, dir_fd=folder), target.split("/")
-    finally:
-        os.close(link)
     below = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=folder)
     if os.fstat(below).st_uid != status.st_uid:
         os.close(below)
@@ -87,11 +84,8 @@ def _follow(folder: int, name: str, path: str, links: int) -> tuple[int, list[st
 def _in_folder(path: str) -> Iterator[tuple[int, str]]:
     """(descriptor of the directory that contains `path`, name in it)."""
     above, name = os.path.split(os.path.abspath(path))
-    folder = open_folder(above)
-    try:
+    with closed_after(open_folder(above)) as folder:
         yield folder, name
-    finally:
-        os.close(folder)
 
 
 def open_file(path: str) -> int:
@@ -126,10 +120,8 @@ class Files:
         system without it gets plain writes."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         with _in_folder(path) as (folder, name):
-            try:
+            with contextlib.suppress(FileNotFoundError):
                 os.unlink(name, dir_fd=folder)
-            except FileNotFoundError:
-                pass
             if direct:
                 try:
                     return os.open(name, flags | os.O_DIRECT, FILE_MODE, dir_fd=folder)
@@ -187,22 +179,17 @@ class Files:
             os.rmdir(name, dir_fd=folder)
 
     def sync_dir(self, path: str) -> None:
-        fd = _readable_folder(path)
-        try:
-            os.fsync(fd)
-        except OSError as error:
-            if error.errno != errno.EINVAL:  # some network file systems refuse; they have nothing to sync
-                raise
-        finally:
-            os.close(fd)
+        with closed_after(_readable_folder(path)) as fd:
+            try:
+                os.fsync(fd)
+            except OSError as error:
+                if error.errno != errno.EINVAL:  # some network file systems refuse; they have nothing to sync
+                    raise
 
     def read(self, path: str) -> bytes:
         """A whole file of metadata. Raises FileTooLarge for more than METADATA_BYTES."""
-        fd = open_file(path)
-        try:
+        with closed_after(open_file(path)) as fd:
             return read_descriptor(fd, METADATA_BYTES, os.path.basename(path))
-        finally:
-            os.close(fd)
 
     def names(self, path: str) -> list[str]:
         """Names in a directory, sorted; empty for a directory that does not exist."""
@@ -210,10 +197,8 @@ class Files:
             fd = _readable_folder(path)
         except FileNotFoundError:
             return []
-        try:
+        with closed_after(fd):
             return sorted(os.listdir(fd))
-        finally:
-            os.close(fd)
 
     def identity(self, path: str) -> tuple[int, int] | None:
         """(device, inode), to tell a file or directory from a later one of the same name; None if it does not exist."""
@@ -236,11 +221,8 @@ class Files:
 
 
 def _readable_folder(path: str) -> int:
-    folder = open_folder(path)
-    try:
+    with closed_after(open_folder(path)) as folder:
         return os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=folder)
-    finally:
-        os.close(folder)
 
 
 REAL = Files()

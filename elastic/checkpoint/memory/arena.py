@@ -80,12 +80,6 @@ class Header:
         return self.state is Fullness.COMPLETE
 
 
-class _Keyed(msgspec.Struct):
-    """Of an arena's extra."""
-
-    key: int = 0
-
-
 class Image(msgspec.Struct, frozen=True):
     """What a complete arena holds, but for the bytes of its tensors: enough to fill another one with those."""
 
@@ -351,7 +345,7 @@ class Arena:
 
     def key(self) -> int:
         """Which part of a sharded state it holds (`State.shard_key`); 0: the state is not sharded."""
-        return msgspec.json.decode(self.extra_json(), type=_Keyed).key
+        return int(self.extra().get("key", 0))
 
     def image(self) -> tuple[Image, memoryview]:
         """(image, the bytes of its tensors), valid until the arena is filled again. Raises IncompleteSnapshot."""
@@ -398,10 +392,8 @@ class Arena:
         self.fd = -1
         self._views = []
         self._ints.release()
-        try:
+        with contextlib.suppress(BufferError):  # views still exist: the last of them frees the mapping
             self._memory.close()
-        except BufferError:
-            pass  # views still exist: the last of them frees the mapping
 
     # ── internals ───────────────────────────────────────────────────────────────────────────────────────────
 
@@ -458,10 +450,8 @@ class Arena:
 
 def _fault_in(memory: mmap.mmap, how: int, progress: Progress = unreported) -> None:
     """Populate every page now: the first touch of a fresh page costs several times a copy into a resident one."""
-    try:
+    with contextlib.suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
-    except OSError:
-        pass  # a kernel without huge pages
     held = ctypes.c_char.from_buffer(memory)  # keeps the mapping alive
     for start in range(0, len(memory), _FAULT_IN_BYTES):
         nbytes = min(_FAULT_IN_BYTES, len(memory) - start)

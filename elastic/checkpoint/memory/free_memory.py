@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 
@@ -40,13 +41,11 @@ def _left_in_groups(groups: Path, own: Path) -> list[int]:
     left: list[int] = []
     folder = groups / named[1] if named else groups
     while folder != groups and groups in folder.parents:
-        try:
+        with contextlib.suppress(OSError, ValueError):  # this cgroup has no limit
             limit = (folder / "memory.max").read_text().strip()
             used = int((folder / "memory.current").read_text())
             cached = re.search(r"^inactive_file (\d+)$", (folder / "memory.stat").read_text(), re.MULTILINE)
             if limit.isdecimal():
                 left.append(max(0, int(limit) - used + (int(cached[1]) if cached else 0)))
-        except (OSError, ValueError):
-            pass  # this cgroup has no limit
         folder = folder.parent
     return left

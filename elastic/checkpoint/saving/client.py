@@ -15,7 +15,7 @@ import msgspec
 from elastic.checkpoint.format.errors import CheckpointError
 from elastic.checkpoint.memory.arena import Arena
 
-from . import orders
+from . import orders, writer
 from .writer import MAX_PACKET_BYTES
 
 MAX_WAITING = 32
@@ -36,19 +36,16 @@ class WriterProcess:
     that started it.
     """
 
-    def __init__(self, *, nice: int = 5) -> None:
-        self._nice = nice
+    def __init__(self) -> None:
         self._poller = select.epoll()
         self._channel: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._next = 1
-        self._waiting: dict[int, orders.Write | orders.Commit | orders.CopyUp] = {}
+        self._waiting: dict[int, orders.Answered] = {}
         self._ready: list[orders.Result] = []
         """Results read from the socket of a writer that died; the wake pipe signals them."""
         self._wake_r, self._wake_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._poller.register(self._wake_r, select.EPOLLIN)
-        self.starts = 0
-        """Number of times the process was started; more than one means that it died."""
 
     def fileno(self) -> int:
         return self._poller.fileno()
@@ -57,7 +54,7 @@ class WriterProcess:
     def pid(self) -> int | None:
         return self._process.pid if self._process is not None else None
 
-    def under_way(self) -> Collection[orders.Write | orders.Commit | orders.CopyUp]:
+    def under_way(self) -> Collection[orders.Answered]:
         """The orders without a result yet."""
         return self._waiting.values()
 
@@ -75,21 +72,15 @@ class WriterProcess:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             with theirs:
-                self._process = subprocess.Popen(
-                    [
-                        *(sys.executable, "-P", "-m", "elastic.checkpoint.saving.writer", str(theirs.fileno())),
-                        *("--parent", str(os.getpid()), "--nice", str(self._nice)),
-                    ],
-                    pass_fds=(theirs.fileno(),),
-                    stdin=subprocess.DEVNULL,
-                )
+                fd = theirs.fileno()
+                command = [sys.executable, "-P", "-m", writer.__name__, str(fd), "--parent", str(os.getpid())]
+                self._process = subprocess.Popen(command, pass_fds=(fd,), stdin=subprocess.DEVNULL)
         except OSError:
             ours.close()
             raise
         ours.setblocking(False)
         self._poller.register(ours.fileno(), select.EPOLLIN)
         self._channel = ours
-        self.starts += 1
 
     def submit(self, order: orders.AnyOrder, arena: Arena | None = None) -> int:
         """Send an order and return its id. `arena` goes with Write. Raises Busy; OSError if no process starts."""

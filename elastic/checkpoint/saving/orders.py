@@ -24,7 +24,6 @@ class Write(Order, frozen=True, kw_only=True):
     step: int
     generation: int
     """Step and generation that the arena must hold; the order fails otherwise."""
-    threads: int = 4
     alone: bool = False
     """No other process writes into the directory for this job: what is unfinished there before the first order is of an
     earlier run."""
@@ -61,7 +60,8 @@ class Forget(Order, frozen=True, kw_only=True):
     """Unmap all arenas seen so far: they are about to be replaced. Has no result."""
 
 
-AnyOrder = Write | Commit | CopyUp | Forget
+Answered = Write | Commit | CopyUp
+AnyOrder = Answered | Forget
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,6 +8,7 @@ dies with the process that started it.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import select
 import signal
@@ -31,6 +32,7 @@ from .write import commit, shards_missing, write_shard
 MAX_PACKET_BYTES = 64 * 1024
 _LOOK_EVERY_S = 0.05
 _FAILED_KEPT = 32
+_NICER = 5
 
 
 @dataclass(slots=True)
@@ -115,7 +117,7 @@ class CheckpointWriter:
             if not header.complete or (header.step, header.generation) != (order.step, order.generation):
                 state = header.state.name.lower()
                 raise SaveFailed(f"the arena is {state} with step {header.step} of generation {header.generation}")
-            shard = write_shard(arena, order.directory, order.job, threads=order.threads)
+            shard = write_shard(arena, order.directory, order.job)
         except (OSError, CheckpointError) as error:
             why = orders.describe(error)
             self._failed = {**dict(list(self._failed.items())[-_FAILED_KEPT:]), (order.step, order.generation): why}
@@ -140,14 +142,12 @@ class CheckpointWriter:
             self._discard(order)
             return True
         now_s = self._clock()
-        try:
+        with contextlib.suppress(OSError):  # commit gets the same error, and reports it
             missing = shards_missing(order.directory, order.job, order.step, order.generation, order.shards)
             if len(missing) < pending.missing:
                 pending.missing, pending.waits_since_s = len(missing), now_s
             if missing and now_s - pending.waits_since_s < order.wait_s:
                 return False
-        except OSError:
-            pass  # commit gets the same error, and reports it
         try:
             path = commit(
                 order.directory,
@@ -169,14 +169,8 @@ class CheckpointWriter:
             self._discard(order)
         else:
             # After the reply, which need not wait for removals. Failed removals are reported with the next commit.
-            _, failed = prune(
-                order.directory,
-                order.job,
-                order.keep,
-                order.keep_every_steps,
-                trusted=result.path,
-                spare=self._copying,
-            )
+            keep = order.keep, order.keep_every_steps
+            _, failed = prune(order.directory, order.job, *keep, trusted=result.path, spare=self._copying)
             self._notes = tuple(failed[:8])
         return True
 
@@ -199,10 +193,9 @@ class CheckpointWriter:
         started_s, result = time.monotonic(), _copy_result(order)
         try:
             url = copy_up(order.path, order.url, keep=order.keep, keep_every_steps=order.keep_every_steps)
+            result = replace(result, path=url)
         except (OSError, CheckpointError) as error:
             result = replace(result, error=orders.describe(error))
-        else:
-            result = replace(result, path=url)
         finally:
             self._copying.discard(order.path)
         self._reply(replace(result, seconds=time.monotonic() - started_s))
@@ -221,29 +214,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="elastic.checkpoint.saving.writer")
     parser.add_argument("fd", type=int)
     parser.add_argument("--parent", type=int, required=True)
-    parser.add_argument("--nice", type=int, default=0)
     args = parser.parse_args()
     if not die_with(args.parent):
         return
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole process group; the parent decides
-    _step_back(args.nice)
-    with socket.socket(fileno=args.fd) as channel:
-        try:
-            CheckpointWriter(channel).run()
-        except (BrokenPipeError, ConnectionResetError):
-            pass  # the parent has closed its end
+    _step_back()
+    parent_closes = contextlib.suppress(BrokenPipeError, ConnectionResetError)
+    with parent_closes, socket.socket(fileno=args.fd) as channel:
+        CheckpointWriter(channel).run()
 
 
-def _step_back(nice: int) -> None:
+def _step_back() -> None:
     """Lower CPU and disk priority, so that a save slows the training as little as possible."""
     import psutil
 
-    if nice:
-        os.nice(nice)
-    try:
+    os.nice(_NICER)
+    with contextlib.suppress(OSError, psutil.Error):  # not supported here, and optional
         psutil.Process().ionice(psutil.IOPRIO_CLASS_BE, 7)
-    except (OSError, psutil.Error):
-        pass  # not supported here, and optional
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from elastic.checkpoint.format.names import (
     step_of,
     tmp_of,
 )
+from elastic.util.files import closed_after
 
 READ_THREADS = 2
 _LOOKS = 20
@@ -206,13 +207,9 @@ def read_piece(path: str, shard: m.Shard, index: int, into: list[memoryview]) ->
     """Read piece `index` of a shard into the buffers `into`, in order, and check its hash. Raises Damaged."""
     file = os.path.join(path, shard.file)
     at = index * shard.piece_nbytes
-    with _reading(shard):
-        fd = open_file(file)
-        try:
-            for views in (into[i : i + _IOV_MAX] for i in range(0, len(into), _IOV_MAX)):
-                at = _read_views(fd, views, at, shard)
-        finally:
-            os.close(fd)
+    with _reading(shard), closed_after(open_file(file)) as fd:
+        for views in (into[i : i + _IOV_MAX] for i in range(0, len(into), _IOV_MAX)):
+            at = _read_views(fd, views, at, shard)
     hasher = xxhash.xxh3_64()
     for view in into:
         hasher.update(view)

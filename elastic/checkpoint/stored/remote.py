@@ -28,6 +28,7 @@ from elastic.checkpoint.format.names import (
     step_of,
     version_of,
 )
+from elastic.util.files import closed_after
 
 from .find import verify
 from .retention import Entry, plan
@@ -211,11 +212,8 @@ def fetch(url: str, name: str, directory: str, job: str) -> str:
     if os.path.exists(os.path.join(target, m.MANIFEST)):
         return target
     os.makedirs(directory, exist_ok=True)
-    above = open_folder(directory)
-    try:
+    with closed_after(open_folder(directory)) as above:
         made = tempfile.mkdtemp(prefix=fetch_prefix(name, job), dir=f"/proc/self/fd/{above}")
-    finally:
-        os.close(above)
     aside = os.path.join(directory, os.path.basename(made))
     # By its descriptor: the owner of `directory` could replace it by a link during the download.
     folder = os.open(aside, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)

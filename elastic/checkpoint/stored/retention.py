@@ -5,6 +5,7 @@ A removal begins with a rename, so a crash in the middle leaves a directory that
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Collection, Iterable, Sequence
 
@@ -118,10 +119,8 @@ def discard(
         return
     for name in names:
         if tmp_of(name, job) not in spare:
-            try:
+            with contextlib.suppress(OSError):  # a disk error; the next commit tries again
                 remove(os.path.join(directory, name), files)
-            except OSError:
-                pass  # a disk error; the next commit tries again
 
 
 def remove(path: str, files: Files = REAL) -> None:
@@ -132,11 +131,7 @@ def remove(path: str, files: Files = REAL) -> None:
         files.sync_dir(os.path.dirname(path))
         path = gone
     for name in files.names(path):
-        try:
+        with contextlib.suppress(FileNotFoundError):  # another process is cleaning up as well
             files.unlink(os.path.join(path, name))
-        except FileNotFoundError:
-            pass  # another process is cleaning up as well
-    try:
+    with contextlib.suppress(FileNotFoundError):
         files.rmdir(path)
-    except FileNotFoundError:
-        pass
