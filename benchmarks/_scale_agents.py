@@ -38,7 +38,7 @@ from elastic.agent.loop import AgentLoop  # noqa: E402
 from elastic.agent.peers.peers import Peers  # noqa: E402
 from elastic.agent.peers.store import Stores  # noqa: E402
 from elastic.agent.workers.pool import Pool, PoolEvent  # noqa: E402
-from elastic.checkpoint.saving.versions import versions  # noqa: E402
+from elastic.checkpoint.saving.saver import versions  # noqa: E402
 from elastic.contract.agent_files import AgentConfig, EtcdAccess  # noqa: E402
 from elastic.contract.job.spec import JobSpec  # noqa: E402
 from elastic.contract.keys import ClusterKeys  # noqa: E402

@@ -24,8 +24,7 @@ from elastic.agent.reports.reports import Reports, untested
 from elastic.agent.workers.pool import Exited, Pool, PoolEvent, ProcessStarted, WorkerMessage
 from elastic.agent.workers.worker_error import last_lines, read_error
 from elastic.agent.workers.zygote import ZygoteUnfit
-from elastic.checkpoint.saving.saver import Cut, Failed, NotKept, Outcome, Saved, Saver
-from elastic.checkpoint.saving.versions import versions
+from elastic.checkpoint.saving.saver import Cut, Failed, NotKept, Outcome, Saved, Saver, versions
 from elastic.contract.agent_files import AgentConfig, AgentOrders
 from elastic.contract.keys import JobKeys
 from elastic.contract.records import job_records
@@ -100,7 +99,7 @@ class AgentLoop:
         self.saver = Saver(
             self._spec.checkpoint, config.job, self.pool.tell, self._save_ended,
             cut=lambda generation: cut_short(self.agent, generation),
-            apart=lambda: apart(self.agent, etcd_writer.folder) or "", versions=versions(), slots=config.slots,
+            apart=lambda: apart(self.agent, etcd_writer.folder) or "", slots=config.slots,
             patience_s=max(FINISH_SAVING_S, self._spec.exit_timeout_s),
         )  # fmt: skip
         self._reports = Reports(

@@ -16,8 +16,7 @@ from elastic.agent.reports.incidents import apart, has_failed
 from elastic.checkpoint.format.errors import ArenaError
 from elastic.checkpoint.memory.arena import Arena
 from elastic.checkpoint.saving import orders
-from elastic.checkpoint.saving.failures import ESCALATE_AFTER
-from elastic.checkpoint.saving.saver import Failed, Outcome, Saver
+from elastic.checkpoint.saving.saver import ESCALATE_AFTER, Failed, Outcome, Saver
 from elastic.contract.job.spec import Checkpoint
 from elastic.contract.worker import messages
 from elastic.recovery.machine.model import Agent, FormedState

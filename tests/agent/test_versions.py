@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from elastic.agent.reports.reports import TESTED, untested
-from elastic.checkpoint.saving.versions import versions
+from elastic.checkpoint.saving.saver import versions
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
 

@@ -13,7 +13,7 @@ import torch
 from support.ckpt import blank, resume, state_at, table_of
 
 from elastic.checkpoint.format.shard_plan import assign_shards
-from elastic.checkpoint.saving.failures import ESCALATE_AFTER
+from elastic.checkpoint.saving.saver import ESCALATE_AFTER
 from elastic.checkpoint.stored.find import newest_generation, newest_good
 from elastic.worker.snapshots.agent_snapshots import SnapshotPart
 from elastic.worker.snapshots.local_snapshots import LocalSnapshots

@@ -29,7 +29,7 @@ WORTH_A_THREAD_BYTES = 16 * 1024 * 1024
 """Below this a copy takes some 2 ms, and a thread for it costs the step more than it saves."""
 _CHUNK_BYTES = 4 * 1024 * 1024
 _HELPERS = 3
-_WORTH_HELP_BYTES = 32 * 1024 * 1024
+_WORTH_HELP_CHUNKS = 8
 _PROBE_BYTES = 64
 _LAST_CHUNK_S, _REPORT_EVERY_S = 60.0, 0.5
 """How long waiting for chunks in progress counts as progress, and how often it is reported."""
@@ -91,7 +91,7 @@ class Memcpy:
         """Returns when every byte has arrived; the calling thread helps. Raises RuntimeError if a copying thread has
         died."""
         # As many threads as torch itself would use: one, in a job with a rank per core.
-        helpers = min(torch.get_num_threads() - 1, _HELPERS) if self._left_nbytes() >= _WORTH_HELP_BYTES else 0
+        helpers = min(torch.get_num_threads() - 1, _HELPERS) if len(self._left) >= _WORTH_HELP_CHUNKS else 0
         while len(self._threads) < helpers and self._help(lambda: self._move(progress)):
             pass
         self._move(progress)
@@ -116,9 +116,6 @@ class Memcpy:
         """Whether a chunk was copied with other first bytes than its source had before the copy began. Valid after the
         end."""
         return any(ctypes.string_at(to, len(was)) != was for to, was in self._probes)
-
-    def _left_nbytes(self) -> int:
-        return len(self._left) * _CHUNK_BYTES
 
     def _help(self, work: object) -> bool:
         thread = threading.Thread(target=work, name="elastic-copy", daemon=True)  # type: ignore[arg-type]

@@ -7,6 +7,9 @@ the worker's own process if that has no agent.
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
+import platform
+import re
 import selectors
 import time
 from collections.abc import Callable, Iterable
@@ -25,7 +28,6 @@ from elastic.contract.worker import messages
 
 from . import orders
 from .client import Busy, WriterProcess
-from .failures import FailuresInRow
 
 KEPT_WRITE_S, KEPT_COMMIT_S = 60.0, 3.0
 """How long a recovery without live state waits for the checkpoint under way: for this node's writes, and for other
@@ -34,7 +36,48 @@ LOOK_S = 0.5
 MAX_KEPT = 250
 """Descriptors in one message; the kernel takes 253. Part of a snapshot is useless: if more are needed none is sent."""
 
+ESCALATE_AFTER = 3
+"""From this many in a row they are reported as errors."""
+
 Tell = Callable[[int, messages.Message, tuple[int, ...]], None]
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python, elasticd and torch, without importing torch."""
+    installed = {"python": platform.python_version()}
+    for name in ("elasticd", "torch"):
+        try:
+            installed[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            installed[name] = "unknown"
+    return installed
+
+
+@dataclass(slots=True)
+class FailuresInRow:
+    """Replaced by a new one after a success."""
+
+    error: Text | None = None
+    """The latest failure."""
+    count: int = 0
+    last: tuple[int, int] | None = None
+    """(generation, step) of the last one: its shard and its commit may both report the failure."""
+    began: tuple[int, float] = (0, 0.0)
+    """Step and time of day of the first one of the present kind: all of a kind are one incident."""
+    _kind: str = ""
+
+    def add(self, error: Text, generation: int = 0, step: int = 0, wall_s: float = 0.0) -> bool:
+        """Returns False if this one is counted already. Generation 0 or less: no particular checkpoint."""
+        if generation > 0 and self.last == (generation, step):
+            return False
+        self.error, self.count, self.last = error, self.count + 1, (generation, step)
+        if (kind := re.sub(r"[0-9]+", "", str(error))) != self._kind:
+            self._kind, self.began = kind, (step, wall_s)
+        return True
+
+    @property
+    def escalate(self) -> bool:
+        return self.count >= ESCALATE_AFTER
 
 
 class Saved(msgspec.Struct, frozen=True):
@@ -123,7 +166,6 @@ class Saver:
     """Whether the job has left this generation for a failure, or ends."""
     apart: Callable[[], Text] = lambda: ""
     """Why the folder is not one for all nodes, although it is to be shared; empty: it is, as far as is known."""
-    versions: dict[str, str] = field(default_factory=dict)
     buffers: int = 2
     """Of each worker. With one, no snapshot is taken while it is being written."""
     slots: int = 1
@@ -133,6 +175,7 @@ class Saver:
 
     def __post_init__(self) -> None:
         self.writer = WriterProcess()
+        self._versions = versions()
         self.last = SaveStatus()
         self._slots: dict[int, _Slot] = {}
         self._guests: dict[int, _Slot] = {}
@@ -265,7 +308,7 @@ class Saver:
                 generation=message.generation,
                 shards=message.shards,
                 world_size=world_size,
-                versions=self.versions,
+                versions=self._versions,
                 keep=self.rules.keep,
                 keep_every_steps=self.rules.keep_every_steps,
             )

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from elastic.checkpoint.format.errors import ArenaError, CheckpointError
 from elastic.checkpoint.saving import orders
 from elastic.checkpoint.saving.saver import Failed, Outcome, Saver
-from elastic.checkpoint.saving.versions import versions
 from elastic.contract.job.spec import Checkpoint
 from elastic.contract.records.reasons import Code, Text, codes, reason
 from elastic.contract.structs import replace
@@ -33,7 +32,7 @@ class OwnSaver:
     def __init__(self, rules: Checkpoint, job: str, rank: int, world_size: int) -> None:
         self._rank, self._world_size = rank, world_size
         self._handlers: dict[type[messages.Message], Callable[[messages.Message, list[int]], None]] = {}
-        self.saver = Saver(rules, job, self._tell, _say, versions=versions(), buffers=1, patience_s=math.inf)
+        self.saver = Saver(rules, job, self._tell, _say, buffers=1, patience_s=math.inf)
 
     def on(self, kind: type[messages.Message], handler: Callable[[messages.Message, list[int]], None]) -> None:
         self._handlers[kind] = handler
