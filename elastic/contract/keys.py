@@ -107,10 +107,6 @@ class ClusterKeys:
     SPEC = "/head/spec"
     """How the keys of specs end."""
 
-    @staticmethod
-    def of_root(root: str) -> ClusterKeys:
-        return ClusterKeys(root.removeprefix("/elastic/").rstrip("/"))
-
     def kind(self, key: str) -> Kind:
         """The kind of the record at `key`, which is one of this cluster."""
         first, _, rest = key[len(self.root) :].partition("/")

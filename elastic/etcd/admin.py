@@ -3,7 +3,8 @@ below one prefix, and nothing else."""
 
 from __future__ import annotations
 
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from typing import Any
 
 from elastic.contract.agent_files import EtcdAccess
@@ -20,9 +21,9 @@ _READ_WRITE = 2
 
 def is_closed(endpoint: str, root_password: str) -> bool:
     """Whether authentication is on, and root has this password. Raises EtcdError, EtcdDenied for another password."""
-    with closing(_Admin(endpoint, root_password)) as admin:
+    with _asking(endpoint, root_password) as ask:
         try:
-            admin.ask("UserList")
+            ask("UserList")
         except EtcdDenied:
             raise
         except EtcdError as error:
@@ -35,39 +36,35 @@ def is_closed(endpoint: str, root_password: str) -> bool:
 def close(endpoint: str, prefix: str, root_password: str, password: str) -> None:
     """Turn authentication on: root, and USER with all rights below `prefix`. Users and roles that anyone has made while
     it was off are removed. Raises EtcdError."""
-    with closing(_Admin(endpoint)) as admin:
-        for name in admin.ask("UserList").users:
-            admin.ask("UserDelete", name=name)
-        for name in admin.ask("RoleList").roles:
-            admin.ask("RoleDelete", role=name)
+    with _asking(endpoint) as ask:
+        for name in ask("UserList").users:
+            ask("UserDelete", name=name)
+        for name in ask("RoleList").roles:
+            ask("RoleDelete", role=name)
         for name, secret in ((ROOT, root_password), (USER, password)):
-            admin.ask("RoleAdd", name=name)
-            admin.ask("UserAdd", name=name, password=secret)
-            admin.ask("UserGrantRole", user=name, role=name)
-        admin.ask("RoleGrantPermission", name=USER, perm={"permType": _READ_WRITE, **protobuf.span(prefix)})
-        admin.ask("AuthEnable")
+            ask("RoleAdd", name=name)
+            ask("UserAdd", name=name, password=secret)
+            ask("UserGrantRole", user=name, role=name)
+        ask("RoleGrantPermission", name=USER, perm={"permType": _READ_WRITE, **protobuf.span(prefix)})
+        ask("AuthEnable")
 
 
 def open_again(endpoint: str, root_password: str) -> None:
     """Turn authentication off. Raises EtcdError."""
-    with closing(_Admin(endpoint, root_password)) as admin:
-        admin.ask("AuthDisable")
+    with _asking(endpoint, root_password) as ask:
+        ask("AuthDisable")
 
 
-class _Admin:
-    """A connection of its own; without a password as nobody."""
+@contextmanager
+def _asking(endpoint: str, root_password: str = "") -> Iterator[Callable[..., Any]]:
+    """Makes requests of etcd's service Auth, on a connection of its own; without a password as nobody."""
+    from .wire import Connection
 
-    def __init__(self, endpoint: str, root_password: str = "") -> None:
-        from .wire import Connection
+    access = EtcdAccess(endpoints=(endpoint,), user=ROOT if root_password else "", password=root_password)
+    with closing(Connection(endpoint, access, find_login=False)) as connection:
 
-        user = ROOT if root_password else ""
-        access = EtcdAccess(endpoints=(endpoint,), user=user, password=root_password)
-        self._connection = Connection(endpoint, access, find_login=False)
+        def ask(what: str, **fields: Any) -> Any:
+            kind = f"{what if what.startswith('Auth') else f'Auth{what}'}Request"
+            return connection.call(f"Auth.{what}", lambda pb: getattr(pb, kind)(**fields), CALL_S)
 
-    def ask(self, what: str, **fields: Any) -> Any:
-        """One request of etcd's service Auth."""
-        kind = f"{what if what.startswith('Auth') else f'Auth{what}'}Request"
-        return self._connection.call(f"Auth.{what}", lambda pb: getattr(pb, kind)(**fields), CALL_S)
-
-    def close(self) -> None:
-        self._connection.close()
+        yield ask

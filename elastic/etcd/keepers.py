@@ -10,6 +10,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from types import MappingProxyType
 from typing import Protocol
 
@@ -17,6 +18,7 @@ import msgspec
 
 from elastic.contract.structs import replace
 
+from .signing import Signer
 from .types import KV, EtcdError, EtcdUnavailable, LeaseGone, Refusal, View
 
 
@@ -45,15 +47,11 @@ class Stream(Protocol):
     def cancel(self) -> None: ...
 
 
-class HearsDeletions(Protocol):
-    def deleted(self, keys: Iterable[str]) -> None: ...
-
-
 class Source(Protocol):
     call_s: float
 
     @property
-    def signer(self) -> HearsDeletions | None: ...
+    def signer(self) -> Signer | None: ...
 
     def get_prefix(self, prefix: str, before: str = "") -> View: ...
     def verified(self, kvs: Iterable[KV]) -> tuple[dict[str, KV], dict[str, Refusal]]: ...
@@ -104,10 +102,8 @@ class Lease:
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(self._source.call_s + 1)
         if first and revoke and not self.lost:
-            try:
+            with suppress(EtcdError):  # it expires by itself
                 self._source.revoke(self.id)
-            except EtcdError:
-                pass  # it expires by itself
 
     def _run(self) -> None:
         pause_s = self._renew_every_s
@@ -196,10 +192,8 @@ class Watch:
                 self._lost(f"{error}{needs if 'permission denied' in str(error) else ''}")
             else:
                 began_s = time.monotonic()
-                try:
+                with suppress(EtcdError):  # not yet a loss of contact: _catch_up decides that
                     self._follow()
-                except EtcdError:
-                    pass  # not yet a loss of contact: _catch_up decides that
                 if time.monotonic() - began_s > self._refresh_s:
                     fruitless = 0  # the stream was open for a while
             fruitless = min(fruitless + 1, 6)
@@ -313,16 +307,9 @@ class Watch:
         for key, refusal in refused.items():
             if not refusal.in_place_of_newer:
                 kvs.pop(key, None)
-        self._show(
-            View(
-                MappingProxyType(kvs),
-                revision,
-                connected=True,
-                as_of_s=time.monotonic(),
-                prefix=self.prefix,
-                refused=MappingProxyType(refused),
-            )
-        )
+        as_of_s = time.monotonic()
+        view = View(MappingProxyType(kvs), revision, connected=True, as_of_s=as_of_s, prefix=self.prefix)
+        self._show(replace(view, refused=MappingProxyType(refused)))
 
     def _deleted(self, keys: Iterable[str]) -> None:
         if self._source.signer is not None:

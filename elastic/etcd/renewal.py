@@ -6,25 +6,19 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from .keepers import start_thread
 from .types import EtcdError, EtcdUnavailable
+
+if TYPE_CHECKING:
+    from .wire import Connection
 
 EVERY_S = 15.0
 """Interval between looks at the files of a connection that is in use."""
 
 CALLS_S = 2.0
 """How long calls that began on the old connection may still take."""
-
-
-class Connection(Protocol):
-    """See `wire.Connection`."""
-
-    @property
-    def outdated(self) -> bool: ...
-    def probe(self) -> None: ...
-    def close(self) -> None: ...
 
 
 class Renewal:

@@ -87,7 +87,7 @@ class Signer(abc.ABC):
     """Signs what one client of etcd writes and checks what it reads. Thread-safe. See `ClusterSigner`, `JobSigner`."""
 
     def __init__(self, root: str, name: str, clock_ns: Callable[[], int] = time.time_ns) -> None:
-        self._keys = ClusterKeys.of_root(root)
+        self._keys = ClusterKeys(root.removeprefix("/elastic/").rstrip("/"))
         self.key_id = name
         self._clock_ns = clock_ns
         self._last = 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -82,11 +81,11 @@ def test_only_its_logins_are_served_and_the_agents_one_administers_nothing(embed
 
 
 def test_what_others_have_made_while_it_was_open_is_gone(embedded: Embedded) -> None:
-    with contextlib.closing(admin._Admin(embedded.server.endpoint)) as anyone:
-        anyone.ask("RoleAdd", name="root")
+    with admin._asking(embedded.server.endpoint) as anyone:
+        anyone("RoleAdd", name="root")
         for name in ("root", "mallory"):
-            anyone.ask("UserAdd", name=name, password="theirs")
-            anyone.ask("UserGrantRole", user=name, role="root")
+            anyone("UserAdd", name=name, password="theirs")
+            anyone("UserGrantRole", user=name, role="root")
     embedded.client().put("/elastic/kept", b"1")
     attempt(embedded.closing)
     for user in ("root", "mallory"):

@@ -44,6 +44,7 @@ _UNREAD = msgspec.json.Decoder(_Unread)
 _UNREAD_BASE = msgspec.json.Decoder(_UnreadBase)
 _NODES = msgspec.json.Decoder(tuple[GenerationNode, ...])
 _HEAD = GenerationHead.__struct_fields__
+digest = xxhash.xxh3_64_hexdigest
 
 
 class BaseMissing(msgspec.ValidationError):
@@ -152,10 +153,6 @@ def written(record: GenerationRecord, before: GenerationRecord | None, base: Bas
         return Written(record, BaseRecord(nodes=record.nodes))
     delta = GenerationDelta(changes=told, **_head(record))
     return Written(delta, None if is_there else BaseRecord(nodes=since.nodes))
-
-
-def digest(text: bytes | msgspec.Raw) -> str:
-    return xxhash.xxh3_64_hexdigest(text)
 
 
 def changes(before: tuple[GenerationNode, ...], after: tuple[GenerationNode, ...]) -> Changes | None:

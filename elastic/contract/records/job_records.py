@@ -9,7 +9,7 @@ import enum
 import functools
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, Literal, TypeVar, cast
 
@@ -474,11 +474,7 @@ class ProgressRecord(Record, frozen=True, kw_only=True):
 
 
 R = TypeVar("R", bound=Record)
-_encoder = msgspec.json.Encoder()
-
-
-def encode(record: Record) -> bytes:
-    return _encoder.encode(record)
+encode: Callable[[Record], bytes] = msgspec.json.Encoder().encode
 
 
 class _Version(msgspec.Struct):
