@@ -44,7 +44,6 @@ from elasticd.node.loop import DaemonLoop
 from elasticd.node.writer import ClusterWriter
 from elasticd.plugins import NodeFacts, Notice
 
-from .api import remote_answers
 from .api import server as api
 from .api.actions import Actions
 from .etcd.members import Members
@@ -265,7 +264,7 @@ class Daemon:
             self._health.add(name, entry_points.made("health_checks", name, self.log, facts, log))
 
     def _answer_other_nodes(self, service: Service) -> None:
-        settings, answer = self.settings, partial(remote_answers.answer, service)
+        settings, answer = self.settings, partial(api.answer_node, service)
         first_time = self._loop.stamps.first_time
         answers = AnswerQueue(self._etcd, settings.cluster, settings.node, answer, self.log, first_time, self.secret)
         answers.start()

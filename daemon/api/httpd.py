@@ -66,6 +66,8 @@ class ClientConnection:
         self.sock = sock
         self.status = 0
         """HTTP status of the answer, once it has begun; 0 before."""
+        self.streams = False
+        """The answer is a stream, which may last as long as the job."""
         self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES)
         self._head_only = False
         self._reading = self._read()
@@ -150,6 +152,7 @@ class ClientConnection:
 
     def begin_stream(self, kind: str, headers: Mapping[str, str] = NO_HEADERS) -> None:
         """Begin an answer in parts. Without `end_stream` its reader sees a broken stream."""
+        self.streams = True
         self._begin(200, kind, headers)
 
     def stream(self, part: bytes) -> None:

@@ -20,7 +20,7 @@ from elastic.contract.keys import ClusterKeys
 from elastic.etcd.client import Etcd, EtcdUnavailable
 from elastic.etcd.stamps import Stamps
 from elasticd.api.doctor import unanswered
-from elasticd.api.remote_answers import ANSWERED
+from elasticd.api.server import ANSWERED
 from elasticd.base.errors import Refused
 from elasticd.node import asks
 from elasticd.node.asks import (

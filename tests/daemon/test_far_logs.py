@@ -12,7 +12,7 @@ import pytest
 
 from elastic.contract.records.job_records import Phase
 from elasticd.agents.logs import FAR_BYTES, Tail
-from elasticd.api.remote_answers import Captured
+from elasticd.api.request import Captured
 from elasticd.api.routes import log_routes
 from elasticd.base.errors import Refused
 from elasticd.base.folders import Folder

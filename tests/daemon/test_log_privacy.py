@@ -18,7 +18,7 @@ from elastic.contract.records.job_records import IncidentRecord, JobState, Phase
 from elasticd.access.authority import Authority, Peer
 from elasticd.agents.logs import Tail
 from elasticd.agents.retention import LOG
-from elasticd.api.remote_answers import Captured
+from elasticd.api.request import Captured
 from elasticd.api.routes import log_routes
 from elasticd.api.views import views
 from elasticd.api.views.instant import Now

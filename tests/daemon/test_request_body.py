@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elasticd.api.server import json_object as body
+from elasticd.api.request import json_object as body
 from elasticd.base.errors import Refused
 
 

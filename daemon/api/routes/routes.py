@@ -220,8 +220,9 @@ ROUTES = tuple((verb, re.compile(path), answer) for verb, path, answer, _ in _RO
 KINDS: Mapping[Answer, str] = {answer: kind for _, _, answer, kind in _ROUTES if kind}
 
 
-def respond(h: Request, method: str, query: Query, answer: Answer, names: Mapping[str, str]) -> None:
-    """Answer a request by the function and the names that `find` has given for it."""
+def respond(h: Request, method: str, path: str, query: Query) -> None:
+    """Answer a request. Raises Refused."""
+    answer, names = find(method, path)
     if method != "GET":
         _change(h, query, answer, names)
     elif (content := answer(h, query, **names)) is not None:
