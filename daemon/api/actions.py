@@ -246,19 +246,19 @@ class Actions:
 
     def cordon(self, node: str, reason: str) -> None:
         """Assign no new work to this node; running work stays."""
-        self._node(node)
+        check_known(node, self.published.now.cluster)
         record = CordonRecord(reason=reason, since_wall_s=time.time())
         self._txn([], [Put(self.keys.cordon(node), encode(record))])
 
     def drain(self, node: str, why: Text, deadline_s: float) -> None:
         """Move all work off this node at a step boundary, and assign it no new work."""
-        self._node(node)
+        check_known(node, self.published.now.cluster)
         record = DrainRecord(reason=why, deadline_s=deadline_s, since_wall_s=time.time())
         self._txn([], [Put(self.keys.drain(node), encode(record))])
 
     def uncordon(self, node: str) -> None:
         """Undo a cordon or drain, and the exclusion of this node by jobs."""
-        self._node(node)
+        check_known(node, self.published.now.cluster)
         keys = self.keys
         self._txn([], [*ending(keys, keys.cordon(node)), *ending(keys, keys.drain(node))])
 
@@ -271,7 +271,7 @@ class Actions:
 
     def forget_node(self, node: str) -> None:
         """Remove a node that does not come back from the inventory, with its cordon or drain."""
-        self._node(node)
+        check_known(node, self.published.now.cluster)
         cluster = self.published.now.cluster
         jobs = cluster.jobs_on(node)
         if node in cluster.nodes or jobs:
@@ -304,11 +304,6 @@ class Actions:
             raise _absent(job, self.published.now.cluster)  # etcd was asked
         self.authority.check_job(peer, job, spec, verb)
         return spec, ModIs(key, revision)
-
-    def _node(self, node: str) -> None:
-        checked("node", node)
-        if node not in (names := known_nodes(cluster := self.published.now.cluster)):
-            raise no_node(node, names, cluster)
 
     def _change(
         self,
@@ -396,13 +391,8 @@ def checked(field: str, name: str) -> str:
 def job_of(snapshot: Snapshot, name: str) -> Job:
     """Raises Refused (404, 503)."""
     if (job := snapshot.cluster.jobs.get(name)) is None:
-        raise no_job(name, snapshot)
+        raise _absent(name, snapshot.cluster) if snapshot.cluster.revision else _not_read(f"job {name!r}")
     return job
-
-
-def no_job(job: str, snapshot: Snapshot) -> Refused:
-    """The refusal for a job that does not exist, or is not known yet."""
-    return _absent(job, snapshot.cluster) if snapshot.cluster.revision else _not_read(f"job {job!r}")
 
 
 def _absent(job: str, cluster: Cluster) -> Refused:
@@ -414,11 +404,13 @@ def known_nodes(cluster: Cluster) -> set[str]:
     return {*cluster.nodes, *cluster.known, *cluster.cordons, *cluster.drains}
 
 
-def no_node(node: str, known: Iterable[str], cluster: Cluster) -> Refused:
-    """The refusal for a node that does not exist, or is not known yet."""
+def check_known(node: str, cluster: Cluster) -> None:
+    """Raises Refused (400, 404, 503) for a node that cannot be, that is not there, or that is not known yet."""
+    if checked("node", node) in (known := known_nodes(cluster)):
+        return
     if not cluster.revision:
-        return _not_read(f"node {node!r}")
-    return Refused(404, f"there is no node {node!r}; there are: {', '.join(sorted(known)) or 'none'}")
+        raise _not_read(f"node {node!r}")
+    raise Refused(404, f"there is no node {node!r}; there are: {', '.join(sorted(known)) or 'none'}")
 
 
 def _not_read(subject: str) -> Refused:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from urllib.parse import unquote
 
-from elasticd.api.actions import checked, no_job
+from elasticd.api.actions import checked, job_of
 from elasticd.api.httpd import (
     MAX_ARRIVING,
     ClientConnection,
@@ -74,9 +74,7 @@ class PageSource:
             status = views.status(snapshot, self.identity, instant)
             status.jobs = [masking.job(row) for row in status.jobs]
             return live.cluster(status, [timeline.answer(event) for event in events])
-        current = snapshot.cluster.jobs.get(job)
-        if current is None:
-            raise no_job(job, snapshot)
+        current = job_of(snapshot, job)
         return live.job(
             masking.job(views.job_detail(snapshot, current, instant)),
             [masking.incident(row) for row in views.incidents(snapshot, job, instant)],

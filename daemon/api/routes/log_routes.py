@@ -14,7 +14,7 @@ from elastic.contract.records.job_records import Phase
 from elasticd.access.authority import owns
 from elasticd.agents.logs import PAST_BYTES, Line, Tail
 from elasticd.api import request
-from elasticd.api.actions import no_job
+from elasticd.api.actions import job_of
 from elasticd.api.request import Query, Request
 from elasticd.api.views import views
 from elasticd.api.views.instant import now
@@ -59,8 +59,8 @@ def get_logs(h: Request, query: Query, job: str) -> None:
                 owner=None if authority.is_admin(peer) else peer.uid,
                 submission="" if request.flag(query, "earlier") else submission or "")  # fmt: skip
     last = tail.more_from(_offsets(query)) if "offsets" in query else tail.last(request.count(query, "tail", 100))
-    if not last and job not in published.now.cluster.jobs:
-        raise no_job(job, published.now)
+    if not last:
+        job_of(published.now, job)
     h.begin_stream()
     if tail.cut:
         h.stream({"note": f"of the lines asked for, only the last {len(last)} are shown: as many as were found in the "

@@ -7,7 +7,7 @@ import time
 import msgspec
 
 from elasticd.api import request
-from elasticd.api.actions import known_nodes, no_node
+from elasticd.api.actions import check_known
 from elasticd.api.request import Query, Request
 from elasticd.api.views import views
 from elasticd.base import answers, command_answers
@@ -67,7 +67,5 @@ def _clean(h: Request, *, dry_run: bool) -> command_answers.Cleanup:
 def _with_node(h: Request, node: str) -> Snapshot:
     """The newest snapshot, if it knows the node. Raises Refused (404, 503)."""
     snapshot = h.service.published.now
-    cluster = snapshot.cluster
-    if node not in (names := known_nodes(cluster)):
-        raise no_node(node, names, cluster)
+    check_known(node, snapshot.cluster)
     return snapshot

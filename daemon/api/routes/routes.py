@@ -9,7 +9,7 @@ from urllib.parse import unquote
 
 from elasticd.access.accounts import named
 from elasticd.api import request
-from elasticd.api.actions import checked, job_of, no_job
+from elasticd.api.actions import checked, job_of
 from elasticd.api.request import Drain, Forget, Query, Reason, Request, Scale, Submit, read_body
 from elasticd.api.views import views
 from elasticd.api.views.instant import now
@@ -65,23 +65,12 @@ def get_history(h: Request, query: Query, job: str) -> answers.History:
 
 def get_incidents(h: Request, query: Query) -> Json:
     snapshot, job = h.service.published.now, query.get("job", "")
-    if job and job not in snapshot.cluster.jobs:
-        raise no_job(job, snapshot)
+    if job:
+        job_of(snapshot, job)
     rows = views.incidents(snapshot, job, now())[-request.count(query, "last", 0) :]
     strange = _others_jobs(h, snapshot)
     shown = [masking.incident(row) if row.job in strange else row for row in rows]
     return {"etcd": views.etcd(snapshot, h.service.identity, now()), "incidents": shown}
-
-
-def get_events(h: Request, query: Query) -> Json | None:
-    published, job, node = h.service.published, query.get("job", ""), query.get("node", "")
-    since_wall_s, last = request.seconds(query, "since_wall_s"), request.count(query, "last", 0)
-    event_routes.check_names(published.now, job, node)
-    if request.flag(query, "follow"):
-        event_routes.follow(h, published, job, node, since_wall_s, last)
-        return None
-    events = event_routes.listed(published.now.cluster, job, node, since_wall_s, last)
-    return {"etcd": views.etcd(published.now, h.service.identity, now()), "events": events}
 
 
 def get_config(h: Request, query: Query) -> command_answers.Config | Json:
@@ -199,7 +188,7 @@ _ROUTES: tuple[tuple[str, str, Answer, str], ...] = (
     ("GET", f"/v1/nodes/{_NODE}", node_routes.get_node, ""),
     ("GET", f"/v1/nodes/{_NODE}/drain", node_routes.get_drain, ""),
     ("GET", "/v1/incidents", get_incidents, ""),
-    ("GET", "/v1/events", get_events, ""),
+    ("GET", "/v1/events", event_routes.get_events, ""),
     ("GET", "/v1/config", get_config, ""),
     ("GET", "/v1/gc", node_routes.get_gc, ""),
     ("POST", "/v1/gc", node_routes.post_gc, "node.cleaned"),
