@@ -16,6 +16,7 @@ from support import snapshots
 from elastic.contract.origin import Origin
 from elastic.contract.records.job_records import Failure, IncidentRecord, JobState, Phase
 from elasticd.api.notify.occurrences import FAILED_SETTLE_S, KEPT, REPEAT_S, SETTLE_S, Memory, Occurrence, as_json, look
+from elasticd.api.views.instant import Now
 from elasticd.base.settings import NotifySettings
 from elasticd.cluster.cluster import Job, Node
 from elasticd.cluster.published_state import Contact, Snapshot
@@ -61,7 +62,7 @@ class Daemon:
         self.sent: list[Occurrence] = []
 
     def sees(self, snapshot: Snapshot, at_s: float) -> list[tuple[str, str]]:
-        self.memory, found = look(self.memory, snapshot, self.me, self.settings, at_s, at_s)
+        self.memory, found = look(self.memory, snapshot, self.me, self.settings, Now(at_s, at_s))
         self.sent += found
         return [(o.event, o.job) for o in found]
 

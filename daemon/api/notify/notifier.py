@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from elasticd.api.views.instant import now
 from elasticd.base.log import Log
 from elasticd.base.masking import masked_text
 from elasticd.base.settings import NotifySettings
@@ -78,12 +79,6 @@ class Webhook:
             raise refused[0]
 
     def _post(self, body: bytes, refused: list[NotSent]) -> None:
-        try:
-            self._request(body)
-        except NotSent as error:
-            refused.append(error)
-
-    def _request(self, body: bytes) -> None:
         headers = {"Content-Type": "application/json", "User-Agent": "elasticd"}
         request = urllib.request.Request(self._url, data=body, headers=headers, method="POST")
         try:
@@ -91,13 +86,12 @@ class Webhook:
                 pass
         except urllib.error.HTTPError as error:
             with error:
-                raise NotSent(
-                    f"HTTP {error.code} {error.reason}{_response_excerpt(error)}", _may_pass(error.code)
-                ) from None
+                may_pass = error.code in (408, 425, 429) or error.code >= 500
+                refused.append(NotSent(f"HTTP {error.code} {error.reason}{_response_excerpt(error)}", may_pass))
         except urllib.error.URLError as error:
-            raise NotSent(str(error.reason), True) from None
+            refused.append(NotSent(str(error.reason), True))
         except (OSError, http.client.HTTPException, ValueError) as error:
-            raise NotSent(f"{type(error).__name__}: {error}", True) from None
+            refused.append(NotSent(f"{type(error).__name__}: {error}", True))
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
@@ -105,10 +99,6 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
     def redirect_request(self, *args: Any, **kwargs: Any) -> None:
         return None
-
-
-def _may_pass(status: int) -> bool:
-    return status in (408, 425, 429) or status >= 500
 
 
 def _response_excerpt(error: urllib.error.HTTPError) -> str:
@@ -174,18 +164,15 @@ class Notifier:
     def __post_init__(self) -> None:
         self._receivers = [_Receiver(channel, self.log, self.pauses_s) for channel in self.channels]
         self._memory = Memory(time.time())
-        self._pending: deque[Occurrence] = deque()
+        self._pending: deque[Occurrence] = deque(maxlen=PENDING)
 
     def turn(self) -> float:
         """Look once, and send one notification, if there is one: so that it looks between two slow ones. Returns the
         pause to the next turn."""
-        self._memory, occurrences = look(
-            self._memory, self.published.now, self.node, self.settings, time.time(), time.monotonic()
-        )
+        self._memory, occurrences = look(self._memory, self.published.now, self.node, self.settings, now())
+        excess = len(self._pending) + len(occurrences) - PENDING
         self._pending.extend(occurrences)
-        if (excess := len(self._pending) - PENDING) > 0:
-            for _ in range(excess):
-                self._pending.popleft()
+        if excess > 0:
             self.log.warning("notify.dropped", lost=excess, why=f"more than {PENDING} were waiting")
         if self._pending:
             body = as_json(self._pending.popleft(), self.cluster, self.node)

@@ -16,7 +16,6 @@ from elastic.contract.origin import Origin
 from elastic.contract.records.job_records import IncidentRecord, Phase
 from elasticd.api.views import views
 from elasticd.api.views.instant import Now
-from elasticd.base import answers
 from elasticd.base.masking import masked_text
 from elasticd.base.settings import NotifySettings
 from elasticd.cluster import reconcile
@@ -80,18 +79,19 @@ class _Candidate:
     began_wall_s: float
     wall_s: float
     """When it is due by the clock of its record."""
-    settled: bool
     settle_s: float
+    """How long after it was first seen it is due."""
     record: IncidentRecord | None
 
 
 def look(
-    memory: Memory, snapshot: Snapshot, me: str, settings: NotifySettings, wall_s: float, now_s: float
+    memory: Memory, snapshot: Snapshot, me: str, settings: NotifySettings, now: Now
 ) -> tuple[Memory, list[Occurrence]]:
-    """What to send from the node `me` now, in the order of the jobs' names. `now_s`: monotonic."""
+    """What to send from the node `me` now, in the order of the jobs' names."""
     if not snapshot.contact.connected:  # what is known is old, and another node may have taken over
         return replace(memory, sends=False), []
     sends = reconcile.is_oldest(snapshot.cluster, me)
+    now_s, wall_s = now.monotonic_s, now.wall_s
     since_s = now_s if memory.sends else now_s - REPEAT_S
     known: dict[Key, SeenOccurrence] = {}
     found: list[Occurrence] = []
@@ -102,12 +102,12 @@ def look(
     candidates = {each.key: each for each in _candidates(snapshot, settings, wall_s, waits_wall_s)}
     for candidate in candidates.values():
         entry = memory.known.get(candidate.key) or SeenOccurrence(now_s)
-        if entry.due_s is None and (candidate.settled or now_s - entry.seen_s >= candidate.settle_s):
+        if entry.due_s is None and now_s - entry.seen_s >= candidate.settle_s:
             too_old = candidate.wall_s < memory.began_wall_s - REPEAT_S
-            entry = SeenOccurrence(entry.seen_s, now_s, told=too_old or _is_planned(snapshot, candidate, wall_s, now_s))
+            entry = SeenOccurrence(entry.seen_s, now_s, told=too_old or _is_planned(snapshot, candidate, now))
         if sends and not entry.told and entry.due_s is not None:
             if entry.due_s >= since_s:
-                found.append(_occurrence(snapshot, candidate, wall_s, now_s))
+                found.append(_occurrence(snapshot, candidate, now))
             entry = SeenOccurrence(entry.seen_s, entry.due_s, told=True)
         known[candidate.key] = entry
     gone = [(key, entry) for key, entry in memory.known.items() if key not in candidates]
@@ -149,17 +149,17 @@ def _candidates(
         state, since_wall_s, submission = job.state, job.state.since_wall_s, job.spec.submission
         if state.phase is Phase.FAILED and "job_failed" in settings.on:
             key = ("job_failed", name, submission, repr(since_wall_s))
-            yield _Candidate(key, job, since_wall_s, since_wall_s, False, FAILED_SETTLE_S, _fatal(job))
+            yield _Candidate(key, job, since_wall_s, since_wall_s, FAILED_SETTLE_S, _fatal(job))
         if state.phase in (Phase.PENDING, Phase.WAITING) and "job_waiting" in settings.on:
             due_wall_s = max(since_wall_s, waits_wall_s.get(name, 0.0)) + settings.job_waiting_s
             if wall_s >= due_wall_s and not _queued(snapshot, job):
                 key = ("job_waiting", name, submission, repr(since_wall_s))
-                yield _Candidate(key, job, since_wall_s, due_wall_s, True, 0.0, None)
+                yield _Candidate(key, job, since_wall_s, due_wall_s, 0.0, None)
         for record in job.incidents:
             event = "checkpoint_failed" if record.kind == "checkpoint" else "incident"
             if event in settings.on:
-                key, settled = (event, name, submission, record.id), job.over or not record.open
-                yield _Candidate(key, job, record.wall_s, record.wall_s, settled, SETTLE_S, record)
+                key, settle_s = (event, name, submission, record.id), SETTLE_S if record.open and not job.over else 0.0
+                yield _Candidate(key, job, record.wall_s, record.wall_s, settle_s, record)
 
 
 def _queued(snapshot: Snapshot, job: Job) -> bool:
@@ -175,44 +175,40 @@ def _fatal(job: Job) -> IncidentRecord | None:
 # ── in words ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _verdict(snapshot: Snapshot, job: Job, record: IncidentRecord, wall_s: float, now_s: float) -> answers.Verdict:
-    return views.incident(snapshot, job, record, Now(now_s, wall_s)).verdict
-
-
-def _is_planned(snapshot: Snapshot, candidate: _Candidate, wall_s: float, now_s: float) -> bool:
+def _is_planned(snapshot: Snapshot, candidate: _Candidate, now: Now) -> bool:
     """Whether it is an incident that was asked for, as a drain or a new node."""
     if candidate.record is None or candidate.key[0] != "incident":
         return False
-    return _verdict(snapshot, candidate.job, candidate.record, wall_s, now_s).cls == Class.PLANNED
+    return views.incident(snapshot, candidate.job, candidate.record, now).verdict.cls == Class.PLANNED
 
 
-def _occurrence(snapshot: Snapshot, candidate: _Candidate, wall_s: float, now_s: float) -> Occurrence:
+def _occurrence(snapshot: Snapshot, candidate: _Candidate, now: Now) -> Occurrence:
     event, name, *_ = candidate.key
     job, record, began_wall_s = candidate.job, candidate.record, candidate.began_wall_s
-    verdict = _verdict(snapshot, job, record, wall_s, now_s) if record else None
+    verdict = views.incident(snapshot, job, record, now).verdict if record else None
     if event == "job_failed":
         why = str(job.state.reason) or "it failed; no reason is on record"
     elif event == "job_waiting" or verdict is None:
-        why = _why(snapshot, job, wall_s, now_s)
+        why = _why(snapshot, job, now)
     else:
-        why = f"{verdict.what}; {verdict.done}"
-        why += f"; waits for {verdict.held_by}" if verdict.held_by else ""
+        held = f"; waits for {verdict.held_by}" if verdict.held_by else ""
+        why = f"{verdict.what}; {verdict.done}{held}"
     return Occurrence(
         id=f"{name}/{event}/{began_wall_s:.3f}",
         event=event,
         job=name,
         node=record.node if record else "",
         wall_s=began_wall_s,
-        why=_line(str(why)),
+        why=_line(why),
         verdict={"class": verdict.cls, "cause": _line(verdict.cause), "person": verdict.person, "fix": verdict.fix}
         if verdict
         else None,
     )
 
 
-def _why(snapshot: Snapshot, job: Job, wall_s: float, now_s: float) -> str:
+def _why(snapshot: Snapshot, job: Job, now: Now) -> str:
     try:
-        return views.job_row(snapshot, job, Now(now_s, wall_s)).why
+        return views.job_row(snapshot, job, now).why
     except (OverflowError, ValueError, OSError):  # a time on record that is no date: the job's agents wrote it
         return str(job.state.reason) or f"it is {job.state.phase}"
 
