@@ -68,7 +68,7 @@ def test_what_all_ranks_did_is_summed_and_each_is_shown_when_the_job_is_over() -
     page = report.page(data, [], None, 1000.0)
     assert "Rank by rank: 63.3 % goodput" in page
     assert "waiting for nodes 99.5 %" in page
-    found = {f.name: f.samples for f in job_metrics.job_families([data], {"train": over}, {}, snapshot(over))}
+    found = {f.name: f.samples for f in job_metrics.job_families([data], snapshot(over), {})}
     spent = {each.labels["bucket"]: each.value for each in found["elasticd_job_rank_seconds"]}
     assert spent == summed.rank_seconds
 

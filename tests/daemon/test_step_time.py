@@ -42,7 +42,7 @@ def test_a_slow_rank_is_named() -> None:
         "; rank 3 on b takes 1.8 times as long as the others"
     )
     row = views.job_row(snapshot(job()), job(progress=progress(ranks=ranks(CPU), slow_ranks=slow)), NOW)
-    found = {f.name: f.samples for f in job_metrics.job_families([row], {row.job: job()}, {}, snapshot(job()))}
+    found = {f.name: f.samples for f in job_metrics.job_families([row], snapshot(job()), {})}
     (sample,) = found["elasticd_job_slow_rank_ratio"]
     assert (sample.labels, sample.value) == ({"job": row.job, "rank": "3", "node": "b"}, 1.8)
 

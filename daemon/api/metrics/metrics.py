@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import platform
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -20,45 +21,45 @@ from prometheus_client.registry import Collector
 
 from elastic.contract.records.job_records import Phase
 from elastic.contract.records.ledger import STALL_S, STEP_S, Bucket, Ledger, Spread
-from elasticd.api.views import views
+from elasticd.api.views import instant, views
 from elasticd.api.views.instant import Identity, Now
 from elasticd.base import answers
-from elasticd.base.answers import Certificate
 from elasticd.cluster import reconcile
-from elasticd.cluster.cluster import Job
 from elasticd.cluster.published_state import Snapshot
 from elasticd.machine import doctor
 
-from .observations import Buckets, Histories, JobHistory, Requests, cumulated
+from .observations import Histories, JobHistory, Labelled, Requests, cumulated
 
 NODE_STATES = ("ready", "cordoned", "draining", "unhealthy", "no daemon", "lost", "off")
 
 
+@dataclass(eq=False)
 class FromSnapshot(Collector):
-    def __init__(self, snapshot: Callable[[], Snapshot], identity: Identity, requests: Requests) -> None:
-        self._snapshot = snapshot
-        self._identity = identity
-        self._requests = requests
-        self._histories = Histories()
+    snapshot: Callable[[], Snapshot]
+    identity: Identity
+    requests: Requests
+    histories: Histories = field(default_factory=Histories)
 
     def collect(self) -> Iterator[Any]:
-        snapshot = self._snapshot()
-        now = Now(time.monotonic(), time.time())
-        status = views.status(snapshot, self._identity, now)
-        histories = self._histories.look(snapshot)
-        yield _build(status)
+        snapshot, now = self.snapshot(), instant.now()
+        status = views.status(snapshot, self.identity, now)
+        labels = {"version": status.version, "cluster": status.cluster, "node": status.node,
+                  "python": platform.python_version(), "torch": doctor.installed("torch")}  # fmt: skip
+        yield _gauges("elasticd_build_info", "Constant 1, with versions as labels.", labels, [(labels.values(), 1)])
         yield from _daemon(snapshot, status, now)
         yield from _etcd(status.etcd)
-        yield _certificates(snapshot.contact.certificates, now)
+        left = (([each.file], each.expires_wall_s - now.wall_s) for each in snapshot.contact.certificates)
+        text = "Until a certificate that this node uses expires."
+        yield _gauges("elasticd_certificate_left_seconds", text, ["file"], left)
         yield _histogram("elasticd_etcd_request_duration_seconds", "Requests of this daemon to etcd, retries included.",
-                         self._requests.etcd.items(), ("method", "result"))  # fmt: skip
+                         self.requests.etcd.items(), ("method", "result"))  # fmt: skip
         yield _histogram("elasticd_api_request_duration_seconds", "Requests on the socket, without followed logs.",
-                         self._requests.api.items(), ("method", "route", "code"))  # fmt: skip
-        yield from _nodes(status.nodes if reconcile.is_oldest(snapshot.cluster, self._identity.node) else [])
+                         self.requests.api.items(), ("method", "route", "code"))  # fmt: skip
+        yield from _nodes(status.nodes if reconcile.is_oldest(snapshot.cluster, self.identity.node) else [])
         exported = {name for name, job in snapshot.cluster.jobs.items()
-                if exporter(snapshot, name) == self._identity.node}  # fmt: skip
+                if exporter(snapshot, name) == self.identity.node}  # fmt: skip
         rows = [row for row in status.jobs if row.job in exported]
-        yield from job_families(rows, snapshot.cluster.jobs, histories, snapshot)
+        yield from job_families(rows, snapshot, self.histories.look(snapshot))
 
 
 def exporter(snapshot: Snapshot, job: str) -> str:
@@ -67,12 +68,6 @@ def exporter(snapshot: Snapshot, job: str) -> str:
     places = current.generation.nodes if current.generation and not current.over else ()
     there = (place.node for place in places if place.node in snapshot.cluster.nodes)
     return next(there, "") or next(iter(snapshot.cluster.oldest_first), "")
-
-
-def _build(status: answers.Status) -> Any:
-    labels = {"version": status.version, "cluster": status.cluster, "node": status.node,
-              "python": platform.python_version(), "torch": doctor.installed("torch")}  # fmt: skip
-    return _gauges("elasticd_build_info", "Constant 1, with versions as labels.", labels, [(labels.values(), 1)])
 
 
 def _daemon(snapshot: Snapshot, status: answers.Status, now: Now) -> Iterator[Any]:
@@ -96,13 +91,6 @@ def _etcd(etcd: answers.EtcdContact) -> Iterator[Any]:
     yield _gauges("elasticd_etcd_database_bytes", "Size of a member's database.", ["endpoint"], sizes)
 
 
-def _certificates(certificates: Sequence[Certificate], now: Now) -> Any:
-    left = (([each.file], each.expires_wall_s - now.wall_s) for each in certificates)
-    return _gauges(
-        "elasticd_certificate_left_seconds", "Until a certificate that this node uses expires.", ["file"], left
-    )
-
-
 def _nodes(rows: Sequence[answers.Node]) -> Iterator[Any]:
     states = (([row.node, state], int(row.state == state)) for row in rows for state in NODE_STATES)
     yield _gauges("elasticd_node_state", "1 for the node's present state.", ["node", "state"], states)
@@ -116,29 +104,24 @@ Samples = Iterable[tuple[Iterable[str], float | None]]
 """(values of the labels, value); None: no sample."""
 
 
-def _gauges(name: str, text: str, labels: Iterable[str], samples: Samples) -> Any:
-    return _filled(GaugeMetricFamily(name, text, labels=list(labels)), samples)
-
-
-def _counters(name: str, text: str, labels: Iterable[str], samples: Samples) -> Any:
-    """The name is exported with `_total`."""
-    return _filled(CounterMetricFamily(name, text, labels=list(labels)), samples)
-
-
-def _filled(family: Any, samples: Samples) -> Any:
-    for labels, value in samples:
+def _filled(kind: Any, name: str, text: str, labels: Iterable[str], samples: Samples) -> Any:
+    family = kind(name, text, labels=list(labels))
+    for values, value in samples:
         if value is not None:
-            family.add_metric(list(labels), value)
+            family.add_metric(list(values), value)
     return family
+
+
+_gauges = partial(_filled, GaugeMetricFamily)
+_counters = partial(_filled, CounterMetricFamily)
+"""The name is exported with `_total`."""
 
 
 def _gauge(name: str, text: str, value: float | None) -> GaugeMetricFamily:
     return GaugeMetricFamily(name, text, value=value if value is not None else math.nan)
 
 
-def _histogram(
-    name: str, text: str, histograms: Iterable[tuple[tuple[str, ...], Buckets, float]], labels: tuple[str, ...]
-) -> HistogramMetricFamily:
+def _histogram(name: str, text: str, histograms: Iterable[Labelled], labels: tuple[str, ...]) -> HistogramMetricFamily:
     family = HistogramMetricFamily(name, text, labels=labels)
     for values, buckets, total in histograms:
         family.add_metric(values, buckets=buckets, sum_value=total)
@@ -186,10 +169,9 @@ COUNTERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 )
 
 
-def job_families(
-    rows: Sequence[answers.Job], jobs: Mapping[str, Job], histories: Mapping[str, JobHistory], snapshot: Snapshot
-) -> Iterator[Any]:
+def job_families(rows: Sequence[answers.Job], snapshot: Snapshot, histories: Mapping[str, JobHistory]) -> Iterator[Any]:
     """`rows`: of the jobs that this node exports. One that is over has its phase and its counters only."""
+    jobs = snapshot.cluster.jobs
     phases = (([row.job, str(phase)], int(row.phase == phase)) for row in rows for phase in Phase)
     yield _gauges("elasticd_job_phase", "1 for the job's present phase.", ["job", "phase"], phases)
     live = [row for row in rows if not jobs[row.job].over]
@@ -203,8 +185,10 @@ def job_families(
     names = [row.job for row in rows]
     yield from _ledgers({name: progress.ledger for name in names
                          if (progress := views.newest_progress(snapshot, jobs[name])) and progress.ledger})  # fmt: skip
-    yield from _rank_times({name: summed for name in names
-                            if (summed := views.rank_time(snapshot, jobs[name], each=False))})  # fmt: skip
+    spent = ((name, views.rank_time(snapshot, jobs[name], each=False)) for name in names)
+    seconds = (([name, bucket], s) for name, time in spent if time for bucket, s in time.rank_seconds.items())
+    text = "Time of all ranks by their own agents' accounts, by what it went into."
+    yield _counters("elasticd_job_rank_seconds", text, ["job", "bucket"], seconds)
     yield from _histories({name: histories[name] for name in names if name in histories})
 
 
@@ -233,26 +217,17 @@ def _ledgers(ledgers: Mapping[str, Ledger]) -> Iterator[Any]:
     yield _counters("elasticd_job_seconds", text, ["job", "bucket"], seconds)
     steps = (([job], ledger.step) for job, ledger in ledgers.items())
     yield _counters("elasticd_job_steps", "Steps committed, repeated ones once.", ["job"], steps)
-    took = HistogramMetricFamily("elasticd_job_step_seconds", "Duration of committed steps.", labels=["job"])
-    stalls = HistogramMetricFamily(
-        "elasticd_job_checkpoint_stall_seconds", "For how long a snapshot held up training.", labels=["job"]
-    )
-    for name, ledger in ledgers.items():
-        _spread(took, name, ledger.steps, STEP_S)
-        _spread(stalls, name, ledger.stalls, STALL_S)
-    yield from (took, stalls)
+    took = [_spread(job, ledger.steps, STEP_S) for job, ledger in ledgers.items()]
+    yield _histogram("elasticd_job_step_seconds", "Duration of committed steps.", took, ("job",))
+    stalls = [_spread(job, ledger.stalls, STALL_S) for job, ledger in ledgers.items()]
+    text = "For how long a snapshot held up training."
+    yield _histogram("elasticd_job_checkpoint_stall_seconds", text, stalls, ("job",))
 
 
-def _rank_times(summed: Mapping[str, answers.RankTime]) -> Iterator[Any]:
-    seconds = (([job, bucket], s) for job, time in summed.items() for bucket, s in time.rank_seconds.items())
-    text = "Time of all ranks by their own agents' accounts, by what it went into."
-    yield _counters("elasticd_job_rank_seconds", text, ["job", "bucket"], seconds)
-
-
-def _spread(family: HistogramMetricFamily, job: str, spread: Spread, bounds: Sequence[float]) -> None:
+def _spread(job: str, spread: Spread, bounds: Sequence[float]) -> Labelled:
     most = len(bounds) + 1
     counts = [*spread.counts, *[0] * most][:most]  # the job's agents wrote them, and may have written too many
-    family.add_metric([job], buckets=cumulated(bounds, counts), sum_value=spread.sum_ms / 1000)
+    return (job,), cumulated(bounds, counts), spread.sum_ms / 1000
 
 
 def _histories(histories: Mapping[str, JobHistory]) -> Iterator[Any]:

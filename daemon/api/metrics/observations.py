@@ -10,12 +10,13 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from elastic.contract.records.job_records import IncidentRecord
 from elasticd.cluster.cluster import Job
 from elasticd.cluster.published_state import Snapshot
 
 Buckets = list[tuple[str, float]]
 """(upper bound, observations up to it), as Prometheus takes them."""
+Labelled = tuple[tuple[str, ...], Buckets, float]
+"""(values of the labels, buckets, sum)."""
 
 
 def cumulated(bounds: Sequence[float], counts: Iterable[int]) -> Buckets:
@@ -42,8 +43,7 @@ class Histograms:
                 counts[bisect.bisect_left(self._bounds, value)] += 1
                 self._sums[labels] += value  # type: ignore[assignment]
 
-    def items(self) -> list[tuple[tuple[str, ...], Buckets, float]]:
-        """(labels, buckets, sum) of each."""
+    def items(self) -> list[Labelled]:
         with self._lock:
             return [(key, cumulated(self._bounds, n), self._sums[key]) for key, n in sorted(self._counts.items())]
 
@@ -52,7 +52,7 @@ REQUEST_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 
 RECOVERY_S = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 3.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 WRITE_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
-PHASES = ("published", "aborted", "synced", "stepping")
+PHASES = {"published", "aborted", "synced", "stepping"}
 """Marks in an incident's time line: seconds from the detection on."""
 
 
@@ -114,7 +114,9 @@ class Histories:
         lost = {key: max(incident.steps_lost or 0, known.seen.get(key, 0)) for key, incident in over.items()}
         for key, incident in over.items():
             if key not in known.seen:
-                _count(known, incident)
+                known.incidents[incident.kind] += 1
+                for phase in PHASES & incident.timeline_s.keys():
+                    known.recovery_s.observe(incident.timeline_s[phase], phase)
             known.steps_lost += lost[key] - known.seen.get(key, 0)
         known.seen = lost
         progress = job.progress
@@ -122,10 +124,3 @@ class Histories:
             if progress.checkpoint_step > known.saved_step:
                 known.write_s.observe(progress.checkpoint_write_s)
             known.saved_step = progress.checkpoint_step
-
-
-def _count(known: JobHistory, incident: IncidentRecord) -> None:
-    known.incidents[incident.kind] += 1
-    for phase in PHASES:
-        if (at_s := incident.timeline_s.get(phase)) is not None:
-            known.recovery_s.observe(at_s, phase)
