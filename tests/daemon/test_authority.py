@@ -9,7 +9,7 @@ from elastic.contract.records.job_records import SpecRecord
 from elastic.contract.records.reasons import Code, codes, reason
 from elasticd.access.accounts import Accounts, Looked
 from elasticd.access.authority import UNKNOWN, Account, Authority, Peer
-from elasticd.agents.run_as import NotAllowed, RunAs, groups, refusal
+from elasticd.agents.run_as import NotAllowed, RunAs, groups
 from elasticd.api.routes import routes
 from elasticd.base.errors import Refused
 from elasticd.base.settings import RunAsSettings
@@ -139,9 +139,15 @@ def looked(found: Account | None, **gids: int) -> Looked:
     ],
 )
 def test_service_runs_jobs_of_known_and_allowed_users_only(
-    owner: Account | None, found: Account | None, settings: RunAsSettings, why: Code | None
+    owner: Account | None,
+    found: Account | None,
+    settings: RunAsSettings,
+    why: Code | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    refused = refusal(spec(owner), looked(found, ml=ADMINS), settings, ROOT, switches=True)
+    monkeypatch.setattr(Accounts, "look", lambda self, user: looked(found, ml=ADMINS))
+    refused = RunAs(settings, ROOT, True, Accounts()).why_not(spec(owner))
+    assert refused is not None
     assert codes(refused) == ({why} if why else set())
 
 
@@ -150,7 +156,8 @@ def test_service_runs_jobs_of_known_and_allowed_users_only(
     [(ALICE, ALICE, True), (None, ALICE, True), (BOB, ALICE, False), (ROOT, ALICE, False), (ROOT, ROOT, True)],
 )
 def test_daemon_without_systemd_runs_jobs_of_its_own_user_only(owner: Peer | None, daemon: Peer, runs: bool) -> None:
-    refused = refusal(spec(owner), None, RunAsSettings(), daemon, switches=False)
+    refused = RunAs(RunAsSettings(), daemon, False, Accounts()).why_not(spec(owner))
+    assert refused is not None
     assert codes(refused) == (set() if runs else {Code.OTHER_ACCOUNT})
 
 
