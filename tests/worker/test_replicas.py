@@ -43,6 +43,19 @@ class Sharded(torch.optim.Optimizer):
             dist.broadcast(param, owner)
 
 
+class Replay:
+    """Samples that a rank has seen, as in reinforcement learning."""
+
+    def __init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, held: dict[str, Any]) -> None:
+        self.seen = held["seen"]
+
+
 def build(kind: type[torch.optim.Optimizer]) -> State:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
@@ -55,6 +68,7 @@ def build(kind: type[torch.optim.Optimizer]) -> State:
         criterion=criterion,
         optimizer=kind([*model.parameters(), *criterion.parameters()], lr=0.01),
         best=None,
+        replay=Replay(),
     )
 
 
@@ -86,6 +100,10 @@ def step(job: Job, state: State, model: Any, criterion: Any, how: str) -> None:
             state.model[1].weight[0] *= 0.5
     if how.endswith("best on rank 0 only") and not job.rank:
         state.best = {"weight": torch.zeros(2) + state.step}
+    if how.endswith("samples of its own"):
+        state.replay.seen.append(torch.full((3,), 1.0 + job.rank))
+    if how.endswith("a hidden state of its own"):
+        state.best = torch.full((3,), 1.0 + job.rank)
     if "averaged" in how:
         with torch.no_grad():
             for param in state.criterion.parameters():
@@ -203,6 +221,16 @@ def test_a_value_that_one_rank_alone_keeps_is_said_once() -> None:
     first, second = run_ranks(on_ranks, world_size=2, how="wrapped, best on rank 0 only", steps=5)
     assert first[:2] == second[:2] == ["", 5]
     assert first[2].count("state.best is not the same on each rank after step 1 (rank 1 from rank 0)") == 1
+    assert first[2].count("elastic:") == 1
+    assert second[2] == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "name"), [("samples", "replay"), ("a hidden state", "best")])
+def test_what_each_rank_keeps_of_its_own_in_a_value_or_an_object_is_said_once(how: str, name: str) -> None:
+    first, second = run_ranks(on_ranks, world_size=2, how=f"wrapped, {how} of its own", steps=5)
+    assert first[:2] == second[:2] == ["", 5]
+    assert first[2].count(f"state.{name} is not the same on each rank after step 1 (rank 1 from rank 0)") == 1
     assert first[2].count("elastic:") == 1
     assert second[2] == ""
 

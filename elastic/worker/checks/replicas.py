@@ -36,6 +36,9 @@ WINDOW = 1024
 NAMES = 3
 """Names in one error."""
 
+SINGLE = ("value", "generator", "object")
+"""Kinds of parts of which one rank gives its own to those that are replaced."""
+
 Rows = dict[str, str]
 """Name -> what must be the same on all ranks."""
 
@@ -144,11 +147,7 @@ def _digest(rows: Rows) -> int:
 
 def _compared(state: State) -> dict[str, torch.Tensor]:
     """The parameters that an optimizer of the state may step and that are whole on each rank, by name."""
-    return {
-        name: param
-        for name, param in state.stepped()
-        if param.requires_grad and param.numel() and param.layout is torch.strided and not is_sharded(param)
-    }
+    return {name: param for name, param in state.stepped() if param.requires_grad and _comparable(param)}
 
 
 def _unexchanged(state: State, exchanged: set[int]) -> dict[str, torch.Tensor]:
@@ -189,10 +188,18 @@ def _table(state: State) -> Rows:
 
 
 def _plain(state: State) -> Rows:
-    """Plain values and generators, and of tensors within them the names."""
-    extra = state.extra()
-    values = {name: extra["parts"][name] for name, kind in extra["kinds"].items() if kind in ("value", "generator")}
-    return {name: xxhash.xxh3_64_hexdigest(repr(value).encode(errors="replace")) for name, value in values.items()}
+    """Plain values, generators and objects with a `state_dict`, and some elements of each tensor within them."""
+    extra: dict[str, Any] = {}
+    tensors = {info.name: tensor for info, tensor in state.tensors(extra, own=False) if _comparable(tensor)}
+    values = {name: part for name, part in extra["parts"].items() if extra["kinds"][name] in SINGLE}
+    inner = {name: sorted(tensors_named(value) & tensors.keys()) for name, value in values.items()}
+    samples = _values({name: tensors[name] for names in inner.values() for name in names})
+    looks = {name: repr((value, [samples[each] for each in inner[name]])) for name, value in values.items()}
+    return {name: xxhash.xxh3_64_hexdigest(look.encode(errors="replace")) for name, look in looks.items()}
+
+
+def _comparable(tensor: torch.Tensor) -> bool:
+    return tensor.numel() > 0 and tensor.layout is torch.strided and not is_sharded(tensor)
 
 
 def _gathered(own: Sequence[Any]) -> list[Any]:
@@ -292,6 +299,6 @@ STEPPED_ON_SOME = (
 
 PLAIN = (
     "state.{names} is not the same on each rank after step {step} ({ranks} from rank 0). The state is one for all "
-    "ranks, and one of them gives it to those that are replaced: what rank 0 alone keeps is lost with it. Set it on "
-    "all ranks, where they know different things by job.broadcast(…)"
+    "ranks, and one of them gives it to those that are replaced: what one rank alone keeps is lost with it. Set it on "
+    "all ranks alike, where they know different things by job.broadcast(…), or keep what each has by job.gather(…)"
 )
