@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from elastic.worker.checks.numerics import Fingerprint, outliers
-from elastic.worker.job import job as job_module
+from elastic.worker.job import job_steps
 from elastic.worker.job.job import Job
 from elastic.worker.link.link import Link
 from elastic.worker.state.state import State
@@ -44,7 +44,7 @@ def test_every_bit_is_looked_at_once_a_round(dtype: torch.dtype) -> None:
 
 def test_a_tensor_that_was_replaced_since_the_last_check_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     digests: list[int] = []
-    monkeypatch.setattr(job_module, "disagreeing", lambda digest, **_: digests.append(digest) or ())
+    monkeypatch.setattr(job_steps, "disagreeing", lambda digest, **_: digests.append(digest) or ())
     job = Job(name="job", device=torch.device("cpu"), local_rank=0, link=Link(), fingerprint_every_steps=1)
     state = State(model=torch.nn.Linear(1, 1), mean=torch.zeros(4))
     job.enter(rank=0, world_size=2, generation=1, checkpoint_scheduler=None, state=state)

@@ -1,372 +1,447 @@
-"""The argument of `setup` and `train`: the job as seen by one worker."""
+"""The argument of `setup` and `train`: the job as seen by one worker. In `job_steps` what it does in each step, here
+the methods that all ranks call together, and its loops over data."""
 
 from __future__ import annotations
 
 import contextlib
+import inspect
+import itertools
 import math
-import sys
+import os
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from datetime import timedelta
+from types import CodeType
+from typing import Any, NamedTuple, Unpack
 
 import torch
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from elastic.contract.timeouts import QUIET_S
-from elastic.worker.checks.first_bad import FirstBad
-from elastic.worker.checks.gradient_samples import GradientSampler
-from elastic.worker.checks.kept_gradients import KeptGradients
-from elastic.worker.checks.numerics import Fingerprint, disagreeing, refuse_different
-from elastic.worker.checks.replicas import Replicas
-from elastic.worker.comm import comm_hooks, ddp, ddp_models
-from elastic.worker.comm.fence import Fence
+from elastic.worker.comm.in_flight import complete
+from elastic.worker.comm.p2p import control_device
+from elastic.worker.data import arguments, streams
 from elastic.worker.data import batches as data
-from elastic.worker.data.arguments import refuse_unknown
-from elastic.worker.link.link import Link
-from elastic.worker.link.misuse import MisuseError, MisuseRuntimeError, MisuseTypeError, MisuseValueError
-from elastic.worker.snapshots.checkpoint_scheduler import CheckpointScheduler
+from elastic.worker.data import steps as own_loaders
+from elastic.worker.data.seeds import seed_everything
+from elastic.worker.link.misuse import MisuseError, MisuseRuntimeError, MisuseTypeError
+from elastic.worker.state.handover import shared_values
+from elastic.worker.state.modes import Modes
 from elastic.worker.state.optimizers import SHARDED, sharded, sharded_module
 from elastic.worker.state.state import State
 
-from .job_calls import JobCalls
-from .logged import JobLog, LossReader
-from .lr_scaling import ScaledSteps
+from . import evaluation
+from .data_ranks import data_rank, refuse_sharded, refuse_weights
+from .job_steps import JobSteps
+from .lr_scaling import Mode, factor
+
+_END: Any = object()
 
 
-class _Given:
-    """An attribute that `enter` sets. Not by `__getattr__`: with one, each attribute of a job takes twice the time."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, job: Job | None, owner: type) -> NoReturn:
-        raise MisuseRuntimeError(
-            f"job.{self._name} in setup(): the ranks are given after it, and this process may become any of them. What "
-            "one process of each node does here, such as a download, is for `if job.local_rank == 0`; what depends "
-            "on the rank or the world size belongs in train()"
-        )
-
-
-_GIVEN = ("rank", "world_size")
-
-
-class Job(JobCalls):
+class Job(JobSteps):
     """One training run, as seen by this worker in the current generation."""
 
-    name: str
-    device: torch.device
-    """The device of this worker's tensors."""
-    local_rank: int
-    """This worker's slot on its node: the index of its GPU."""
-    rank: int
-    """Of this generation. Where an agent starts the workers, the ranks are given after `setup`."""
-    world_size: int
-    if not TYPE_CHECKING:
-        rank, world_size = _Given(), _Given()
-    generation: int = 0
+    def broadcast(self, value: Any = None) -> Any:
+        """Rank 0's `value` on every rank; what the other ranks pass is ignored. All ranks call it at the same point.
 
-    def __init__(
-        self,
-        *,
-        name: str,
-        device: torch.device,
-        local_rank: int,
-        link: Link,
-        fingerprint_every_steps: int = 0,
-        ignore_bad_numbers: bool = False,
-        debug: tuple[int, bool] = (0, False),
-    ) -> None:
-        """`debug`: steps between samples of the gradients (0: none), and whether each layer's output is looked at."""
-        self.name = name
-        self.device = device
-        self.local_rank = local_rank
-        self._link = link
-        self._checkpoint_scheduler: CheckpointScheduler | None = None
-        self._group_s = math.inf
-        self._gradient_weight = ddp.GradientWeight()
-        self._began_s = 0.0
-        self._loss = LossReader()
-        self._fingerprint_every = fingerprint_every_steps
-        self._ignore_bad_numbers = ignore_bad_numbers
-        self._replicas = Replicas(self._gradient_weight, only_say=ignore_bad_numbers)
-        self._quiet_until_s = 0.0
-        self._scaled = ScaledSteps()
-        self._state: State | None = None
-        self.rows = JobLog(link.logged)
-        self.sampler = GradientSampler(debug[0], link.sampled)
-        self._every_layer = debug[1]
-        self._first_bad = FirstBad()
-        self._suspect = 0
-        """Step whose loss was not finite: until it is done again, each layer's output is looked at."""
-        self._kept = KeptGradients()
-        self._alike = False
-        self._fence: Fence | None = None
-        self._batch: data.Batch | None = None
-        """The one that the script has now."""
+        None, bool, int, float, str, bytes, list, tuple, set, dict and dense tensors in any nesting; types are kept,
+        nothing is pickled. Tensors arrive on the device type that they have on rank 0. No rank returns before all have
+        the value: if one is lost, it raises on all, and `train` is entered again.
 
-    def __repr__(self) -> str:
-        rank, of = (vars(self).get(name, "?") for name in _GIVEN)
-        return f"<Job {self.name}: rank {rank} of {of}, generation {self.generation}>"
-
-    def enter(
-        self,
-        *,
-        rank: int,
-        world_size: int,
-        generation: int,
-        checkpoint_scheduler: CheckpointScheduler | None,
-        group_s: float = math.inf,
-        state: State | None = None,
-        keys: int = 1,
-        fence: Callable[[], Fence] | None = None,
-    ) -> None:
-        """Begin a generation: `train` is about to be called with `state`. Collectives time out after `group_s` seconds.
-        `keys`: number of different parts of the state that the ranks hold. `fence`: makes one. Not for scripts."""
-        step = state.step if state is not None else 0
-        self._state = state
-        self._alike = keys == 1 and world_size > 1
-        # Replicas of different parts would else stand at different steps after a death, and no replica would help: the
-        # gradients of one part are complete on its ranks before those of another are.
-        self._fence = fence() if fence and 1 < keys < world_size else None
-        self.rank, self.world_size, self.generation = rank, world_size, generation
-        self._checkpoint_scheduler = checkpoint_scheduler
-        self._group_s = group_s if world_size > 1 else math.inf
-        self._gradient_weight.detach_all()
-        self.refused = None
-        self._replicas.enter()
-        self._scaled.clear()
-        self._began_s = time.monotonic()
-        self._loss = LossReader()  # the last one's value may be of a step that is undone
-        self.rows.enter(step, first=rank == 0)
-        self._print_once(self._kept.entered(step))
-        self.sampler.begin(step)
-        if state is not None:
-            state.data_progress.enter()
-        if state is not None and (self._every_layer or self._suspect > step):
-            self._first_bad.watch(state.modules())
-        self._link.entered()
-
-    def forget(self) -> None:
-        """Drop every reference to the state and to what `train` has made of it. Not for scripts."""
-        self._state = self._batch = None
-        for name in _GIVEN:
-            vars(self).pop(name, None)
-        self._gradient_weight.detach_all()
-        self._first_bad.off()
-
-    def left(self, state: State) -> None:
-        """`train` has returned on this rank. Not for scripts."""
-        self._goes_on()
-        if state.data_progress.due:
-            self._print_once(state.data_progress.check(state.step))
-        self.rows.finish(state.step)
-
-    # ── for scripts ─────────────────────────────────────────────────────────────────────────────────────────
-
-    def ddp(
-        self,
-        model: nn.Module,
-        *,
-        compress: Literal["bf16", "fp16"] | None = None,
-        hook: comm_hooks.Hook | None = None,
-        hook_state: Any = None,
-        **options: Any,
-    ) -> DistributedDataParallel | nn.Module:
-        """`model` with its gradients averaged over the global batch.
-
-        Call it in `train`, on each entry: the wrapper belongs to one generation. Without a process group (standalone)
-        `model` itself is returned. `options`: `sync_buffers` (see `ddp.wrap`) and those of DistributedDataParallel.
-
-        `compress`: exchange the gradients in 16 bits. `hook`: a communication hook of torch's kind, called as
-        ``hook(hook_state, bucket)``; its mean over the ranks becomes the mean over the samples. What it keeps in
-        `hook_state` is not restored after a failure. Raises ValueError for other values, for both, and for a
-        `process_group` of some ranks only; RuntimeError if the ranks begin with different parameters.
+        Raises TypeError or ValueError on every rank if the value cannot be sent, and RuntimeError in `setup`, which has
+        no process group.
         """
-        refuse_unknown(self.ddp, options, ddp.OPTIONS)
-        exchange = comm_hooks.chosen(compress, hook, hook_state)
-        if not torch.distributed.is_initialized():
-            self._gradient_weight.attach(model)  # for `Batch.parts`
-            return model
-        ddp_models.refuse_subgroup(options, self.world_size)
-        link = self._link
-        link.contributed()  # it begins with a collective that compares the parameters' shapes
-        wrapped = ddp.wrap(
-            model,
-            weight=self._gradient_weight,
-            link=link,
-            exchange=exchange,
-            sampler=self.sampler,
+        with self._collective("broadcast"):
+            return shared_values.broadcast_value(value, rank=self.rank, world_size=self.world_size, device=self.device)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's `value`, by rank, on every rank. All ranks call it at the same point.
+
+        Types as for `broadcast`; tensors arrive on the CPU. For small values, such as the states of the ranks' data
+        loaders: each takes as much as the largest. Raises TypeError or ValueError on every rank if one of the values
+        cannot be sent, and RuntimeError in `setup`.
+        """
+        with self._collective("gather"):
+            return shared_values.gather(value, rank=self.rank, world_size=self.world_size, device=self.device)
+
+    def evaluate(
+        self,
+        state: State,
+        dataset: data.MapDataset,
+        measure: evaluation.Measure,
+        *,
+        batch_size: int,
+        limit_s: float = QUIET_S,
+        **options: Unpack[arguments.ReadOptions],
+    ) -> dict[str, float]:
+        """Sums over `dataset`, with the samples shared out to the ranks; equal on all ranks and for any world size.
+
+        `measure(batch)` returns sums over the samples of a batch by name, `{"loss": …, "right": …}`, as tensors of one
+        element or numbers; the number of samples is added as `count`. It is called with batches of `batch_size` samples
+        (the last one has the rest), under `torch.no_grad`, with the state's modules in evaluation mode; modes and
+        generators are as before afterwards. The span is a `quiet` one of at most `limit_s` seconds. `options`:
+        `num_workers`, `collate`, `pin_memory`, `seed`, as for `batches`.
+
+        Call it where the state is consistent, best at the top of an iteration: a rank that is lost then costs no step.
+        Raises RuntimeError between an optimizer's step and the commit and in `setup`, ValueError for an empty dataset
+        or names that differ, TypeError for a value of several elements.
+        """
+        arguments.refuse_unknown(self.evaluate, options, arguments.ReadOptions.__optional_keys__)
+        refuse_sharded(
+            state,
+            "job.evaluate",
+            "ranks would take unequal numbers of batches, and each forward needs the parts of all ranks. Evaluate in "
+            "the loop, the same number of batches on each rank",
+        )
+        if not state.clean():
+            raise MisuseRuntimeError(
+                "job.evaluate between an optimizer's step and job.commit(): a rank that is lost meanwhile would cost "
+                "the whole state. Call it at the top of an iteration, or after job.commit()"
+            )
+        modes = Modes({str(number): module for number, module in enumerate(state.modules())})
+        with self._collective("evaluate"):
+            # A forward in evaluation mode exchanges no buffers once they are equal. It must not: ranks have different
+            # numbers of batches.
+            self._gradient_weight.share_buffers(last=False)
+        with self.quiet("evaluation", limit_s), evaluation.unnoticed():
+            before = [(module, module.training) for root in state.modules() for module in root.modules()]
+            try:
+                for root in state.modules():
+                    root.eval()
+                return evaluation.evaluate(
+                    dataset,
+                    measure,
+                    batch_size=batch_size,
+                    rank=self.rank,
+                    world_size=self.world_size,
+                    step=state.step,
+                    device=self.device,
+                    agree=self.broadcast,
+                    **options,
+                )
+            finally:
+                for module, training in before:  # parents first
+                    if module.training != training:
+                        module.train(training)  # some do more there than set the flag, as LoRA's layers
+                modes.put_back()
+
+    def weighted(
+        self, loss_sum: torch.Tensor, count: torch.Tensor | float | None = None, *, total: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The loss to call `backward` on, if its terms, such as tokens, are to weigh the same on all ranks.
+
+        `loss_sum`: the sum over this rank's terms. `count`: their number; the ranks' numbers are added, so all ranks
+        call it at the same point. With micro-batches, the number over all of them, once a step: `total=job.total(n)`.
+        The gradient that `job.ddp` gives is then that of (sum over all terms) / (number of all terms), for any world
+        size, until the next commit. Call it for each backward of the step, or for none. What it returns is this rank's
+        contribution; the ranks' sum is the mean loss.
+
+        Raises TypeError if neither or both of `count` and `total` are given, RuntimeError in `setup`.
+        """
+        if (count is None) == (total is None):
+            raise MisuseTypeError(
+                "job.weighted: either count, of this backward alone, or total=job.total(…) of the step"
+            )
+        everywhere = self.total(count) if total is None else total  # type: ignore[arg-type]  # not None, as checked
+        wide = loss_sum if loss_sum.dtype in (torch.float32, torch.float64) else loss_sum.float()
+        loss = wide / torch.where(everywhere > 0, everywhere, torch.ones_like(everywhere)).to(wide)
+        self._gradient_weight.add_up(loss, self.world_size)
+        return loss
+
+    def total(self, count: torch.Tensor | float) -> torch.Tensor:
+        """The sum of the ranks' `count`, as float64 on the job's device; for `weighted`. All ranks call it at the same
+        point. A rank without samples in this step counts as 0. Raises RuntimeError in `setup`."""
+        nothing = self._gradient_weight.counts_nothing()
+        with self._collective("total"):
+            total = torch.as_tensor(0.0 if nothing else count, dtype=torch.float64).detach()
+            if self.world_size > 1:
+                total = total.to(self.device if self.device.type == "cuda" else control_device(), copy=True)
+                complete(dist.all_reduce(total, async_op=True), total.device)
+            return total.to(self.device)
+
+    def lr_scale(self, *optimizers: torch.optim.Optimizer, mode: Mode, base_world_size: int) -> float:
+        """The factor for learning rates that were chosen for `base_world_size` ranks, if the batch grows with them.
+
+        ``"linear"``: world size / `base_world_size`; ``"sqrt"``: its square root; ``"none"``: 1. `optimizers` use their
+        rates times that factor in this generation, in each step only: the state and its schedulers keep the rates of
+        the base world size. So nothing compounds. Call it in `train`, on each entry, once for all optimizers.
+
+        `job.batches` needs none of it: its global batch does not depend on the world size. Raises ValueError for
+        another mode, or a `base_world_size` below 1; RuntimeError in `setup`.
+        """
+        if not self.generation:
+            raise MisuseRuntimeError("job.lr_scale belongs in train(): in setup() the world size is not known yet")
+        by = factor(mode, self.world_size, base_world_size)
+        self._scaled.scale(optimizers, by)
+        return by
+
+    def new_group(self, ranks: Sequence[int] | None = None) -> Any:
+        """A process group of some ranks (None: all), for collectives of the script's own: torch's `new_group`.
+
+        Call it in `train`, on all ranks, also those outside, and in the same order. It is closed with the generation:
+        if a rank is lost, its collectives raise on all ranks. It has the time-out of the job's group. Without a process
+        group (standalone) None is returned.
+
+        Raises ValueError for ranks that do not exist, twice the same, or none; RuntimeError in `setup`.
+        """
+        with self._collective("new_group"):
+            chosen = list(range(self.world_size)) if ranks is None else [int(rank) for rank in ranks]
+            if not chosen or len(set(chosen)) < len(chosen) or not all(0 <= rank < self.world_size for rank in chosen):
+                raise ValueError(
+                    f"job.new_group({chosen}): distinct ranks of 0 to {self.world_size - 1}; the world size may change "
+                    "at each re-formation, so compute them from job.world_size"
+                )
+            if not dist.is_initialized():
+                return None
+            limit = None if math.isinf(self._group_s) else timedelta(seconds=self._group_s)
+            return dist.new_group(sorted(chosen), timeout=limit)
+
+    # ── loops ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def batches(
+        self,
+        dataset: Any,
+        state: State,
+        *,
+        batch_size: int | None = None,
+        epochs: int | None = None,
+        steps: int | None = None,
+        mesh: DeviceMesh | None = None,
+        **options: Unpack[arguments.BatchOptions],
+    ) -> Iterator[data.Batch]:
+        """Iterate over this rank's part of each global batch of `batch_size` samples, from step `state.step` on.
+
+        `batch_size` is the number of samples over all ranks and does not change with the world size. `epochs` and
+        `steps` are totals from the start of training, within `job.epochs` from the start of its round; the smaller one
+        counts; neither: one epoch. Further options:
+
+        - `seed`, `shuffle` (True), `drop_last`: the samples that do not fill the last batch of an epoch are left out.
+        - `sampler`: yields the indices of an epoch, of all ranks together, and is iterated anew for each epoch, after
+          its `set_epoch`, with seeded generators. `batch_sampler`: yields the global batches, of any sizes.
+        - `commits`: optimizer steps for each batch; it is yielded so often, with `batch.part` from 0 on, each time as
+          it was read, and each ends with `job.commit`.
+        - `micro_batch`: see `Batch.parts`. `num_workers` processes load ahead, with `pin_memory`. `collate`.
+        - `allow_changed`: go on at this step, whatever the steps so far were taken from.
+        - `mesh`, of a sharded state: the DeviceMesh that the data is parallel over; ranks along other dimensions take
+          the same samples. Needed where the model is sharded by more than `fully_shard`. Parts of unequal sizes are
+          refused: sharding averages the means of all ranks alike.
+
+        Random numbers drawn in `dataset[i]` depend only on (seed, epoch, position of the sample in the epoch), so they
+        are the same for any world size; those drawn in the training loop (dropout) depend on (seed, step, rank). This
+        holds for Python's `random`, numpy's global generator and torch's, on CPU and CUDA. Those drawn in a
+        `__getitems__` depend on the position of its first sample, and so on the world size.
+
+        Raises TypeError for data that cannot be read by number and for numbers that are not whole, ValueError for an
+        empty dataset, invalid sizes and a sampler without an end, RuntimeError if a turn ends without a commit, or if
+        the data, the numbers or the sampler's order are others than in the steps so far, or on other ranks.
+        """
+        arguments.refuse_unknown(self.batches, options, arguments.BatchOptions.__optional_keys__)
+        rank, world_size, weight = self.rank, self.world_size, self._gradient_weight
+        if state.is_sharded:
+            refuse_weights(options)
+            rank, world_size = data_rank(state.modules(), mesh, rank, world_size, alike=self._alike or world_size == 1)
+        elif mesh is not None:
+            raise MisuseTypeError("job.batches(mesh=…): the state is not sharded; leave it out")
+        loaded = data.batches(
+            dataset,
+            state,
+            batch_size=batch_size,
+            epochs=epochs,
+            steps=steps,
+            rank=rank,
+            world_size=world_size,
+            device=self.device,
+            gradient_weight=None if state.is_sharded else weight,
+            equal_parts=state.is_sharded,
+            on_turn=self._end_turn,
+            progress=state.data_progress,
             **options,
         )
-        if self._state is not None and not self._state.step:  # later it would cost each recovery a pass over the model
-            refuse_different(model, world_size=self.world_size)
-        link.entered()
-        return wrapped
+        return at_one_place(self._timed(loaded, state))
 
-    def commit(self, state: State, loss: torch.Tensor | float | None = None) -> None:
-        """Commit this step on this rank. Call it once per optimizer step, as the last statement.
+    def steps(
+        self,
+        loader: Iterable[Any],
+        state: State,
+        *,
+        epochs: int | None = None,
+        steps: int | None = None,
+        **options: Unpack[arguments.StepsOptions],
+    ) -> Iterator[Any]:
+        """Iterate over what `loader` yields on this rank, one item for each step, from step `state.step` on.
 
-        `loss` is checked for NaN and infinity on each rank; ``elasticctl status`` shows rank 0's. May not return: at
-        the end of a generation it raises out of `train`, which is called again in the next one. Changes that the loop
-        makes to the state after `commit` are then lost; loops over `batches` and `streams` raise RuntimeError for such
-        changes, other loops do not.
+        A DataLoader (with a DistributedSampler, say), or any other iterable: ``range(1000)`` for a loop that makes its
+        batches itself. `set_epoch` is called on it, and on its sampler, for each epoch. Python's, numpy's and torch's
+        generators are seeded before each draw and again before each turn, by (seed, step, rank). When `train` is
+        entered again, a DataLoader goes on at its indices, without reading what was trained on; other iterables are
+        drawn from up to the step. So at an unchanged world size the weights are those of an undisturbed run. In another
+        world the share of each rank is another one; where that is known to matter it is said on stderr.
 
-        Raises CannotEncodeError or TypeError if the state holds anything that could not be sent to a replacement, and,
-        standalone, FloatingPointError for a loss that is NaN or infinite.
+        Options: `epochs`, `steps`, `commits` and `allow_changed` as for `batches`; `seed`. The gradients' mean over the
+        ranks is that of stock DDP: of ranks with equal batches.
+
+        Raises RuntimeError as `batches`, and for a generator that was begun before, ValueError for a loader that yields
+        nothing.
         """
+        arguments.refuse_unknown(self.steps, options, arguments.StepsOptions.__optional_keys__)
+        loaded = own_loaders.steps(
+            loader,
+            state,
+            epochs=epochs,
+            steps=steps,
+            rank=self.rank,
+            world_size=self.world_size,
+            on_turn=self._end_turn,
+            progress=state.data_progress,
+            **options,
+        )
+        return at_one_place(self._timed(loaded, state))
+
+    def epochs(self, state: State, count: int, *, seed: int = 0) -> Iterator[int]:
+        """Iterate over the numbers of `count` epochs, or other rounds, from the one under way on.
+
+        The loops in the body count from its beginning: `batches` and `steps` give one epoch, unless told otherwise.
+        What follows them in the body (a schedule's step, the best value, an evaluation) may change the state, and is
+        committed as a step of its own when the body has ended. If a rank is lost there, the body is entered again: its
+        loops yield nothing, and that part runs again, from the state of the last batch. Rounds may be nested, and
+        follow each other: `train` goes on in the one under way. The generators are seeded before each body.
+
+        To leave early, `break` at the top of the body.
+        """
+        count = arguments.whole("the number of epochs", count, least=0)
+        for each in state.data_progress.rounds(count, lambda: state.step, lambda: self._end_round(state)):
+            seed_everything(seed, 5, each.begin, self.rank)
+            state.round_begins()
+            yield each.index
+
+    def streams(
+        self,
+        make: streams.Make,
+        state: State,
+        *,
+        count: int,
+        batch_size: int,
+        steps: int,
+        **options: Unpack[arguments.StreamOptions],
+    ) -> Iterator[data.Batch]:
+        """As `batches`, for data that can only be read in order: `count` streams, each made by `make(stream, count)`.
+
+        The state needs a part for them: ``elastic.State(…, streams=None)``. Guarantees and errors: `streams.streams`;
+        RuntimeError within `job.epochs`.
+        """
+        arguments.refuse_unknown(self.streams, options, arguments.StreamOptions.__optional_keys__)
+        refuse_sharded(
+            state, "job.streams", "its batches are shared out to all ranks alike; take job.batches or job.steps"
+        )
+        if state.data_progress.in_round:
+            raise MisuseRuntimeError(
+                "job.streams within job.epochs: a stream has a sample for each commit, and the end of a round is one "
+                "without; call job.streams outside, and let state.step say what is done once in so many steps"
+            )
+        loaded = streams.streams(
+            make,
+            state,
+            count=count,
+            batch_size=batch_size,
+            steps=steps,
+            rank=self.rank,
+            world_size=self.world_size,
+            device=self.device,
+            gradient_weight=self._gradient_weight,
+            on_turn=self._end_turn,
+            **options,
+        )
+        return at_one_place(self._timed(loaded, state))
+
+    # ── internal ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _end_round(self, state: State) -> None:
+        self._goes_on()
+        self._link.check(state.step)
+        self.commit(state)
+
+    def _timed(self, loaded: Iterator[Any], state: State) -> Generator[Any, None, None]:
+        """`loaded`, with the time until each batch is there reported as waiting for data."""
+        state.loop_begins()
+        last, given, progress = None, None, state.data_progress
         try:
-            self._commit(state, loss)
+            with contextlib.closing(loaded) as batches:  # type: ignore[type-var]  # both are generators
+                while True:
+                    began_s = time.monotonic()
+                    batch = next(batches, _END)
+                    self._link.waited(time.monotonic() - began_s)
+                    if batch is _END:
+                        self._batch = given = None
+                        return
+                    if type(batch) is data.Batch:
+                        self._batch = last = batch
+                    given = state.step
+                    yield batch
+        finally:
+            if given is not None:
+                progress.left(given, state.step)
+            # The last batch ends with its loop, but the script may still have to train on next(job.batches(…)).
+            if last is not None:
+                self._gradient_weight.release(last, committed=state.step > last.step)
+
+    def _end_turn(self, state: State, step: int) -> None:
+        """The turn of `step` is over. Ends the generation where the script has caught the error of its step."""
+        self._goes_on()
+        self._link.check(state.step)
+        try:
+            data.refuse_uncommitted(state, step)
+            state.turned()
         except MisuseError as error:
             self.refused = error
             raise
 
-    def log(self, **values: torch.Tensor | float) -> None:
-        """Log numbers by name for the step under way, such as ``job.log(accuracy=0.93, lr=1e-3)``.
 
-        They count once the step is committed. Those of rank 0 are shown by ``elasticctl status``, exported as metrics
-        and, with the job's `tensorboard` set, written to files: each step once, also if it was lost and done again.
-        All ranks should call it with the same names: if rank 0 is lost within its last step, those of another rank
-        take their place. Nothing is exchanged, and no GPU is waited for. A later value of the same name in the same
-        step replaces the earlier one; names with other characters: ``job.log(**{"loss/train": loss})``.
+class _Place(NamedTuple):
+    code: CodeType | None
+    span: tuple[int | None, int | None, int | None, int | None]
+    """(first line, last line, first column, last column)."""
 
-        Raises TypeError for what is neither a number nor a tensor of one element, ValueError for more than 64 names.
-        """
-        self.rows.add(values)
+    def __str__(self) -> str:
+        return f"{os.path.basename(self.code.co_filename) if self.code else '?'}:{self.span[0]}"
 
-    @contextlib.contextmanager
-    def quiet(self, what: str, limit_s: float = QUIET_S) -> Iterator[None]:
-        """Context for a span without steps, such as an evaluation: not taken for a hang for at most `limit_s` seconds.
 
-        The other ranks may be waiting in a collective meanwhile, so `limit_s` must be below `timeouts.group_s`;
-        ValueError is raised otherwise, or if it is not positive. A nested span has its own limit; after it the outer
-        one continues.
-        """
-        if limit_s <= 0:
-            raise MisuseValueError(f"quiet({what!r}, limit_s={limit_s}): a positive number of seconds")
-        if limit_s >= self._group_s:
-            raise MisuseValueError(
-                f"quiet({what!r}, limit_s={limit_s:g}): must be below timeouts.group_s ({self._group_s:g} s), after "
-                "which the ranks that wait for this one give up; lower the one, or raise the other in elasticd.toml"
-            )
-        outer_s, self._quiet_until_s = self._quiet_until_s, time.monotonic() + limit_s
-        self._link.quiet(limit_s)
-        try:
-            if self._checkpoint_scheduler is not None:
-                # Otherwise a copy begun by the last commit would not be completed until the next optimizer step.
-                self._checkpoint_scheduler.settle()
-            yield
-        finally:
-            self._quiet_until_s = outer_s
-            self._link.quiet(max(0.0, outer_s - time.monotonic()))
+_NOWHERE = _Place(None, (None,) * 4)
 
-    # ── internal ────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _commit(self, state: State, loss: torch.Tensor | float | None) -> None:
-        self._goes_on()
-        progress = state.data_progress
-        if compared := progress.due:
-            self._print_once(progress.check(state.step))
-        if skipped := state.clean():  # no optimizer has stepped
-            if self._may_have_queued_kernels():
-                self._before_optimizer(applies=False)  # gradients applied in any other way were not guarded
-            else:
-                # A step skipped by GradScaler is committed with the buffers of its forward.
-                self._gradient_weight.share_buffers()
-        value = self._loss.read(loss)
-        empty = self._gradient_weight.empty
-        state.committed(self.generation)
-        step = state.step
-        self._gradient_weight.committed()
-        self._print_once(self._kept.committed(state, step, applied=not skipped))
-        now_s = time.monotonic()
-        step_s, self._began_s = now_s - self._began_s, now_s
-        self._link.committed(step, step_s, value)
-        self.rows.committed(step)
-        if self.sampler.on:
-            self.sampler.committed(state, generation=self.generation, step=step, rank=self.rank, empty=empty)
-        self.sampler.begin(step)
-        bad = value is not None and not math.isfinite(value) and not self._ignore_bad_numbers
-        if bad:
-            self._suspect = step
-            detail = "; ".join(filter(None, (f"loss is {value}", self._first_bad.description(self._batch))))
-            self._link.bad_numbers(step, "bad loss", detail, (self.rank,))
-        if self._first_bad.on:
-            self._drop_layer_outputs(step)
-        if compared and self.world_size > 1 and torch.distributed.is_initialized():
-            self._compare_loops(progress)
-        if self._fingerprint_every and step % self._fingerprint_every == 0:
-            self._compare_replicas(state)
-        waits = self._checkpoint_scheduler is not None and self._checkpoint_scheduler.exchanges_at(step)
-        digest = self._replicas.digest(state) if waits and self.world_size > 1 else (0, 0)
-        if waits:
-            self._link.contributed()
-        if self._checkpoint_scheduler is not None and self._checkpoint_scheduler.after(
-            state, keep=not bad, digest=digest
-        ):
-            self._replicas.refuse(state, rank=self.rank, world_size=self.world_size, step=step)
-        if self._checkpoint_scheduler is not None and state.is_sharded and self._link.stops_after(step):
-            self._link.contributed()
-            self._checkpoint_scheduler.moves(state)
-        self._link.check(step)
-        if waits:
-            self._link.entered()
+def _place(code: CodeType, offset: int) -> _Place:
+    """By its span in the source: of one `for` Python 3.12 gives two offsets, that of the instruction and that of its
+    cache, and changes between them as it specializes the instruction, and takes that back."""
+    return _Place(code, next(itertools.islice(code.co_positions(), offset // 2, None)))
 
-    def guard(self) -> Callable[[], None]:
-        """The function that the optimizers' pre-step hook calls: the state is about to change."""
-        return self._before_optimizer
 
-    def _print_once(self, text: str) -> None:
-        """On stderr, once for all ranks."""
-        if text and self.rank == 0:
-            print(f"elastic: {text}", file=sys.stderr, flush=True)
-
-    def _drop_layer_outputs(self, step: int) -> None:
-        """After the commit of `step`: the outputs of its layers are not needed any more."""
-        self._first_bad.begin()
-        if not self._every_layer and step > self._suspect:
-            self._first_bad.off()
-
-    def _may_have_queued_kernels(self) -> bool:
-        """Whether kernels that an abort could interrupt may be queued on the device."""
-        return self.device.type == "cuda" and self.world_size > 1
-
-    def _before_optimizer(self, *, applies: bool = True) -> None:
-        """Apply no gradient whose all-reduce was not seen to complete on this rank.
-
-        An abort ends the kernels in flight with arbitrary contents in their buffers, and work queued behind them still
-        runs. So the host waits for the queued work, the all-reduces and any collective of the script, and only then
-        checks whether the group was aborted: the flag is set before the abort begins, so sums that an abort interrupted
-        are never taken for complete.
-        """
-        self._goes_on()
-        self._gradient_weight.before_step(applies=applies)
-        if self._may_have_queued_kernels():
-            self._link.contributed()
-            torch.cuda.current_stream(self.device).synchronize()
-        self._link.applying()
-        if self._fence is not None and self._state is not None and self._state.clean():
-            self._link.contributed()
-            self._fence.wait(self._state.step)
-            self._link.applying(complete=True)
-        if self.sampler.on and self._state is not None:
-            self.sampler.applied(self._state)
-        if self._checkpoint_scheduler is not None:
-            self._checkpoint_scheduler.settle()
-
-    def _compare_replicas(self, state: State) -> None:
-        if not self._alike:
-            return
-        # Of the tensors that the state has now: one that was replaced is no part of it any more.
-        own = self._gradient_weight.own_buffers
-        fingerprint = Fingerprint([tensor for _, tensor in state.tensors(own=False) if id(tensor) not in own])
-        digest = fingerprint.of(state.step // self._fingerprint_every)
-        self._link.contributed()
-        outliers = disagreeing(digest, world_size=self.world_size)
-        self._link.entered()
-        if outliers and not self._ignore_bad_numbers:
-            self._link.bad_numbers(state.step, "drift", "weights differ from the other replicas'", outliers)
+def at_one_place(loop: Generator[Any, None, None]) -> Iterator[Any]:
+    """The batches of `loop`. Raises RuntimeError where the script takes one at a place that it has left for another:
+    two places in turn, as a `for` and a `next()` in its body. After a failure `train` begins at its first place, and
+    the loop at the step that was interrupted, so that the batch of one place would be that of the other."""
+    code: CodeType | None = None
+    offset, last, left = -1, _NOWHERE, set[_Place]()
+    with contextlib.closing(loop):
+        while True:
+            frame = inspect.currentframe()
+            caller = frame.f_back if frame is not None else None
+            if caller is not None and (caller.f_lasti != offset or caller.f_code is not code):
+                code, offset = caller.f_code, caller.f_lasti
+                place = _place(code, offset)
+                if place in left and place != last:
+                    raise MisuseRuntimeError(
+                        f"{place} and {last} take batches of one loop in turn. After a failure train() begins at the "
+                        "first of them again, and the loop at the step that was interrupted: the batches would change "
+                        "places. Take each batch at one place, and let state.step say what is done with it, as in "
+                        "`if state.step % 2`; or take the samples of both as one batch, and commit once"
+                    )
+                left.add(last)
+                last = place
+            del frame, caller  # they hold the script's variables
+            if (batch := next(loop, _END)) is _END:
+                return
+            yield batch
 
 
 Setup = Callable[[Job], State]
