@@ -26,10 +26,6 @@ def first_device(*, use_cpu: bool) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def now() -> Any:
-    return PartialState()
-
-
 def ddp_options(accelerator: Any) -> dict[str, Any]:
     """For `Job.ddp`, from the script's DistributedDataParallelKwargs; none without a group."""
     if accelerator.ddp_handler is None or not dist.is_initialized():
@@ -50,11 +46,10 @@ def grouped(device: torch.device, *, rank: int, local_rank: int, world_size: int
     `sharded`: on CPUs, where Accelerate has no FSDP, it is given out for one with a GPU."""
     if not dist.is_initialized():
         alone(device, rank=rank, local_rank=local_rank)
-    elif device.type == "cuda" or sharded:
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        _set(device, DistributedType.MULTI_GPU, backend, world_size, rank, local_rank)
     else:
-        _set(device, DistributedType.MULTI_CPU, "gloo", world_size, rank, local_rank)
+        on_gpu = device.type == "cuda"
+        kind = DistributedType.MULTI_GPU if on_gpu or sharded else DistributedType.MULTI_CPU
+        _set(device, kind, "nccl" if on_gpu else "gloo", world_size, rank, local_rank)
 
 
 def _set(

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import transformers
+from accelerate.state import PartialState
 from transformers.training_args import ParallelMode
 
 from elastic.worker.link.misuse import MisuseTypeError, MisuseValueError
@@ -46,7 +47,7 @@ class Alone:
 def settle(args: Any, device: torch.device) -> None:
     """Give `args` the device and the place that accelerate has; TrainingArguments asks for them only once."""
     args.__dict__["_setup_devices"] = device
-    args.distributed_state = _place.now()
+    args.distributed_state = PartialState()
     args._n_gpu = 0 if device.type == "cpu" else 1
 
 

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 import elastic
+from elastic.contract.timeouts import QUIET_S
 from elastic.worker.job.job import Job
 from elastic.worker.link.misuse import MisuseRuntimeError, MisuseTypeError, MisuseValueError
 
@@ -44,7 +45,6 @@ from ._trainer_recovery import Generation, History, Recovery, begin_anew, listed
 
 __all__ = ["ElasticMixin", "Seq2SeqTrainer", "Seq2SeqTrainingArguments", "Trainer", "TrainingArguments"]
 
-QUIET_S = 3600.0
 OWN_LOADER = (
     "{}.get_train_dataloader returns a loader of its own, and elastic's Trainer shares out each global batch to the "
     "ranks itself. Give the order of the samples as _get_train_sampler(self, train_dataset=None), a sampler over all "
@@ -266,7 +266,7 @@ class ElasticMixin:
             run.steps,
             sampler=run.sampler,
             collate=collate,
-            seed=_seed(options),
+            seed=int(options.seed if options.data_seed is None else options.data_seed),
             first_step=self._step_in(run),
             num_workers=options.dataloader_num_workers,
             pin_memory=options.dataloader_pin_memory and run.job.device.type == "cuda",
@@ -416,10 +416,6 @@ def _keep_names(model: Any) -> None:
 
 def _whole(tensor: Any) -> Any:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
-
-
-def _seed(args: Any) -> int:
-    return int(args.seed if args.data_seed is None else args.data_seed)
 
 
 def _uncounted(batch: Any) -> Any:

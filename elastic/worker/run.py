@@ -276,7 +276,10 @@ class ManagedWorker:
         self._link.enter(form.generation, state.step)
         self._tell_synced(form, synced)
         self._parked = None
-        self._protect(form, synced)
+        if self._sharded:
+            self._tell_protection(form, synced)
+            if self._settings.snapshots != "off":
+                self._pair(form, synced)
         session.check(form.generation, state.step)
         if self._checkpoint_scheduler is not None:
             self._checkpoint_scheduler.enter(_position(form, synced), state.step)
@@ -379,15 +382,7 @@ class ManagedWorker:
 
     def _build(self, job: Job) -> None:
         """Run `setup`."""
-        state = build(self._setup, job)
-        state.watch_optimizers(job.guard())
-        self._state = state
-
-    def _protect(self, form: messages.Form, synced: SyncResult) -> None:
-        if self._sharded:
-            self._tell_protection(form, synced)
-        if self._sharded and self._settings.snapshots != "off":
-            self._pair(form, synced)
+        self._state = build(self._setup, job)
 
     def _tell_protection(self, form: messages.Form, synced: SyncResult) -> None:
         """Say, once and before the first step, what a failure costs this job if it is sharded, and the memory that this

@@ -41,7 +41,6 @@ def run_standalone(setup: Setup, train: Train, checkpoint_dir: str, rule: Interv
     job.rank, job.world_size = rank, world_size
     try:
         state = build(setup, job)
-        state.watch_optimizers(job.guard())
         state.to(device)
         _train(job, state, train, Disk(checkpoint_dir, job.name) if checkpoint_dir else None, rule)
         if world_size > 1:

@@ -507,7 +507,7 @@ def test_the_daemon_takes_the_self_tests_word(script: str, says: str, monkeypatc
 def test_fork_safety_detects_started_cuda_by_open_files_or_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not fork_safety.cuda_started()
     with monkeypatch.context() as patch:
-        patch.setattr(fork_safety, "_open_files", lambda: ("/dev/null", "/dev/nvidia-uvm"))
+        patch.setattr(fork_safety.sockets, "links", lambda: {3: "/dev/null", 4: "/dev/nvidia-uvm"})
         assert fork_safety.cuda_started()
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     assert fork_safety.cuda_started()

@@ -6,11 +6,11 @@ torch that sees a GPU, even for tensors on the CPU: the first backward in every 
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 import signal
-from collections.abc import Sequence
+
+from elastic.worker.comm import sockets
 
 TRIAL_S = 30.0
 """Limit of the wait for the trial fork. On a machine with GPUs it starts the driver, which may take seconds."""
@@ -41,7 +41,7 @@ def cuda_started() -> bool:
     """Whether CUDA runs in this process, started through torch or not: it opens the driver's memory device."""
     import torch
 
-    return torch.cuda.is_initialized() or "/dev/nvidia-uvm" in _open_files()  # type: ignore[no-untyped-call]
+    return torch.cuda.is_initialized() or "/dev/nvidia-uvm" in sockets.links().values()  # type: ignore[no-untyped-call]
 
 
 def unfit() -> str:
@@ -101,11 +101,3 @@ def _in_child(writer: int) -> None:
     finally:
         os.write(writer, reason.encode()[:MAX_REPORT_BYTES])
         os._exit(code)
-
-
-def _open_files() -> Sequence[str]:
-    paths = []
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            paths.append(os.readlink(f"/proc/self/fd/{name}"))
-    return paths

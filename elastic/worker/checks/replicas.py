@@ -50,12 +50,12 @@ class Replicas:
         """`only_say`: a difference is printed, and is no error."""
         self._gradients = gradients
         self._only_say = only_say
-        self._exchanges = 0
-        self._warned = self._warned_drift = self._warned_plain = False
+        self.enter()
 
     def enter(self) -> None:
         """A generation begins."""
-        self._exchanges, self._warned, self._warned_drift, self._warned_plain = 0, False, False, False
+        self._exchanges = 0
+        self._warned = self._warned_drift = self._warned_plain = False
 
     def _window(self, state: State) -> dict[str, torch.Tensor]:
         """The same parameters on all ranks; none once it was said that some differ."""

@@ -42,8 +42,8 @@ def gloo_listeners() -> list[Sock]:
 
 
 def _gloo_epolls() -> list[list[Sock]]:
-    links = _links()
-    return [_epoll_sockets(fd, links) for fd, link in links.items() if link == "anon_inode:[eventpoll]"]
+    found = links()
+    return [_epoll_sockets(fd, found) for fd, link in found.items() if link == "anon_inode:[eventpoll]"]
 
 
 def listening_at() -> list[tuple[str, socket.AddressFamily]]:
@@ -89,30 +89,32 @@ def is_whole(sock: Sock) -> bool:
     return any(handle.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _ESTABLISHED for handle in _open(sock))
 
 
-def _links() -> dict[int, str]:
-    links = {}
+def links() -> dict[int, str]:
+    """Descriptor -> what it refers to, of all that this process has open."""
+    found = {}
     for name in os.listdir(_FDS):
         try:
-            links[int(name)] = os.readlink(f"{_FDS}/{name}")
+            found[int(name)] = os.readlink(f"{_FDS}/{name}")
         except OSError:
             pass  # closed since it was listed, as the descriptor of the listing itself always is
-    return links
+    return found
 
 
-def _epoll_sockets(epoll_fd: int, links: dict[int, str]) -> list[Sock]:
+def _epoll_sockets(epoll_fd: int, open_files: dict[int, str]) -> list[Sock]:
     """The sockets in an epoll instance of gloo's kind; none for any other."""
     try:
         with open(f"/proc/self/fdinfo/{epoll_fd}") as info:
             entries = [(int(fd), int(data, 16)) for fd, data in _ENTRY.findall(info.read())]
     except OSError:
         return []
-    if not any(links.get(fd, "").startswith("pipe:") for fd, _ in entries) or any(fd == data for fd, data in entries):
+    piped = any(open_files.get(fd, "").startswith("pipe:") for fd, _ in entries)
+    if not piped or any(fd == data for fd, data in entries):
         return []
-    return [sock for fd, _ in entries if (sock := _as_socket(fd, links.get(fd, "")))]
+    return [sock for fd, _ in entries if (sock := _as_socket(fd, open_files.get(fd, "")))]
 
 
 def _sockets() -> list[Sock]:
-    return [sock for fd, link in _links().items() if (sock := _as_socket(fd, link))]
+    return [sock for fd, link in links().items() if (sock := _as_socket(fd, link))]
 
 
 def _as_socket(fd: int, link: str) -> Sock | None:

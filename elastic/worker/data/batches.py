@@ -17,7 +17,7 @@ from elastic.worker.state.state import State
 
 from .arguments import LoopOptions, at_most, plan_of
 from .columns import cut
-from .reading import Reader, elsewhere
+from .reading import CPU, Reader
 from .samplers import bounded, cut_up, order_hash, refuse_shares, whole_indices
 from .sharding import micro_sizes, most_of
 from .turns import Loop, shared_out
@@ -159,7 +159,7 @@ def batches(
     micro_batch: int | None = None,
     num_workers: int = 0,
     collate: Callable[[list[Any]], Any] | None = None,
-    device: torch.device | str | None = None,
+    device: torch.device = CPU,
     pin_memory: bool = False,
     gradient_weight: GradientWeight | None = None,
     equal_parts: bool = False,
@@ -182,7 +182,7 @@ def batches(
     collate, begin = collate or default_collate, (loop.progress.first_epoch, at.begin, loop.commits)
     reader = Reader(dataset, collate, order.plan, rank, world_size, seed=seed, shuffle=shuffle, at=begin)
     turns = loop.regular(order.plan) if order.regular else loop.listed(order.of, shared_out(rank, world_size, seed))
-    taken = loop.run(turns, reader, num_workers=num_workers, pin_memory=pin_memory, away=elsewhere(device))
+    taken = loop.run(turns, reader, num_workers=num_workers, pin_memory=pin_memory, device=device)
     with contextlib.closing(taken):  # type: ignore[type-var]  # a generator
         for turn, step, indices, data in taken:
             if equal_parts:

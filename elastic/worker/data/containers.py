@@ -53,7 +53,9 @@ def opened(node: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
 
 
 def moved(data: Any, device: torch.device) -> Any:
-    """`data` with its tensors on `device`."""
+    """`data`, which is on the CPU, with its tensors on `device`."""
+    if device.type == "cpu":
+        return data
     # Of a PackedSequence a part stays on the CPU.
     return _mapped(data, lambda tensor: tensor.to(device, non_blocking=True))
 

@@ -13,10 +13,12 @@ from torch.utils.data import DataLoader, StackDataset, Subset, default_collate
 from elastic.worker.boot.inherited_sockets import process_init
 from elastic.worker.torch_internals import torch_private
 
-from .containers import collated, moved
+from .containers import collated
 from .draws import draws
 from .seeds import held_by, scatter, seed_from, seed_held, word
 from .sharding import BatchPlan, SampleOrder, rank_range
+
+CPU = torch.device("cpu")
 
 _BLOCK = 16384
 """Sample indices of a rank that are computed at once, with arrays: less than a tenth of a microsecond each instead of
@@ -215,24 +217,26 @@ def _at(order: SampleOrder, positions: Any) -> Any:
     return samples
 
 
-class Parts(Protocol):
-    """`parts[key]`: (indices, collated samples)."""
+class Reads(Protocol):
+    """`reads[key]`: (indices, collated samples)."""
 
     def __getitem__(self, key: Any, /) -> tuple[tuple[int, ...], Any]: ...
+
+    def seed_loop(self, step: int) -> None: ...
 
 
 @contextlib.contextmanager
 def loaded(
-    parts: Parts, keys: Iterable[Any], num_workers: int, pin_memory: bool, **options: Any
+    reader: Reads, keys: Iterable[Any], num_workers: int, pin_memory: bool, **options: Any
 ) -> Iterator[Iterator[tuple[tuple[int, ...], Any]]]:
-    """Context for an iterator over parts[key] for each of `keys`, loaded here or ahead in child processes, which end
+    """Context for an iterator over reader[key] for each of `keys`, loaded here or ahead in child processes, which end
     with the context. `options`: further ones of DataLoader."""
     if num_workers == 0:
-        yield map(parts.__getitem__, keys)
+        yield map(reader.__getitem__, keys)
         return
     options.setdefault("worker_init_fn", process_init())
     loader: DataLoader[Any] = DataLoader(
-        parts,  # type: ignore[arg-type]  # __getitem__ is all that is asked of it
+        reader,  # type: ignore[arg-type]  # __getitem__ is all that is asked of it
         batch_size=None,
         collate_fn=as_is,
         sampler=keys,
@@ -250,14 +254,3 @@ def loaded(
 
 def as_is(loaded: Any) -> Any:
     return loaded
-
-
-def elsewhere(device: torch.device | str | None) -> torch.device | None:
-    """`device`, unless it is the CPU, where batches are loaded."""
-    found = None if device is None else torch.device(device)
-    return None if found is None or found.type == "cpu" else found
-
-
-def move(device: torch.device | None, data: Any) -> Any:
-    """`data` with its tensors on `device`, which is of `elsewhere`."""
-    return data if device is None else moved(data, device)

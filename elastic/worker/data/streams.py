@@ -31,7 +31,8 @@ from elastic.worker.torch_internals import torch_private
 
 from .batches import Batch, refuse_uncommitted
 from .columns import joined
-from .reading import as_is, elsewhere, move
+from .containers import moved
+from .reading import CPU, as_is
 from .seeds import seed_everything
 from .sharding import most_of, rank_range
 
@@ -55,7 +56,7 @@ def streams(
     num_workers: int = 0,
     micro_batch: int | None = None,
     collate: Callable[[list[Any]], Any] | None = None,
-    device: torch.device | str | None = None,
+    device: torch.device = CPU,
     gradient_weight: GradientWeight | None = None,
     on_turn: Callable[[Any, int], None] = refuse_uncommitted,
 ) -> Iterator[Batch]:
@@ -82,7 +83,7 @@ def streams(
                 state.streams = {"step": step, **numbers, "states": _exchanged(readers, rank, world_size)}
             data = together([next(stream) for stream in readers.values()], each)
             batch = Batch(
-                data=move(elsewhere(device), data),
+                data=moved(data, device),
                 indices=tuple(range(step * batch_size + first * each, step * batch_size + stop * each)),
                 step=step,
                 epoch=0,

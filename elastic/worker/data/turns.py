@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import torch
@@ -15,7 +15,7 @@ from elastic.worker.state.parts.data_progress import DataProgress, LoopPlan
 
 from .arguments import at_most, whole
 from .containers import copied, moved
-from .reading import Chosen, Parts, loaded
+from .reading import CPU, Chosen, Reads, loaded
 from .seeds import word
 from .sharding import BatchPlan, rank_range
 
@@ -33,10 +33,6 @@ class LoopTurn(msgspec.Struct, frozen=True, gc=False):
     last: bool
     """Of its epoch."""
     plan: LoopPlan
-
-
-class Reads(Parts, Protocol):
-    def seed_loop(self, step: int) -> None: ...
 
 
 class Loop:
@@ -151,7 +147,7 @@ class Loop:
         *,
         num_workers: int,
         pin_memory: bool,
-        away: torch.device | None = None,
+        device: torch.device = CPU,
         **options: Any,
     ) -> Iterator[tuple[LoopTurn, int, tuple[int, ...], Any]]:
         """(turn, step, indices, data) of each step."""
@@ -175,9 +171,9 @@ class Loop:
                         step = self.step  # of a batch of several, where the loop begins
                     while step < next_one and step < self.limit:
                         # Each step has the batch as it was read: the one before may have changed its tensors.
-                        own = data if away is not None or step == next_one - 1 else copied(data)
+                        own = data if device.type != "cpu" or step == next_one - 1 else copied(data)
                         reader.seed_loop(step)
-                        yield turn, step, indices, own if away is None else moved(own, away)
+                        yield turn, step, indices, moved(own, device)
                         step += 1
             if self.progress.in_round:
                 reader.seed_loop(self.end)  # what ends the round may draw

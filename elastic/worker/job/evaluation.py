@@ -22,7 +22,8 @@ from elastic.worker.comm.in_flight import complete
 from elastic.worker.comm.p2p import control_device
 from elastic.worker.data.arguments import plan_of
 from elastic.worker.data.batches import Batch, MapDataset
-from elastic.worker.data.reading import Reader, elsewhere, loaded, move
+from elastic.worker.data.containers import moved
+from elastic.worker.data.reading import Reader, loaded
 from elastic.worker.data.seeds import seed_everything
 from elastic.worker.data.sharding import rank_range
 from elastic.worker.link.misuse import MisuseTypeError, MisuseValueError
@@ -66,7 +67,7 @@ def evaluate(
     with loaded(reader, numbers, num_workers, pin_memory) as found:
         for number, (indices, data) in zip(numbers, found, strict=True):
             batch = Batch(
-                data=move(elsewhere(device), data),
+                data=moved(data, device),
                 indices=indices,
                 step=step,
                 epoch=0,

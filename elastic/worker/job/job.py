@@ -462,8 +462,8 @@ _SHARDING = {
 
 
 def build(setup: Setup, job: Job) -> State:
-    """The state that `setup` builds. Raises TypeError if that is no State or is sharded, RuntimeError if it uses the
-    process group, and what `setup` raises."""
+    """The state that `setup` builds; the job guards its optimizers. Raises TypeError if that is no State or is sharded,
+    RuntimeError if it uses the process group, and what `setup` raises."""
     try:
         state: object = setup(job)
     except (ValueError, RuntimeError) as error:
@@ -479,4 +479,5 @@ def build(setup: Setup, job: Job) -> State:
         ) from error
     if not isinstance(state, State):
         raise MisuseTypeError(f"setup returned {type(state).__name__}: return elastic.State(model=…, optimizer=…)")
+    state.watch_optimizers(job.guard())
     return state
