@@ -60,8 +60,8 @@ COMMANDS = {
         "install-service": ".nodes.install:install_service",
         "config": ".nodes.node_commands:config",
         "completion": ".completion:completion",
-        "version": ".overview:version",
-        "help": ".overview:help_",
+        "version": ".main:version",
+        "help": ".main:help_",
     },
 }
 """Group of the help -> command -> where it is. Its module is imported when it is called: `elasticctl status` must not
@@ -93,7 +93,10 @@ class Main(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args[0] not in LATE and not args[0].startswith("-"):
-            ctx.fail(no_command(args[0]))
+            if (see := INSTEAD.get(args[0])) is None:
+                near = difflib.get_close_matches(args[0], LATE, 1)
+                see = f"`{near[0]}`" if near else "`elasticctl help`"
+            ctx.fail(f"there is no {args[0]!r}: see {see}")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -135,14 +138,6 @@ class Main(click.Group):
         sys.exit(code if isinstance(code, int) else OK)
 
 
-def no_command(name: str) -> str:
-    see = INSTEAD.get(name)
-    if see is None:
-        near = difflib.get_close_matches(name, LATE, 1)
-        see = f"`{near[0]}`" if near else "`elasticctl help`"
-    return f"there is no {name!r}: see {see}"
-
-
 def _take_socket(command: click.Command) -> None:
     """--socket is understood after the command, too, and after one of a group."""
     if not any(param.name == "socket" for param in command.params):
@@ -178,6 +173,27 @@ def main(ctx: click.Context, socket: str | None) -> None:
     elasticctl run --workers 2 --checkpoints ckpt -- train.py
     """
     ctx.obj = Client(socket or "")
+
+
+@click.command()
+def version() -> None:
+    """Print the version of elasticctl; that of each node is in `elasticctl nodes`."""
+    click.echo(f"elasticctl, version {elastic.__version__}")
+
+
+@click.command("help")
+@click.argument("command", nargs=-1)
+@click.pass_context
+def help_(ctx: click.Context, command: tuple[str, ...]) -> None:
+    """Show the help of COMMAND, such as `checkpoint export`, or this one."""
+    shown = ctx.find_root()
+    for word in command:
+        group = shown.command
+        found = group.get_command(shown, word) if isinstance(group, click.Group) else None
+        if found is None:
+            shown.fail(f"there is no {' '.join(command)!r}")
+        shown = click.Context(found, parent=shown, info_name=word)
+    click.echo(shown.get_help())
 
 
 def _die(message: str, code: int, as_json: bool = False, status: int | None = None, hint: str = "") -> NoReturn:

@@ -101,7 +101,7 @@ def screen(view: str, data: Any, width: int) -> str:
     out = io.StringIO()
     terminal = Console(out, width, terminal=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(render, "console", lambda: terminal)
+        patch.setattr(render, "Console", lambda: terminal)
         SHOW[view](data)
     return out.getvalue()
 
@@ -259,6 +259,6 @@ def test_any_text_at_any_command(command: list[str], text: str, refuses: bool, a
 
 def test_in_a_pipe_no_end_of_a_line_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.StringIO()
-    monkeypatch.setattr(render, "console", lambda: Console(out, 80))
+    monkeypatch.setattr(render, "Console", lambda: Console(out, 80))
     plain_render.job(ANSWERS["job"] | {"why": "word " * 60 + "end"})
     assert "word end\n" in out.getvalue()

@@ -252,7 +252,7 @@ def test_a_job_that_makes_no_step_is_not_healthy_unless_that_was_declared() -> N
 @pytest.fixture
 def screen(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     out = io.StringIO()
-    monkeypatch.setattr(render, "console", lambda: Console(out, 140))
+    monkeypatch.setattr(render, "Console", lambda: Console(out, 140))
     return out
 
 
@@ -298,7 +298,7 @@ def test_the_end_of_a_log_is_shown_only_where_it_says_more_than_the_traceback(
         "node": "a", "slot": 0, "rank": 0, "step": 3, "exit_code": 1, "signal": "", "message": "boom",
         "traceback": "Traceback:\n  File x\nValueError: boom\n", "last_lines": list(lines),
     }  # fmt: skip
-    plain_render.print_error(render.console(), error)
+    plain_render.print_error(render.Console(), error)
     assert screen.getvalue().count("ValueError: boom") == 1 + shown
     assert ("CUDA says: lost" in screen.getvalue()) == shown
 

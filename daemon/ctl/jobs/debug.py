@@ -48,11 +48,9 @@ def debug(client: Client, job: str, gradients: bool, by_rank: bool, as_json: boo
 
 def sampled(client: Client, job: str) -> Gradients:
     """A new sample of all ranks; of some, where no try gives more. Raises Failed if there is none."""
-    sample = _asked(client, job)
-    for _ in range(TRIES - 1):
-        if not sample.passed:
+    for _ in range(TRIES):
+        if not (sample := _asked(client, job)).passed:
             break
-        sample = _asked(client, job)
     if sample.ranks:
         return sample
     why = "the job is past it: ask again" if sample.passed else "it makes no step"
@@ -84,7 +82,8 @@ def table(sample: Gradients, *, by_rank: bool) -> list[str]:
         f"{'layer':{wide}}  {'own gradient':>24}  {'mean':>10}  {'weights':>10}",
     ]
     for row in sample.layers:
-        own = _each(row.own) if by_rank else _span(list(row.own.values()))
+        each = ", ".join(f"{rank}: {value:.4g}" for rank, value in row.own.items()) or "-"
+        own = each if by_rank else _span(list(row.own.values()))
         lines.append(f"{row.layer:{wide}}  {own:>24}  {_first(row.mean):>10}  {_first(row.weight):>10}")
     return [*lines, *(f"! {text}" for text in sample.findings or ())] + (
         [] if sample.findings else ["nothing is wrong with them"]
@@ -96,10 +95,6 @@ def _span(values: Sequence[float]) -> str:
         return "-"
     low, high = min(values), max(values)
     return f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}"
-
-
-def _each(values: Mapping[str, float]) -> str:
-    return ", ".join(f"{rank}: {value:.4g}" for rank, value in values.items()) or "-"
 
 
 def _first(values: Mapping[str, float]) -> str:

@@ -192,7 +192,11 @@ def until_over(
                 restarts, tail = DaemonRestarts(), 0
                 check_same(data, submitted_wall_s)
                 if end and has_ended(data):
-                    return _result(read(data, JobDetail), as_json)
+                    result = read(data, JobDetail)
+                    if not as_json:
+                        colour = "green" if result.phase == "succeeded" else "red"
+                        click.secho(f"── {ended(result)}", fg=colour, err=True)
+                    return OF_PHASE[result.phase]
             except (Unreachable, Failed) as error:
                 restarts.endure(error)
                 tail = 0
@@ -251,12 +255,6 @@ def _ask(client: Client, job: str) -> int | None:
     return INTERRUPTED
 
 
-def _result(job: Job, as_json: bool) -> int:
-    if not as_json:
-        click.secho(f"── {ended(job)}", fg="green" if job.phase == "succeeded" else "red", err=True)
-    return OF_PHASE[job.phase]
-
-
 def ended(job: Job) -> str:
     """'train has succeeded at step 468, loss 0.01234 (resumed from step 400: checkpoint step 400 at …)'."""
     at = f" at step {job.step}" if job.step else ""  # 0: none was made, or none is known of a plain script
@@ -306,11 +304,6 @@ def logs(
     """
     if previous and follow:
         raise click.UsageError("--previous has ended: it cannot be followed")
-    chosen: dict[str, object] = {"previous": 1} if previous else {}
-    if earlier:
-        chosen["earlier"] = 1
-    if since_s:
-        chosen["since_s"] = since_s
-    show(
-        client, job, follow=follow, rank=rank, tail=tail, as_json=as_json, chosen=chosen, stamps=timestamps
-    )  # fmt: skip
+    asked = {"previous": int(previous), "earlier": int(earlier), "since_s": since_s}
+    chosen = {key: value for key, value in asked.items() if value}
+    show(client, job, follow=follow, rank=rank, tail=tail, as_json=as_json, chosen=chosen, stamps=timestamps)

@@ -56,7 +56,9 @@ def bundle(client: Client, job: str | None, output: Path | None, with_logs: bool
     through it before you send it. Exit code 5: no daemon answers, so that the archive has nothing but facts of this
     machine.
     """
-    _check(client, job)
+    if job:  # one that does not exist, before anything is written
+        with contextlib.suppress(Unreachable):  # told with the parts that are left out for it
+            client.get(f"/v1/jobs/{name(job)}")
     stamp = time.strftime("%Y%m%d-%H%M%S")
     target = output or Path(f"elasticd-{stamp}.tar.gz")
     missing: dict[str, list[str]] = {}
@@ -90,18 +92,15 @@ def bundle(client: Client, job: str | None, output: Path | None, with_logs: bool
     click.echo(safe_text.line(f"{target} is written. Secrets are hidden as far as they are known: look through it"))
 
 
-def _check(client: Client, job: str | None) -> None:
-    """Raises Failed for a job that does not exist, before anything is written."""
-    if job:
-        with contextlib.suppress(Unreachable):  # told with the parts that are left out for it
-            client.get(f"/v1/jobs/{name(job)}")
-
-
 def parts(client: Client, job: str | None, with_logs: bool) -> Iterator[tuple[str, Callable[[], str]]]:
     """(file in the archive, what makes its content)."""
 
     def answer(path: str, query: Json | None = None) -> Callable[[], str]:
-        return lambda: json.dumps(_for_others(client.get(path, query, timeout_s=ANSWER_S)), indent=2)
+        def make() -> str:
+            data = client.get(path, query, timeout_s=ANSWER_S)
+            return json.dumps(data | {"spec": masking.masked(data["spec"])} if data.get("spec") else data, indent=2)
+
+        return make
 
     yield "about.json", lambda: json.dumps({"python": sys.version, "platform": platform.platform()}, indent=2)
     yield "status.json", answer("/v1/status")
@@ -117,10 +116,6 @@ def parts(client: Client, job: str | None, with_logs: bool) -> Iterator[tuple[st
             yield f"jobs/{each}/stacks.json", answer(f"/v1/jobs/{name(each)}/stacks")
         if with_logs:
             yield f"jobs/{each}/logs.txt", lambda each=each: _lines(client, each)  # type: ignore[misc]
-
-
-def _for_others(data: Json) -> Json:
-    return {**data, "spec": masking.masked(data["spec"])} if data.get("spec") else data
 
 
 def _jobs(client: Client) -> dict[str, str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import itertools
 import json
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -19,6 +18,8 @@ from elasticd.base.safe_text import line
 from elasticd.ctl.client import Client, Failed, Json, name
 from elasticd.ctl.completion import JOB, job_names, node_names
 from elasticd.ctl.output import as_of, command, length, print_json, read, streamed
+
+from .screen import size
 
 BLOCKS, ASCII = "▁▂▃▄▅▆▇█", "_.-~=+*#"
 FIELDS = ("wall_s", "step", "loss", "steps_per_s", "world_size")
@@ -41,17 +42,10 @@ def loss(client: Client, job: str, as_csv: bool, as_json: bool) -> None:
         writer.writeheader()
         return writer.writerows({field: point[field] for field in FIELDS} for point in data["points"])
     encoding = sys.stdout.encoding or "ascii"
-    width = max(NARROWEST, min(WIDEST, _columns()))
+    width = max(NARROWEST, min(WIDEST, size()[0]))
     for text in summary(read(data, answers.History), width, BLOCKS if encoding.lower().startswith("utf") else ASCII):
         click.echo(safe_text.line(text))
     return None
-
-
-def _columns() -> int:
-    try:
-        return int(os.environ.get("COLUMNS") or os.get_terminal_size(sys.stdout.fileno()).columns)
-    except (OSError, ValueError):
-        return 80
 
 
 def summary(data: answers.History, width: int, levels: str) -> list[str]:
@@ -143,12 +137,12 @@ def events(client: Client, follow: bool, job: str, node: str, since_s: float | N
                 click.echo("no events")
             as_of(data)
         return
-    for event in streamed(client, "/v1/events", query | {"follow": 1}, _after):
+
+    def after(event: Json) -> Json:
+        return {"last": 0, "since_wall_s": event["when_wall_s"] + 1e-3}
+
+    for event in streamed(client, "/v1/events", query | {"follow": 1}, after):
         click.echo(json.dumps(event) if as_json else in_words(read(event, answers.Event)))
-
-
-def _after(event: Json) -> Json:
-    return {"last": 0, "since_wall_s": event["when_wall_s"] + 1e-3}
 
 
 def in_words(event: answers.Event) -> str:

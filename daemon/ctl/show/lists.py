@@ -26,19 +26,17 @@ def status(client: Client, job: str | None, watch: bool, every: bool, as_json: b
     path = f"/v1/jobs/{name(job)}" if job else f"/v1/status{'?all=1' if every else ''}"
 
     def show() -> JobDetail | Status:
-        if job:
-            render.job(detail := read(client.get(path), JobDetail))
-            return detail
-        render.status(cluster := read(client.get(path), Status))
-        return cluster
+        data = client.get(path)
+        if as_json:
+            print_json(data)
+        seen: JobDetail | Status = read(data, JobDetail) if job else read(data, Status)
+        if not as_json:
+            render.job(seen) if isinstance(seen, JobDetail) else render.status(seen)
+        return seen
 
     if watch and not as_json:
         return render.watch(show)
-    if as_json:
-        print_json(data := client.get(path))
-        seen: JobDetail | Status = read(data, JobDetail) if job else read(data, Status)
-    else:
-        seen = show()
+    seen = show()
     sys.exit(max(HEALTH[seen.health], OK if seen.etcd.connected else DEGRADED))
 
 

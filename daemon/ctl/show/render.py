@@ -22,10 +22,6 @@ if TYPE_CHECKING:
     from elasticd.base.command_answers import Config
 
 
-def console() -> Console:
-    return Console(sys.stdout)
-
-
 def watch(show: Callable[[], object]) -> None:
     """Call `show` every second on a cleared screen, until Ctrl-C. On a terminal it is cut at the last line: what comes
     first, such as the line of why, must not scroll away."""
@@ -35,7 +31,7 @@ def watch(show: Callable[[], object]) -> None:
             page = WatchScreen(sys.stdout)
             with contextlib.redirect_stdout(page):
                 show()
-            sys.stdout.write(f"{HOME_AND_CLEAR}{page.cut(console().height)}")
+            sys.stdout.write(f"{HOME_AND_CLEAR}{page.cut(Console().height)}")
             sys.stdout.flush()
             pause.wait(1.0)
     except KeyboardInterrupt:
@@ -44,7 +40,7 @@ def watch(show: Callable[[], object]) -> None:
 
 def status(data: Status) -> None:
     """Cluster, nodes, jobs and problems."""
-    out = console()
+    out = Console()
     head = Text.assemble("cluster ", (data.cluster, "bold"), "  node ", (data.node, "bold"), "  ")
     head = Text.assemble(head, coloured(data.health), *_job_counts(data.jobs))
     out.say(head)
@@ -73,7 +69,7 @@ def status(data: Status) -> None:
 
 
 def table(columns: Sequence[Column], rows: Sequence[object], none: str) -> None:
-    out = console()
+    out = Console()
     Rows(columns, rows).print(out) if rows else out.say(none)
 
 
@@ -90,7 +86,7 @@ def etcd_line(etcd: EtcdContact) -> Text:
 
 def job(data: JobDetail) -> None:
     """One job with its ranks and its last incidents."""
-    out = console()
+    out = Console()
     out.say(Text.assemble("job ", (data.job, "bold"), "  ", coloured(data.phase), "  ", coloured(data.health)))
     if not data.etcd.connected:
         out.say(etcd_line(data.etcd))
@@ -124,7 +120,7 @@ def _rank_columns(data: JobDetail) -> list[Column]:
 
 def incident(row: Incident) -> None:
     """One incident in full: its verdict, time line, stacks and error."""
-    out, verdict = console(), row.verdict
+    out, verdict = Console(), row.verdict
     out.say(Text.assemble(clock(row.wall_s), f"  {row.job}  ", (verdict.cls, "bold"), f"  {verdict.what}"))
     _facts(out, columns.verdict_facts(verdict, row.lost))
     before = {"last step": -row.still_s} if row.still_s else {}
@@ -171,7 +167,7 @@ CHECKPOINTS = (
 
 
 def checkpoints(rows: Sequence[Json]) -> None:
-    Rows(CHECKPOINTS, shown(rows)).print(console())
+    Rows(CHECKPOINTS, shown(rows)).print(Console())
 
 
 SETTINGS = (
@@ -182,7 +178,7 @@ SETTINGS = (
 
 
 def config(data: Config, explain: bool) -> None:
-    out = console()
+    out = Console()
     rows: list[tuple[object, ...]] = []
     for row in data.settings:
         value = row.value

@@ -62,10 +62,6 @@ class Text:
         plain = self.plain
         return cells(plain) if "\n" not in plain else max(map(cells, plain.split("\n")))
 
-    @property
-    def on_one_line(self) -> bool:
-        return "\n" not in self.plain
-
     def slice(self, begin: int, end: int) -> Text:
         """Characters `begin` to `end`, with their styles."""
         parts, at = list[Part](), 0
@@ -120,7 +116,7 @@ class Console:
         forced = env.get("FORCE_COLOR", "") not in ("", "0")
         self.is_terminal = (self.out.isatty() or forced) if terminal is None else terminal
         self._colours = self.is_terminal and not env.get("NO_COLOR") and env.get("TERM") not in ("dumb", "unknown")
-        columns, self.height = _size()
+        columns, self.height = size()
         self.width = width or (columns if self.is_terminal or env.get("COLUMNS") else PIPED_CELLS)
 
     def print(self, *texts: Text) -> None:
@@ -138,7 +134,7 @@ class Console:
         self.out.write("".join(f"{line.styled(self._colours)}\n" for line in lines))
 
 
-def _size() -> tuple[int, int]:
+def size() -> tuple[int, int]:
     """Columns and lines as `shutil.get_terminal_size` finds them, without its imports."""
     given = [int(text) if text.isdigit() else 0 for text in map(os.environ.get, ("COLUMNS", "LINES"), ("", ""))]
     try:
@@ -175,9 +171,7 @@ def cells(text: str) -> int:
 
 
 def _cells(char: str) -> int:
-    if char.isascii():
-        return 1
-    if char == _EMOJI_FORM:
+    if char.isascii() or char == _EMOJI_FORM:
         return 1
     if unicodedata.category(char) in ("Mn", "Me"):
         return 0
@@ -236,10 +230,13 @@ class Rows:
         self._cells = [[_cell(column, row) for column in columns] for row in rows]
         self._wants = [[cell.width for cell in row] for row in self._cells]
         """Width of each cell on one line."""
+        heads = [cells(column.title) for column in columns]
+        self._natural = [max(1, *column) for column in zip(heads, *self._wants, strict=True)]
+        """Width of each column with its longest cell on one line."""
 
     def left_out(self, width: int) -> set[str]:
         """Titles of the columns that do not fit a screen of `width` cells."""
-        kept = self._kept(width, self._natural())
+        kept = self._kept(width)
         return {column.title for i, column in enumerate(self.columns) if i not in kept}
 
     def print(self, out: Console) -> None:
@@ -247,13 +244,12 @@ class Rows:
 
     def lines(self, width: int) -> list[Text]:
         """For a screen of `width` cells: the head, then the rows; a row takes as many lines as its longest cell."""
-        natural = self._natural()
-        kept = self._kept(width, natural)
-        widths = self._widths(kept, width - GAP * (len(kept) - 1), natural)
+        kept = self._kept(width)
+        widths = self._widths(kept, width - GAP * (len(kept) - 1))
         head = [Text(column.title, "bold") for column in self.columns]
         shown = list(self._folded(head, widths))
         for row, wants in zip(self._cells, self._wants, strict=True):
-            if all(wants[i] <= width and row[i].on_one_line for i, width in widths.items()):
+            if all(wants[i] <= width and "\n" not in row[i].plain for i, width in widths.items()):
                 shown.append(self._line(row, wants, widths))
             else:
                 shown += self._folded(row, widths)
@@ -277,13 +273,9 @@ class Rows:
             parts.pop()
         return Text.of(parts)
 
-    def _natural(self) -> list[int]:
-        """Width of each column with its longest cell on one line."""
-        heads = [cells(column.title) for column in self.columns]
-        return [max(1, *column) for column in zip(heads, *self._wants, strict=True)]
-
-    def _kept(self, width: int, natural: Sequence[int]) -> list[int]:
-        least = [min(n, int(width * FLEX_SHARE)) if c.flex else n for n, c in zip(natural, self.columns, strict=True)]
+    def _kept(self, width: int) -> list[int]:
+        most = int(width * FLEX_SHARE)
+        least = [min(n, most) if c.flex else n for n, c in zip(self._natural, self.columns, strict=True)]
         kept = list(range(len(self.columns)))
         while sum(least[i] for i in kept) + GAP * (len(kept) - 1) > width:
             spare = max(kept, key=lambda i: self.columns[i].spare)
@@ -292,10 +284,10 @@ class Rows:
             kept.remove(spare)
         return kept
 
-    def _widths(self, kept: Sequence[int], room: int, natural: Sequence[int]) -> dict[int, int]:
+    def _widths(self, kept: Sequence[int], room: int) -> dict[int, int]:
         """Flexible columns share the width that the others leave; if even those are too wide, the widest are
         narrowed."""
-        widths = {i: natural[i] for i in kept}
+        widths = {i: self._natural[i] for i in kept}
         least = int(room * FLEX_SHARE)
         while (over := sum(widths.values()) - room) > 0:
             flexible = [i for i in kept if self.columns[i].flex and widths[i] > least] or kept
