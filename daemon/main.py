@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import IO
 
@@ -235,10 +236,7 @@ def describe(settings: Settings, sources: Mapping[str, config.SettingSource]) ->
     docs = config.explain()
 
     def value(name: str) -> object:
-        current: object = settings
-        for part in name.split("."):
-            current = getattr(current, part)
-        return masked_setting(name, msgspec.to_builtins(current))
+        return masked_setting(name, msgspec.to_builtins(attrgetter(name)(settings)))
 
     times = settings.timeouts
     return Config(

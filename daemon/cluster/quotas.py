@@ -50,7 +50,7 @@ class Quotas:
         """Count a description that is written for `owner`. Raises Refused (429) where that user has, or has submitted
         here in the last hour, as much as a user may. `jobs`: all; none, if the job is there already."""
         in_etcd = [len(encode(job.spec)) for job in jobs.values() if job.spec and job.spec.uid == owner.uid]
-        nbytes, now_s = len(msgspec.json.encode(spec)), self._clock()
+        nbytes, now_s, limits = len(msgspec.json.encode(spec)), self._clock(), self._settings
         with self._lock:
             while self._lately and self._lately[0][0] <= now_s - HOUR_S:
                 self._lately.popleft()
@@ -59,16 +59,14 @@ class Quotas:
                 (in_etcd, "has in etcd", "remove finished ones (elasticctl forget --over)"),
                 (lately, "has submitted in the last hour", "wait"),
             ):
-                self._check(owner.user, len(sizes) + 1, sum(sizes) + nbytes, where, fix)
+                total = sum(sizes) + nbytes
+                if limits.jobs and len(sizes) >= limits.jobs:
+                    has, most = f"{where} {len(sizes)} jobs", f"per_user.jobs = {limits.jobs}"
+                elif limits.specs_mb and total > limits.specs_mb * 1e6:
+                    has = f"{where} {total / 1e6:.1f} MB of descriptions with this one"
+                    most = f"per_user.specs_mb = {limits.specs_mb:g}"
+                else:
+                    continue
+                why = f"{owner.user} {has}, and {most} is the most: {fix}, or have an admin raise it"
+                raise Refused(429, why)
             self._lately.append((now_s, owner.uid, nbytes))
-
-    def _check(self, user: str, jobs: int, nbytes: int, where: str, fix: str) -> None:
-        limits = self._settings
-        if limits.jobs and jobs > limits.jobs:
-            what, setting = f"{jobs - 1} jobs", f"per_user.jobs = {limits.jobs}"
-        elif limits.specs_mb and nbytes > limits.specs_mb * 1e6:
-            what = f"{nbytes / 1e6:.1f} MB of descriptions with this one"
-            setting = f"per_user.specs_mb = {limits.specs_mb:g}"
-        else:
-            return
-        raise Refused(429, f"{user} {where} {what}, and {setting} is the most: {fix}, or have an admin raise it")

@@ -202,17 +202,6 @@ def resolved(hostname: str) -> list[str]:
         return []
 
 
-def can_bind(address: str) -> str:
-    """Why no server can listen on `address`; empty: one can."""
-    try:
-        family, kind, _, _, target = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.bind(target)
-    except OSError as error:
-        return error.strerror or str(error)
-    return ""
-
-
 def median_s(ask: Callable[[], object], times: int = ASKS) -> float:
     took = []
     for _ in range(times):
@@ -250,9 +239,14 @@ def blocking(interface: str, state_dir: str) -> Reason | None:
 
 
 def _address(address: str) -> Finding:
-    if why := can_bind(address):
-        return Finding(check="address", level=ERROR, text=f"no server can listen on address {address}: {why}",
-                       fix="set `address` to one of this machine, or leave it empty")  # fmt: skip
+    try:
+        family, kind, _, _, target = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.bind(target)
+    except OSError as error:
+        text = f"no server can listen on address {address}: {error.strerror or error}"
+        fix = "set `address` to one of this machine, or leave it empty"
+        return Finding(check="address", level=ERROR, text=text, fix=fix)
     return Finding(check="address", text=f"other nodes reach this one at {address}")
 
 

@@ -19,22 +19,12 @@ M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8
 
 
 def start() -> None:
-    """Call it before the first thread starts and before structlog is imported."""
-    _tune_malloc()
-    _import_structlog_alone()
-
-
-def _tune_malloc() -> None:
-    try:
+    """Call it before the first thread starts and before structlog is imported: that imports rich and pygments where
+    they are installed, some 10 MB, for a format that is not used here."""
+    with contextlib.suppress(OSError, AttributeError):  # another C library than glibc
         mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):
-        return  # another C library than glibc
-    mallopt(M_ARENA_MAX, ARENAS)
-    mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES)
-
-
-def _import_structlog_alone() -> None:
-    """structlog imports rich and pygments where they are installed, some 10 MB, for a format that is not used here."""
+        mallopt(M_ARENA_MAX, ARENAS)
+        mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES)
     if "structlog" in sys.modules or "rich" in sys.modules:
         return
     sys.modules["rich"] = None  # type: ignore[assignment]  # documented: `import rich` then raises ImportError

@@ -119,26 +119,6 @@ def _visible(given: str, ids: Sequence[str]) -> Gpus:
     return Gpus(tuple(dict.fromkeys(indices)))
 
 
-def sickness(state_dir: str) -> Text:
-    """Why this machine should accept no work; empty: it may."""
-    try:
-        folder = os.open(state_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError as error:
-        if error.errno in (errno.EMFILE, errno.ENFILE):
-            return reason(Code.NO_DESCRIPTORS, who="elasticd" if error.errno == errno.EMFILE else "this machine")
-        return reason(Code.STATE_DIR, str(error.strerror), folder=state_dir)
-    try:
-        disk = os.fstatvfs(folder)
-    except OSError as error:
-        return reason(Code.STATE_DIR, str(error.strerror), folder=state_dir)
-    finally:
-        os.close(folder)
-    free_mb = disk.f_bavail * disk.f_frsize / 1e6
-    if free_mb < LEAST_FREE_MB:
-        return reason(Code.DISK_FULL, folder=state_dir, free_mb=round(free_mb), least_mb=LEAST_FREE_MB)
-    return ""
-
-
 @dataclass(frozen=True)
 class StateFolder:
     """A health check (`elasticd.plugins`)."""
@@ -148,7 +128,20 @@ class StateFolder:
     leave = False
 
     def look(self) -> Text:
-        return sickness(self.folder)
+        try:
+            folder = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                disk = os.fstatvfs(folder)
+            finally:
+                os.close(folder)
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                return reason(Code.NO_DESCRIPTORS, who="elasticd" if error.errno == errno.EMFILE else "this machine")
+            return reason(Code.STATE_DIR, str(error.strerror), folder=self.folder)
+        free_mb = disk.f_bavail * disk.f_frsize / 1e6
+        if free_mb < LEAST_FREE_MB:
+            return reason(Code.DISK_FULL, folder=self.folder, free_mb=round(free_mb), least_mb=LEAST_FREE_MB)
+        return ""
 
 
 def as_system_service() -> bool:

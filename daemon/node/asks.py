@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import msgspec
 
 from elastic.contract.records.job_records import PROTOCOL
-from elastic.etcd.client import Etcd, EtcdError, EtcdUnavailable, View
+from elastic.etcd.client import Etcd, EtcdError, View
 from elasticd.base import answers
 from elasticd.base.answers import Json
 from elasticd.base.errors import Fault, Refused, our_faults
@@ -164,13 +164,6 @@ class Asker:
     def ask(self, node: str, path: str, query: Mapping[str, object], by: User, within_s: float = ANSWER_S) -> Json:
         """The answer of `node`'s daemon to GET `path`. Raises Refused: its own refusal, 503 without etcd, 504 if it
         does not answer within `within_s`."""
-        status, body = self._whole(node, path, {key: str(value) for key, value in query.items()}, by, within_s)
-        content: Json = json.loads(body)
-        if status >= 400:
-            raise Refused(status, f"{node}: {content['error']['message']}")
-        return content
-
-    def _whole(self, node: str, path: str, query: dict[str, str], by: User, within_s: float) -> tuple[int, bytes]:
         name = uuid.uuid4().hex
         prefix = answers_to(self._cluster, name)
         values: dict[int, bytes] = {}
@@ -194,7 +187,7 @@ class Asker:
             try:
                 ask = Ask(
                     id=name, lease=lease, asker=self._node, cluster=self._cluster, node=node, by=by, path=path,
-                    query=query, wall_s=time.time(),
+                    query={key: str(value) for key, value in query.items()}, wall_s=time.time(),
                 )  # fmt: skip
                 raw = msgspec.json.encode(sealed(ask, self._secret))
                 self._etcd.put(f"{asks_of(self._cluster, node)}{name}", raw, lease)
@@ -207,7 +200,11 @@ class Asker:
             raise Refused(503, f"etcd cannot be reached now, and asking {node} needs it: {error}") from error
         if (answer := joined(name, values, self._secret)) is None:
             raise Refused(504, f"{node} has not answered within {within_s:g} s: does its elasticd run?")
-        return answer
+        status, body = answer
+        content: Json = json.loads(body)
+        if status >= 400:
+            raise Refused(status, f"{node}: {content['error']['message']}")
+        return content
 
 
 def ask_each(asker: Asker, nodes: Sequence[str], path: str, query: Mapping[str, object], by: User) -> dict[str, Json]:
@@ -290,7 +287,7 @@ class AnswerQueue:
         try:
             for number, piece in enumerate(pieces(ask.id, status, body, self.secret)):
                 self.etcd.put(f"{prefix}{number}", piece, ask.lease)
-        except (EtcdError, EtcdUnavailable) as error:  # it has given up, or will by its own time limit
+        except EtcdError as error:  # it has given up, or will by its own time limit
             self.log.info("ask.not_answered", asker=ask.asker, path=ask.path, why=str(error))
             return
         self.log.info("ask.answered", asker=ask.asker, by=ask.by.name, path=ask.path, status=status, nbytes=len(body),

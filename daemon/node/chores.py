@@ -17,7 +17,6 @@ from .writer import ClusterWriter
 ALARMS_S = 5.0
 """Interval between checks for etcd's alarms, and for its version while that is unknown."""
 
-
 CERTIFICATES_S = 60.0
 """Interval between looks at the files of certificates."""
 
@@ -41,7 +40,12 @@ class Chores:
 
     def do(self, cluster: Cluster, registered: NodeRecord | None, now_s: float, wall_s: float) -> None:
         """`registered`: this node's record as it is in etcd."""
-        self._check_etcd(now_s)
+        if not self._writer.version and now_s >= self._version_due_s:  # again, while no member has answered
+            self._version_due_s = now_s + ALARMS_S
+            self._writer.check_version(refuse=reconcile.refuses_unsound(self._settings))
+        if now_s >= self._alarms_due_s:
+            self._alarms_due_s = now_s + ALARMS_S
+            self._writer.check_alarms()
         self._compact(cluster, now_s)
         missing = {
             name: self._missing.lasts_s(name, name not in cluster.nodes, now_s)
@@ -49,14 +53,6 @@ class Chores:
         }
         for name, row in reconcile.inventory(cluster, self._settings.node, registered, missing.__getitem__, wall_s):
             self._writer.put_known(name, row, own=name == self._settings.node)
-
-    def _check_etcd(self, now_s: float) -> None:
-        if not self._writer.version and now_s >= self._version_due_s:  # again, while no member has answered
-            self._version_due_s = now_s + ALARMS_S
-            self._writer.check_version(refuse=reconcile.refuses_unsound(self._settings))
-        if now_s >= self._alarms_due_s:
-            self._alarms_due_s = now_s + ALARMS_S
-            self._writer.check_alarms()
 
     def _compact(self, cluster: Cluster, now_s: float) -> None:
         """The oldest node's daemon compacts an external etcd up to `compact_every_s` ago: each revision of a progress

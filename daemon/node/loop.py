@@ -38,7 +38,7 @@ from elasticd.machine.processes import launch
 from .chores import Chores
 from .event_queue import Event, EventQueue, NodeLeaseLost, NodeRegistered, Stop, Updated, Written
 from .older_records import SIGN_S, OlderRecords
-from .stamp_file import file_of
+from .stamp_file import SAVE_S, StampFile
 from .writer import KEY_MISSING, ClusterWriter
 
 TICK_S = 1.0
@@ -76,9 +76,10 @@ class DaemonLoop:
         self._keys = ClusterKeys(self.settings.cluster)
         self._reader = ClusterReader(self._keys, self.published.told_to_stop)
         self.stamps = self.signer.stamps if self.signer else Stamps(self._keys)
-        self._stamp_file = (
-            file_of(Path(self.settings.state_dir), self.signer, self.settings.node, self.log) if self.signer else None
-        )
+        self._stamp_file = None
+        if self.signer:  # it goes on where the daemon before it on this node has ended
+            self._stamp_file = StampFile(Path(self.settings.state_dir), self.stamps, self.log)
+            self.signer.follow(self._keys.node(self.settings.node), SAVE_S)
         self._older = OlderRecords(self._keys, self.stamps, self.settings.node, self.writer)
         self._timeline = Timeline(self._keys, self.settings.node)
         self._started_wall_s = time.time()
@@ -213,7 +214,10 @@ class DaemonLoop:
         if self._contact.connected:
             self._older.repair(self._cluster, now_s)
             self._chores.do(self._cluster, self._registered, now_s, time.time())
-            self._tell_events()
+            self._timeline.members(self.writer.members, time.time())
+            self._timeline.send(self.writer.put_events)
+            if old := self._timeline.too_old(self._cluster):
+                self.writer.delete("old events", old)
             if not stays_out:
                 self._keep_registered(now_s)
                 if self._trusted():
@@ -241,12 +245,6 @@ class DaemonLoop:
         if self.writer.anonymous is None:
             self.writer.check_anonymous(refuse=self._refuses_anonymous)
         return not (self._refuses_anonymous and self.writer.anonymous is not False)
-
-    def _tell_events(self) -> None:
-        self._timeline.members(self.writer.members, time.time())
-        self._timeline.send(self.writer.put_events)
-        if old := self._timeline.too_old(self._cluster):
-            self.writer.delete("old events", old)
 
     def _keep_registered(self, now_s: float) -> None:
         record = self._record()

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import msgspec
 
-from elastic.etcd.client import ClusterSigner
 from elastic.etcd.stamps import Entry, Stamps
 from elastic.util.files import replace_file
 from elasticd.base.log import Log
@@ -84,13 +83,6 @@ class StampFile:
             file.flush()
             os.fdatasync(file.fileno())
         self._lines += len(entries)
-
-
-def file_of(state_dir: Path, signer: ClusterSigner, node: str, log: Log) -> StampFile:
-    """Of the daemon that signs with `signer`: it goes on where the one before it on this node has ended."""
-    file = StampFile(state_dir, signer.stamps, log)
-    signer.follow(signer.stamps.keys.node(node), SAVE_S)
-    return file
 
 
 def _text(entries: Iterable[Entry]) -> bytes:

@@ -41,7 +41,7 @@ class Daemon:
 
     def __init__(self, folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sick = ""
-        monkeypatch.setattr(host, "sickness", lambda _: self.sick)
+        monkeypatch.setattr(host.StateFolder, "look", lambda _: self.sick)
         log = structlog.get_logger()
         settings = host.complete(Settings(node="a", state_dir=str(folder), slots=2), ())
         self.health = Health({"state_dir": host.StateFolder(str(folder))}, log)

@@ -21,9 +21,9 @@ def refusing(code: int) -> object:
 
 def test_no_descriptors_make_a_node_unwell(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "LEAST_FREE_MB", 0.0)
-    assert host.sickness(str(tmp_path)) == ""
+    assert host.StateFolder(str(tmp_path)).look() == ""
     nowhere = str(tmp_path / "nowhere")
-    assert host.sickness(nowhere) == reason(Code.STATE_DIR, os.strerror(errno.ENOENT), folder=nowhere)
+    assert host.StateFolder(nowhere).look() == reason(Code.STATE_DIR, os.strerror(errno.ENOENT), folder=nowhere)
     for code, whose in ((errno.EMFILE, "elasticd"), (errno.ENFILE, "this machine")):
         monkeypatch.setattr(os, "open", refusing(code))
-        assert host.sickness(str(tmp_path)) == reason(Code.NO_DESCRIPTORS, who=whose)
+        assert host.StateFolder(str(tmp_path)).look() == reason(Code.NO_DESCRIPTORS, who=whose)

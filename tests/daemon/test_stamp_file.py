@@ -121,5 +121,6 @@ def test_a_node_whose_clock_was_ahead_is_believed_after_it_has_lost_its_power(tm
     other.deleted([key])
     clock_ns = 2 * 10**9  # and the clock has been set
     after = ClusterSigner(KEYS.root, bytes(32), lambda: clock_ns)
-    stamp_file.file_of(tmp_path, after, "n", structlog.get_logger())
+    StampFile(tmp_path, after.stamps, structlog.get_logger())
+    after.follow(key, stamp_file.SAVE_S)
     assert signed(after).stamp

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -38,6 +38,9 @@ PROPERTIES = (
     "Slice=elasticd.slice",
     "Before=elasticd.service",  # when the machine shuts down, the daemon is stopped first: it drains the node
 )
+
+_NO_TEXT = re.compile("[\ud800-\udfff]")
+"""Has what stands for bytes that are not UTF-8."""
 
 HOLD = Path(__file__).with_name("hold_lock.py")
 
@@ -201,21 +204,14 @@ def launcher() -> Launcher:
 def environment() -> dict[str, str]:
     """Ours, without variables meant for this process only and without non-text ones: agents send it to workers as
     JSON."""
-    env = {k: v for k, v in os.environ.items() if k.isidentifier() and k not in SYSTEMD_VARIABLES and _is_text(k + v)}
-    return {k: v for k, v in env.items() if not k.startswith("ELASTICD_")} | {"GRPC_ENABLE_FORK_SUPPORT": "0"}
+    env = {k: v for k, v in os.environ.items() if k.isidentifier() and not _NO_TEXT.search(k + v)}
+    ours = {k for k in env if k in SYSTEMD_VARIABLES or k.startswith("ELASTICD_")}
+    return {k: v for k, v in env.items() if k not in ours} | {"GRPC_ENABLE_FORK_SUPPORT": "0"}
 
 
 def public(env: Mapping[str, str]) -> dict[str, str]:
     """What of an environment may be known to every user of the machine."""
     return {k: v for k, v in env.items() if k in PUBLIC_NAMES or k.startswith(PUBLIC_PREFIXES)}
-
-
-def _is_text(raw: str) -> bool:
-    try:
-        raw.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def holding(lock: Path, argv: Sequence[str]) -> list[str]:
@@ -334,10 +330,5 @@ def of_etcd(user: Account | None, folder: Path, binary: str) -> tuple[str, ...]:
 def uses_tmp(spec: JobSpec) -> bool:
     """Whether the job needs files in /tmp or /var/tmp, so that it is to see the machine's, not folders of its own: it
     names some, or elasticd is installed there."""
-    return any(_IN_TMP.search(text) for text in (*_texts(spec), *INSTALLED))
-
-
-def _texts(spec: JobSpec) -> Iterator[str]:
-    yield from (spec.script, spec.workdir, spec.python, spec.env_file, spec.checkpoint.dir, spec.checkpoint.remote)
-    yield from spec.args
-    yield from spec.env.values()
+    texts = (spec.script, spec.workdir, spec.python, spec.env_file, spec.checkpoint.dir, spec.checkpoint.remote)
+    return any(_IN_TMP.search(text) for text in (*texts, *spec.args, *spec.env.values(), *INSTALLED))
