@@ -160,10 +160,9 @@ class Agents:
                 return False
             write(folder / "config.json", fallback, owner)
             config = fallback
-        running = Running(config, pid, time.monotonic(), owner)
-        running.status = status if status and status.pid == pid else None
-        running.orders = _read(folder / "orders.json", AgentOrders) or AgentOrders()
-        self.running[job] = running
+        orders = _read(folder / "orders.json", AgentOrders) or AgentOrders()
+        status = status if status and status.pid == pid else None
+        self.running[job] = Running(config, pid, time.monotonic(), owner, status, orders)
         self.log.info("agent.found", job=job, pid=pid)
         self._watch(job, pid, None)
         return True

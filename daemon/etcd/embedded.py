@@ -150,7 +150,7 @@ class EmbeddedEtcd:
         started = self._launcher.start(
             launch.ServiceProcess(
                 UNIT,
-                launch.holding(self.dir / "lock", argv),
+                [*launch.HOLD, str(self.dir / "lock"), *argv],
                 launch.environment(),
                 self.dir,
                 self.dir / "etcd.log",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from dataclasses import dataclass
 
@@ -102,15 +103,11 @@ def _interface(address: str, settings: Settings, remote: bool) -> str:
     if not remote and is_loopback(address):
         return "lo"
     candidates = [address]
-    try:
+    with contextlib.suppress(OSError):  # a name that only other nodes can resolve
         candidates += [str(entry[4][0]) for entry in socket.getaddrinfo(address, None)]
-    except OSError:
-        pass  # a name that only other nodes can resolve
     for way in (*_ways(settings), DEFAULT_ROUTE):  # behind a NAT no interface has the address: then the one to etcd
-        try:
+        with contextlib.suppress(OSError, ValueError):
             candidates.append(source_address(way if way == DEFAULT_ROUTE else _host(way)))
-        except (OSError, ValueError):
-            continue
     for candidate in candidates:
         if (name := interface_with(candidate)) and not is_loopback(candidate):
             return name

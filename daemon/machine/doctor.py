@@ -173,10 +173,8 @@ def versions() -> dict[str, str]:
     for what, packages in {"torch": ("torch",), "nccl": ("nvidia-nccl-cu13", "nvidia-nccl-cu12")}.items():
         if version := installed(*packages):
             facts[what] = version
-    try:
+    with contextlib.suppress(OSError):  # no NVIDIA driver
         facts["driver"] = Path("/sys/module/nvidia/version").read_text().strip()
-    except OSError:
-        pass  # no NVIDIA driver
     return facts
 
 

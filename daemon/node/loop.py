@@ -94,8 +94,7 @@ class DaemonLoop:
         self._worker_rows: tuple[WorkerRow, ...] = ()
         self._agent_rows: tuple[AgentRow, ...] = ()
         self._ready = False
-        self._overdue: dict[str, float] = {}
-        self._aside, self._deserted, self._drained = reconcile.Since(), reconcile.Since(), reconcile.Since()
+        self._aside, self._deserted, self._drained, self._overdue = (reconcile.Since() for _ in range(4))
         self._silent, self._sign_due_s, self._overrule_s = reconcile.Silent(), 0.0, 0.0
         self._said: dict[str, str] = {}
         self._contact_said = ("", 0.0)
@@ -386,12 +385,12 @@ class DaemonLoop:
             ends = job is not None and (job.over or job.state.phase is Phase.STOPPING)
             status = self.agents.running[name].status
             earlier = job is not None and reconcile.of_an_earlier_job(job, status)
-            if job is None or not (ends or earlier or late_s > 0 or self._of_another_user(job)):
-                self._overdue.pop(name, None)
+            ends = job is not None and (ends or earlier or late_s > 0 or self._of_another_user(job))
+            overdue_s = self._overdue.lasts_s(name, ends, now_s)
+            if job is None or not ends:
                 continue
-            since_s = self._overdue.setdefault(name, now_s)
             signalled = self.agents.running[name].ending_s is not None
-            number = reconcile.signal_for(job, now_s - since_s, signalled, status, late_s)
+            number = reconcile.signal_for(job, overdue_s, signalled, status, late_s)
             if number is not None:
                 self.agents.signal(name, number)
                 self.agents.running[name].ending_s = now_s

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import queue
 from collections.abc import Callable, Sequence
 
@@ -268,8 +267,6 @@ def taken(there: bytes, ours: NodeRecord) -> str:
 
 
 def _is_elasticd(pid: int) -> bool:
-    if pid == os.getpid():
-        return False
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
             return b"elasticd" in file.read()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 
 import click
@@ -18,10 +19,8 @@ SAVE_S = 20.0
 def stop(client: Client, job: str, reason: str = "", *, discard: bool = False) -> Json:
     """Order the stop, after the checkpoint; returns its answer. Raises Failed."""
     if not discard:
-        try:
+        with contextlib.suppress(Failed):  # the stop is refused for the same reason, and says it
             _save(client, job)
-        except Failed:
-            pass  # the stop is refused for the same reason, and says it
     return client.post(f"/v1/jobs/{name(job)}/stop", {"reason": reason} if reason else {})
 
 
@@ -41,9 +40,8 @@ def _save(client: Client, job: str) -> None:
         time.sleep(0.2)
         now = read(client.get(f"/v1/jobs/{name(job)}"), JobDetail)
     if _saved(now) >= wanted:
-        click.echo(
-            safe_text.line(f"{job} has saved step {_saved(now)}: it goes on there when it is started again"), err=True
-        )
+        text = f"{job} has saved step {_saved(now)}: it goes on there when it is started again"
+        click.echo(safe_text.line(text), err=True)
 
 
 def _saved(job: JobDetail) -> int:

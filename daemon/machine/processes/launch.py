@@ -42,7 +42,8 @@ PROPERTIES = (
 _NO_TEXT = re.compile("[\ud800-\udfff]")
 """Has what stands for bytes that are not UTF-8."""
 
-HOLD = Path(__file__).with_name("hold_lock.py")
+HOLD = (sys.executable, "-I", "-S", str(Path(__file__).with_name("hold_lock.py")))
+"""With a lock and a command after it: runs the command, which holds the lock for as long as it lives."""
 
 PUBLIC_NAMES = frozenset({"PATH", "LANG", "LANGUAGE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "PYTHONPATH"})
 PUBLIC_PREFIXES = (
@@ -214,11 +215,6 @@ def public(env: Mapping[str, str]) -> dict[str, str]:
     return {k: v for k, v in env.items() if k in PUBLIC_NAMES or k.startswith(PUBLIC_PREFIXES)}
 
 
-def holding(lock: Path, argv: Sequence[str]) -> list[str]:
-    """The command that runs `argv` and holds `lock` for as long as the process lives."""
-    return [sys.executable, "-I", "-S", str(HOLD), str(lock), *argv]
-
-
 class HeldElsewhere(OSError):
     """A lock is held, but by no process that is visible from here."""
 
@@ -237,11 +233,8 @@ def holder(lock: Path) -> int | None:
     try:
         deadline_s = time.monotonic() + HOLDER_S
         while True:
-            try:
+            with contextlib.suppress(BlockingIOError):
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                pass
-            else:
                 return None
             written = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
             lockers = _lockers(os.fstat(descriptor).st_ino)
