@@ -234,14 +234,8 @@ class Agents:
             return
         self.running[job] = Running(config, started.pid, time.monotonic(), owner)
         self.trouble.get(job, Trouble()).short_since_s = math.inf
-        self.log.info(
-            "agent.started",
-            job=job,
-            pid=started.pid,
-            slots=config.slots,
-            unit=started.unit,
-            user=user.user if user else "",
-        )
+        who = user.user if user else ""
+        self.log.info("agent.started", job=job, pid=started.pid, slots=config.slots, unit=started.unit, user=who)
         self._watch(job, started.pid, started.child)
 
     def _end_leftovers(self, job: str) -> None:

@@ -45,17 +45,16 @@ ASKS = 5
 def judge_name(hostname: str, resolved: Sequence[str], alone: bool) -> Finding:
     """`resolved`: addresses that this host's own name resolves to. `alone`: all nodes are on this machine."""
     if not resolved:
-        return Finding(check="name", level=WARNING, text=f"this host's own name {hostname!r} does not resolve",
-                       fix=f"add it to /etc/hosts: ADDRESS {hostname}")  # fmt: skip
+        text = f"this host's own name {hostname!r} does not resolve"
+        return Finding("name", WARNING, text, f"add it to /etc/hosts: ADDRESS {hostname}")
     loopback = [a for a in resolved if a.startswith("127.") or a == "::1"]
     if loopback and not alone:
-        return Finding(
-            check="name", level=WARNING,
-            text=f"this host's own name {hostname!r} resolves to {', '.join(loopback)}, and other nodes cannot reach "
-            "that; elasticd passes `interface` to gloo and NCCL, other programs in a job may take this address",
-            fix=f"in /etc/hosts, give {hostname} the address that the other nodes use",
-        )  # fmt: skip
-    return Finding(check="name", text=f"{hostname} is {', '.join(resolved)}")
+        text = (
+            f"this host's own name {hostname!r} resolves to {', '.join(loopback)}, and other nodes cannot reach that; "
+            "elasticd passes `interface` to gloo and NCCL, other programs in a job may take this address"
+        )
+        return Finding("name", WARNING, text, f"in /etc/hosts, give {hostname} the address that the other nodes use")
+    return Finding("name", OK, f"{hostname} is {', '.join(resolved)}")
 
 
 def judge_free(check: str, path: str, free_mb: float, least_mb: float, what_for: str, fix: str) -> Finding:
@@ -76,12 +75,12 @@ def judge_limit(name: str, have: int, least: int, fix: str) -> Finding:
 def judge_mode(path: str, mode: int, uid: int, me: int) -> Finding:
     """Of a file with a secret. `uid`: its owner; `me`: this daemon's user."""
     if uid not in (0, me):
-        return Finding(check="files", level=ERROR, text=f"{path} belongs to uid {uid}, which can read and replace it",
-                       fix=f"chown {me} {path}")  # fmt: skip
+        text = f"{path} belongs to uid {uid}, which can read and replace it"
+        return Finding("files", ERROR, text, f"chown {me} {path}")
+    text = f"{path} has mode {mode & 0o777:04o}"
     if mode & 0o077:
-        return Finding(check="files", level=ERROR, text=f"{path} has mode {mode & 0o777:04o}: other users may read it",
-                       fix=f"chmod 600 {path}")  # fmt: skip
-    return Finding(check="files", text=f"{path} has mode {mode & 0o777:04o}")
+        return Finding("files", ERROR, f"{text}: other users may read it", f"chmod 600 {path}")
+    return Finding("files", OK, text)
 
 
 def judge_clock(state: int | None) -> Finding:
@@ -89,8 +88,8 @@ def judge_clock(state: int | None) -> Finding:
     if state is None:
         return Finding(check="clock", text="the kernel does not say whether the clock is synchronised")
     if state == 5:
-        return Finding(check="clock", level=WARNING, text="this machine's clock is not synchronised by NTP",
-                       fix="timedatectl set-ntp true, or install chrony")  # fmt: skip
+        text, fix = "this machine's clock is not synchronised by NTP", "timedatectl set-ntp true, or install chrony"
+        return Finding("clock", WARNING, text, fix)
     return Finding(check="clock", text="synchronised")
 
 
@@ -134,8 +133,7 @@ def compare(facts: Mapping[str, Mapping[str, str]]) -> Iterator[Finding]:
         if len(by_version) > 1:
             where = "; ".join(f"{version} on {', '.join(nodes)}" for version, nodes in sorted(by_version.items()))
             level = ERROR if what in STRICT else WARNING
-            yield Finding(check="versions", level=level, text=f"{what} differs: {where}",
-                          fix=f"install the same {what} on all nodes")  # fmt: skip
+            yield Finding("versions", level, f"{what} differs: {where}", f"install the same {what} on all nodes")
     if len(facts) > 1:
         yield Finding(check="versions", text=f"compared on {len(facts)} nodes: {', '.join(sorted(facts))}")
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from elasticd.base import dotted
 from elasticd.base.dotted import Raw
+from elasticd.ctl.client import Failed
 
 LOOK_S = 10.0
 
@@ -97,8 +98,11 @@ def _asked(python: str, program: str, about: str, workdir: str, env: Mapping[str
     return done.stderr.strip() if done.returncode == 1 else ""
 
 
-class InvalidJob(Exception):
+class InvalidJob(Failed):
     """The input is not a valid job; the message says what to change."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(400, message)
 
 
 def from_file(path: Path) -> Raw:

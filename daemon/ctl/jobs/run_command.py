@@ -71,20 +71,17 @@ def run(
     torchrun's options are accepted, too: see docs/torchrun.md. Ctrl-C asks whether to detach or to stop the job.
     """
     client: Client = ctx.obj
-    try:
-        given = torchrun.given(ctx, options)
-        cluster = ready_cluster(client)
-        taken = job_file.interpreter(python, cluster["python"]) or None
-        meant = torchrun.translate(given, gpus=any(row["gpus"] for row in cluster["nodes"]))
-        fields = {"nodes": nodes, "workers_per_node": workers and job_file.number(workers), "env_file": env_file,
-                  "checkpoint.dir": checkpoints, "python": taken}  # fmt: skip
-        raw = torchrun.unite(meant, fields, given) | job_file.from_command(command, module, meant.program)
-        job_file.environment(raw, [*(["PATH"] if meant.program else []), *env])
-        job_file.override(raw, settings)
-        job_file.resolve(raw, Path.cwd())
-        job_file.check_source(raw, cluster["python"])
-    except job_file.InvalidJob as error:
-        raise Failed(400, str(error)) from None
+    given = torchrun.given(ctx, options)
+    cluster = ready_cluster(client)
+    taken = job_file.interpreter(python, cluster["python"]) or None
+    meant = torchrun.translate(given, gpus=any(row["gpus"] for row in cluster["nodes"]))
+    fields = {"nodes": nodes, "workers_per_node": workers and job_file.number(workers), "env_file": env_file,
+              "checkpoint.dir": checkpoints, "python": taken}  # fmt: skip
+    raw = torchrun.unite(meant, fields, given) | job_file.from_command(command, module, meant.program)
+    job_file.environment(raw, [*(["PATH"] if meant.program else []), *env])
+    job_file.override(raw, settings)
+    job_file.resolve(raw, Path.cwd())
+    job_file.check_source(raw, cluster["python"])
     for note in meant.notes if not as_json else ():
         click.echo(safe_text.line(note), err=True)
     if not as_json and python is None and not meant.program and cluster["python"] != sys.executable:
@@ -115,13 +112,10 @@ def run(
 @AS_USER
 def submit(client: Client, file: str, settings: tuple[str, ...], replace: bool, user: str, as_json: bool) -> None:
     """Submit the job that FILE (job.toml) describes."""
-    try:
-        raw = job_file.from_file(Path(file))
-        job_file.override(raw, settings)
-        job_file.resolve(raw, Path.cwd())
-        job_file.check_source(raw, client.get("/v1/status")["python"])
-    except job_file.InvalidJob as error:
-        raise Failed(400, str(error)) from None
+    raw = job_file.from_file(Path(file))
+    job_file.override(raw, settings)
+    job_file.resolve(raw, Path.cwd())
+    job_file.check_source(raw, client.get("/v1/status")["python"])
     data = client.post("/v1/jobs", {"spec": raw, "replace": replace, "as": user})
     note = f"; it {data['note']}" if data.get("note") else ""
     say(data, as_json, f"{data['job']} is submitted{note}; see: elasticctl status {data['job']}")
