@@ -8,11 +8,11 @@ Goodput is the share of wall time in which steps are made that are kept. What go
   (The Llama 3 Herd of Models, arxiv.org/abs/2407.21783): 466 interruptions in 54 days on 16,384 GPUs.
 - SAME_NODE of them take one worker only; the others take its node. Assumed: the report's causes do not say it exactly.
 - A failure that comes during a recovery begins the recovery anew.
-- elasticd: a killed worker as benchmarks/recovery.py measures it here (2 cores, gloo, 4 workers, a small model: a CPU
+- elasticd: a killed worker as in the record of benchmarks/recovery.py (2 cores, gloo, 4 workers, a small model: a CPU
   figure, not a GPU one), a silent node by its lease; plus TRANSFER for the state of a large model; nothing committed is
   lost. Without standbys the replacement's start-up (STARTUP) is waited for. One failure in CATASTROPHIC takes every
   copy of the state, and costs a restart from the checkpoint.
-- torchrun: a killed worker as benchmarks/recovery.py measures it here (share of the store off), plus STARTUP, plus the
+- torchrun: a killed worker as in the same record (share of the store off), plus STARTUP, plus the
   work since the last checkpoint, taken at the Young/Daly interval for the failure rate. A lost node is believed to be
   noticed by its peers' failing collectives as soon as a killed worker is; at defaults torch's own keep-alive
   takes NODE_DEFAULT_S instead (3 missed ones, 5 s apart, and the last call of 30 s).
@@ -82,9 +82,10 @@ def stall(name: str, colour: str, seconds: float) -> System:
     return System(name, colour, seconds, seconds, 0.0, 0.0, 0.0)
 
 
-WORKER_S = 0.231
-"""Median of benchmarks/recovery.py, SIGKILL of a worker until all have stepped."""
-TORCHRUN_S = 7.05
+RECOVERY = json.loads((Path(__file__).parent.parent / "docs" / "evidence" / "recovery.json").read_text())["figures"]
+WORKER_S = RECOVERY["kill_median_s"]
+"""SIGKILL of a worker until all have stepped."""
+TORCHRUN_S = RECOVERY["torchrun_median_s"]
 """The same of torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1."""
 NODE_S = 6.0
 """A lease of 5 s ends at most 0.5 s late; a host that only closed its connections is noticed at once."""
