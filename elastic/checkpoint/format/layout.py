@@ -21,11 +21,7 @@ PAGE_BYTES = 4096
 
 BESIDE_ALIGN = 64
 
-STORED_AS: dict[str, tuple[str, tuple[int, ...]]] = {
-    "C32": ("F16", (2,)),
-    "C128": ("F64", (2,)),
-    "F8_E8M0": ("U8", ()),
-}
+STORED_AS: dict[str, tuple[str, tuple[int, ...]]] = {"C32": ("F16", (2,)), "C128": ("F64", (2,)), "F8_E8M0": ("U8", ())}
 """Types that safetensors' readers lack: the code and the extra last dimension that are written instead."""
 
 
@@ -41,10 +37,6 @@ class Layout:
     """Where each tensor begins, from the start of the file."""
     nbytes: int
     """Length of the file."""
-
-    @property
-    def data_at(self) -> int:
-        return len(self.head)
 
 
 def pad(nbytes: int) -> int:

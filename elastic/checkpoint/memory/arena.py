@@ -19,6 +19,7 @@ import fcntl
 import itertools
 import mmap
 import os
+import struct
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -120,17 +121,12 @@ class Arena:
         try:
             os.ftruncate(fd, PAGE_BYTES + capacity)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)  # no process can shrink it under another's mapping
-            memory = mmap.mmap(fd, PAGE_BYTES + capacity)
-            if warm:
-                _fault_in(memory, _POPULATE_WRITE)
+            with mmap.mmap(fd, PAGE_BYTES) as head:
+                head[: 3 * 8] = struct.pack("3q", _MAGIC, _VERSION, capacity)
         except OSError as error:
             os.close(fd)
             raise ArenaError(f"no shared memory for {nbytes / 1e6:.0f} MB of state: {error.strerror}") from error
-        arena = cls(fd, memory)
-        arena._ints[_CAPACITY] = capacity
-        arena._ints[_VERSION_AT] = _VERSION
-        arena._ints[_MAGIC_AT] = _MAGIC
-        return arena
+        return cls.from_fd(fd, warm=warm)
 
     @classmethod
     def from_fd(cls, fd: int, *, warm: bool = True) -> Arena:
@@ -211,11 +207,12 @@ class Arena:
             raise ArenaError(f"the state takes {nbytes} bytes, the arena has {self.capacity}")
         self._dirty()
         raw, raw_beside = msgspec.json.encode(layout.table), msgspec.json.encode(beside)
-        self._memory[PAGE_BYTES : PAGE_BYTES + layout.data_at] = layout.head
+        data_at = len(layout.head)
+        self._memory[PAGE_BYTES : PAGE_BYTES + data_at] = layout.head
         self._put(self._tail_at, raw + raw_beside)
         ints = self._ints
         ints[_TABLE], ints[_BESIDE], ints[_EXTRA] = len(raw), len(raw_beside), 0
-        ints[_NBYTES], ints[_DATA_AT], ints[_SHARD], ints[_SHARDS] = layout.nbytes, layout.data_at, shard, shards
+        ints[_NBYTES], ints[_DATA_AT], ints[_SHARD], ints[_SHARDS] = layout.nbytes, data_at, shard, shards
         ints[_PART], ints[_PARTS] = part, parts
         self._layout, self._key, self._views = layout, key, []
         self._beside = beside.table, [pad(layout.nbytes) + at for at in offsets]
@@ -326,22 +323,16 @@ class Arena:
 
     def table(self) -> Table:
         """The tensors of the file, in file order."""
-        return msgspec.json.decode(self.table_json(), type=Table)
+        return msgspec.json.decode(os.pread(self.fd, self._ints[_TABLE], self._tail_at), type=Table)
 
     def beside(self) -> ReplicaTensors:
         """The tensors that are kept in memory only."""
         raw = os.pread(self.fd, self._ints[_BESIDE], self._tail_at + self._ints[_TABLE])
         return msgspec.json.decode(raw, type=ReplicaTensors) if raw else NO_REPLICAS
 
-    def table_json(self) -> bytes:
-        return os.pread(self.fd, self._ints[_TABLE], self._tail_at)
-
-    def extra_json(self) -> bytes:
-        """The state other than tensors; an empty object if there is none."""
-        return os.pread(self.fd, self._ints[_EXTRA], self._extra_at) or b"{}"
-
     def extra(self) -> dict[str, Any]:
-        return msgspec.json.decode(self.extra_json(), type=dict[str, Any])
+        """The state other than tensors, as JSON; empty if there is none."""
+        return msgspec.json.decode(os.pread(self.fd, self._ints[_EXTRA], self._extra_at) or b"{}", type=dict[str, Any])
 
     def key(self) -> int:
         """Which part of a sharded state it holds (`State.shard_key`); 0: the state is not sharded."""

@@ -25,7 +25,6 @@ from elastic.checkpoint.format.files import METADATA_BYTES, REAL, Files
 from elastic.checkpoint.format.layout import pad
 from elastic.checkpoint.format.names import each, final_names, head_of, tmp_name
 from elastic.checkpoint.memory.arena import Arena
-from elastic.contract.worker.tensor_table import Table
 
 WRITE_THREADS = 4
 
@@ -47,19 +46,9 @@ def write_shard(
     before = arena.header()
     data = arena.view(padded=True)
     folder = os.path.join(directory, tmp_name(before.step, before.generation, job))
-    shard = m.Shard(
-        job=job,
-        file=m.shard_file(before.shard, before.shards),
-        shard=before.shard,
-        shards=before.shards,
-        step=before.step,
-        generation=before.generation,
-        nbytes=before.nbytes,
-        data_at=before.data_at,
-        piece_nbytes=piece_nbytes,
-        tensors=msgspec.json.decode(arena.table_json(), type=Table),
-        extra=arena.extra(),
-    )
+    same = {name: getattr(before, name) for name in ("shard", "shards", "step", "generation", "nbytes", "data_at")}
+    file, tensors, extra = m.shard_file(before.shard, before.shards), arena.table(), arena.extra()
+    shard = m.Shard(job=job, file=file, piece_nbytes=piece_nbytes, tensors=tensors, extra=extra, **same)
     path = os.path.join(folder, shard.file)
     note = os.path.join(folder, m.shard_note(shard.shard, shard.shards))
     _make_folder(directory, files)

@@ -71,7 +71,6 @@ def newest_good(
     *,
     hashes: bool = True,
     skip: Iterable[Aside] = (),
-    threads: int = READ_THREADS,
     files: Files = REAL,
 ) -> Found | None:
     """The newest checkpoint of `job` that passes its checks; None if there has never been one.
@@ -89,7 +88,7 @@ def newest_good(
                 continue
             before = files.identity(path)
             try:
-                manifest = verify(path, job, hashes=hashes, threads=threads, files=files)
+                manifest = verify(path, job, hashes=hashes, files=files)
             except Damaged as damage:
                 if files.identity(path) != before or before is None:
                     break  # another process moved it: look again
@@ -154,11 +153,11 @@ def _may_be_ours(path: str, files: Files) -> bool:
     return owner is not None and os.geteuid() in (0, owner) and not is_foreign(path, files)
 
 
-def newest_generation(directory: str, job: str, *, files: Files = REAL) -> int:
+def newest_generation(directory: str, job: str) -> int:
     """The highest generation of the checkpoints of `job`, and of its unfinished ones; 0: there is none. An
     unfinished one counts: a save of the same step and generation would be completed with its shards."""
-    unfinished = [save[1] for name in files.names(directory) if (save := tmp_of(name, job))]
-    return max([0, *unfinished, *(generation for _, generation, _ in peek(directory, job, files=files))])
+    unfinished = [save[1] for name in REAL.names(directory) if (save := tmp_of(name, job))]
+    return max([0, *unfinished, *(generation for _, generation, _ in peek(directory, job))])
 
 
 def verify(

@@ -17,7 +17,7 @@ import torch
 from elastic.checkpoint.format import manifest as m
 from elastic.checkpoint.format.dtypes import dtype_of
 from elastic.checkpoint.format.errors import CheckpointError, Damaged, NoGoodCheckpoint
-from elastic.checkpoint.format.files import REAL, Files
+from elastic.checkpoint.format.files import REAL
 from elastic.checkpoint.memory.memcpy import movable
 from elastic.checkpoint.memory.progress import Progress, unreported
 from elastic.contract.worker.tensor_table import TensorInfo
@@ -39,7 +39,6 @@ def load_newest(
     *,
     remote: str = "",
     threads: int = READ_THREADS,
-    files: Files = REAL,
     progress: Progress = unreported,
 ) -> Found | None:
     """Load the newest good checkpoint; each byte is read once, and verified.
@@ -51,7 +50,7 @@ def load_newest(
     loaded over the parts read so far. Raises NoGoodCheckpoint, Mismatch; with `remote` RemoteError.
     """
     try:
-        if (found := _load_local(directory, job, prepare, threads, files, progress)) or not remote:
+        if (found := _load_local(directory, job, prepare, threads, progress)) or not remote:
             return found
     except NoGoodCheckpoint:
         if not remote:
@@ -60,19 +59,19 @@ def load_newest(
 
     fetch_newest(remote, job, directory)
     # Also if there was nothing to fetch: this raises the error of `directory` again, or reads what can be read now.
-    return _load_local(directory, job, prepare, threads, files, progress)
+    return _load_local(directory, job, prepare, threads, progress)
 
 
 def _load_local(
-    directory: str, job: str, prepare: Callable[[Found], Into], threads: int, files: Files, progress: Progress
+    directory: str, job: str, prepare: Callable[[Found], Into], threads: int, progress: Progress
 ) -> Found | None:
     aside: tuple[Aside, ...] = ()
-    while checkpoint := newest_good(directory, job, hashes=False, skip=aside, files=files):
-        before = files.identity(checkpoint.path)
+    while checkpoint := newest_good(directory, job, hashes=False, skip=aside):
+        before = REAL.identity(checkpoint.path)
         try:
             load(checkpoint, prepare(checkpoint), threads=threads, progress=progress)
         except Damaged as damage:
-            aside = (*checkpoint.aside, set_aside(checkpoint.path, damage, before=before, files=files))
+            aside = (*checkpoint.aside, set_aside(checkpoint.path, damage, before=before))
         else:
             return checkpoint
     return None

@@ -19,15 +19,7 @@ from typing import Any
 from elastic.checkpoint.format import manifest as m
 from elastic.checkpoint.format.errors import CheckpointError, Damaged, NoGoodCheckpoint, SaveFailed
 from elastic.checkpoint.format.files import FILE_MODE, FOLDER_MODE, REAL, open_folder
-from elastic.checkpoint.format.names import (
-    fetch_prefix,
-    final_names,
-    head_of,
-    is_final,
-    own_name,
-    step_of,
-    version_of,
-)
+from elastic.checkpoint.format.names import fetch_prefix, final_names, head_of, is_final, own_name, step_of, version_of
 from elastic.util.files import closed_after
 
 from .find import verify

@@ -100,27 +100,19 @@ def prune(
     return removed, failed
 
 
-def discard(
-    directory: str,
-    job: str,
-    step: int,
-    generation: int,
-    *,
-    spare: Collection[tuple[int, int]] = (),
-    files: Files = REAL,
-) -> None:
+def discard(directory: str, job: str, step: int, generation: int, *, spare: Collection[tuple[int, int]] = ()) -> None:
     """Free the space taken by the shards of a failed save of `job` and of its older ones. Raises nothing.
 
     Otherwise nothing newer could ever be committed on a full disk. `spare`: (step, generation) of saves in flight.
     """
     try:
-        names = leftovers(files.names(directory), job, (step, generation, ""))
+        names = leftovers(REAL.names(directory), job, (step, generation, ""))
     except OSError:
         return
     for name in names:
         if tmp_of(name, job) not in spare:
             with contextlib.suppress(OSError):  # a disk error; the next commit tries again
-                remove(os.path.join(directory, name), files)
+                remove(os.path.join(directory, name))
 
 
 def remove(path: str, files: Files = REAL) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -321,8 +321,7 @@ def syncs_with_reported_steps(facts: Facts, named: Sequence[Cause]) -> tuple[Syn
     syncs: list[Sync] = []
     for sync in _syncs(facts):
         since = syncs[-1].generation if syncs else 0
-        reports = [report for report in facts.reports if since <= report.generation < sync.generation]
-        ends: list[BrokenRecord | Loss] = [*reports, *(loss for report in reports for loss in report.also)]
+        ends = _ends(report for report in facts.reports if since <= report.generation < sync.generation)
         steps = [end.step or 0 for end in ends if not 0 < end.step_in < facts.first]
         if not syncs and (named or not facts.main.planned):
             steps.append(_reached(facts))
@@ -377,18 +376,17 @@ def _set_back_unseen(facts: Facts) -> bool:
     """Whether a worker has ended after a further generation had given it another state, of which nothing is told: the
     step that its end names says nothing of what it had committed before."""
     seen = {sync.generation for sync in _syncs(facts)}
-    for report in facts.reports:
-        ends: list[BrokenRecord | Loss] = [report, *report.also]
-        if any(end.kind in ENDS and end.step_in > facts.first and end.step_in not in seen for end in ends):
-            return True
-    return False
+    ends = (end for end in _ends(facts.reports) if end.kind in ENDS)
+    return any(end.step_in > facts.first and end.step_in not in seen for end in ends)
 
 
 def _reported(facts: Facts, place: Absence) -> set[int]:
     """Slots of `place` whose workers' exits, and with them their last steps, were reported."""
-    slots: set[int] = set()
-    for report in facts.reports:
-        if report.generation == place.generation:
-            ends: list[BrokenRecord | Loss] = [report, *report.also]
-            slots |= {s for end in ends if end.node == place.node and end.kind in ENDS for s in end.slots}
-    return slots
+    ends = _ends(report for report in facts.reports if report.generation == place.generation)
+    return {slot for end in ends if end.node == place.node and end.kind in ENDS for slot in end.slots}
+
+
+def _ends(reports: Iterable[BrokenRecord]) -> Iterator[BrokenRecord | Loss]:
+    for report in reports:
+        yield report
+        yield from report.also

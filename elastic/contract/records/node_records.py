@@ -25,13 +25,16 @@ class AgentRow(msgspec.Struct, frozen=True, array_like=True):
     since_wall_s: float
 
 
-class NodeRecord(Record, frozen=True, kw_only=True):
+class NodeFacts(Record, frozen=True, kw_only=True):
     node: str
     hostname: str
     address: str  # where other nodes reach this one
     slots: int  # workers that this node can hold: its GPUs, or its CPU slots
     gpus: int
     version: str
+
+
+class NodeRecord(NodeFacts, frozen=True, kw_only=True):
     pid: int
     started_wall_s: float
     draining: Text | None = None  # why the node is being drained
@@ -44,15 +47,9 @@ class NodeRecord(Record, frozen=True, kw_only=True):
     refuses: dict[str, Text] = msgspec.field(default_factory=dict)  # job -> why this node does not run it
 
 
-class KnownNode(Record, frozen=True, kw_only=True):
+class KnownNode(NodeFacts, frozen=True, kw_only=True):
     """The inventory's row of a node, without a lease: what is left of a node whose own record has ended."""
 
-    node: str
-    hostname: str
-    address: str
-    slots: int
-    gpus: int
-    version: str
     away_wall_s: float = 0.0
     """When its record ended, by the clock of the daemon that noticed; 0: it is there, or nothing was noticed yet."""
     left: bool = False
@@ -60,7 +57,7 @@ class KnownNode(Record, frozen=True, kw_only=True):
 
     @staticmethod
     def of(record: NodeRecord, away_wall_s: float = 0.0, left: bool = False) -> KnownNode:
-        facts = {name: getattr(record, name) for name in ("node", "hostname", "address", "slots", "gpus", "version")}
+        facts = {name: getattr(record, name) for name in NodeFacts.__struct_fields__ if name != "protocol"}
         return KnownNode(**facts, away_wall_s=away_wall_s, left=left)
 
 
