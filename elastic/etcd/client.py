@@ -17,6 +17,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -25,9 +26,8 @@ from elastic.contract.structs import replace
 
 from . import pages, protobuf
 from .keepers import Lease as Lease
-from .keepers import Newest
+from .keepers import Newest, start_thread
 from .keepers import Watch as Watch
-from .renewal import Renewal
 from .signing import KEY_BYTES as KEY_BYTES
 from .signing import ClusterSigner as ClusterSigner
 from .signing import JobSigner as JobSigner
@@ -55,6 +55,11 @@ from .types import View as View
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # it logs every lost connection to stderr
 
+LOOK_EVERY_S = 15.0
+"""Interval between looks at the TLS files of a connection that is in use."""
+OLD_CALLS_S = 2.0
+"""How long calls that began on the old connection may still take."""
+
 
 def scrub_environment(env: Mapping[str, str]) -> dict[str, str]:
     """`env` for a child process, without our gRPC and protobuf settings, which would leak into a user's script."""
@@ -80,7 +85,9 @@ class Etcd:
         self._token: Any = None
         self._asking: dict[str, Any] = {}
         """Connections used by `members`, one per endpoint."""
-        self._renewal = Renewal(self._another, self._swap)
+        self._look_s = 0.0
+        """When the TLS files of the connection in use are looked at again."""
+        self._renewing = threading.Lock()
         self._next = random.randrange(len(access.endpoints))  # spread a thousand nodes over the members
         self._watches: list[Watch] = []
         self._leases: list[Lease] = []
@@ -381,20 +388,42 @@ class Etcd:
                 self._token = self._token or Token()
                 self._connections[endpoint] = Connection(endpoint, self.access, self._token)
             found = self._connections[endpoint]
-        self._renewal.look(endpoint, found)
+        self._look_at_files(endpoint, found)
         return found
 
-    def _another(self, endpoint: str) -> Any:
+    def _look_at_files(self, endpoint: str, connection: Any) -> None:
+        """Take renewed certificates into use: a connection keeps those it was opened with, even once they have expired.
+        Returns at once."""
+        now_s = time.monotonic()
+        if now_s < self._look_s:
+            return
+        self._look_s = now_s + LOOK_EVERY_S
+        if connection.outdated and self._renewing.acquire(blocking=False):
+            name, work = "etcd-certificates", partial(self._renew, endpoint, connection)
+            try:
+                start_thread(threading.Thread(target=work, name=name, daemon=True))
+            except EtcdUnavailable:  # at the next look
+                self._renewing.release()
+
+    def _renew(self, endpoint: str, old: Any) -> None:
+        """The new connection must have been answered before the old one is closed: files that do not match (yet), or
+        that etcd refuses, change nothing."""
         from .wire import Connection
 
-        return Connection(endpoint, self.access, self._token)
-
-    def _swap(self, endpoint: str, old: Any, new: Any) -> bool:
-        with self._lock:
-            if self._closed.is_set() or self._connections.get(endpoint) is not old:
-                return False
-            self._connections[endpoint] = new
-            return True
+        unused: Any = None
+        try:
+            new = unused = Connection(endpoint, self.access, self._token)
+            new.probe()
+            with self._lock:
+                if not self._closed.is_set() and self._connections.get(endpoint) is old:
+                    self._connections[endpoint], unused = new, old
+            threading.Event().wait(OLD_CALLS_S if unused is old else 0)
+        except EtcdError:
+            pass  # the files may be half written: at the next look
+        finally:
+            self._renewing.release()
+            if unused is not None:
+                unused.close()
 
     def _leave(self, connection: Any) -> None:
         """`connection` failed a call: select the next endpoint, and make the watches check their contact.

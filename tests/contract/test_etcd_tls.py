@@ -11,7 +11,7 @@ import pytest
 from support.etcd_server import EtcdServer
 from support.wait import eventually, holds
 
-from elastic.etcd import renewal, wire
+from elastic.etcd import client, wire
 from elastic.etcd.client import Etcd, EtcdAccess, EtcdError, EtcdUnavailable, View
 
 pytestmark = [
@@ -97,7 +97,7 @@ def test_renewed_certificates_are_used_while_the_old_connection_still_works(
     server: EtcdServer, certificates: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not only after a failure: by then the old certificate may have expired on every node at once."""
-    monkeypatch.setattr(renewal, "EVERY_S", 0.05)
+    monkeypatch.setattr(client, "LOOK_EVERY_S", 0.05)
     names = ("ca.pem", "client.pem", "client.key")
     for name in names:
         shutil.copy(certificates / name, tmp_path)
