@@ -65,8 +65,6 @@ class SigningAuthority(enum.Enum):
 
 
 class Kind(msgspec.Struct, frozen=True):
-    """A kind of record."""
-
     by: SigningAuthority
     leased: bool = False
     """It ends with the process that wrote it, a daemon or an agent: without a lease it is refused."""
@@ -102,8 +100,6 @@ _UNKNOWN = {False: Kind(_CLUSTER), True: Kind(_JOB)}
 
 
 class ClusterKeys:
-    """Keys that belong to a whole cluster."""
-
     SPEC = "/head/spec"
     """How the keys of specs end."""
 
@@ -175,8 +171,6 @@ class ClusterKeys:
 
 
 class JobKeys:
-    """Keys that belong to one job."""
-
     def __init__(self, cluster: ClusterKeys, job: str) -> None:
         self.root = f"{cluster.jobs}{check_name('job', job)}/"
         self.head = f"{self.root}head/"

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import os
 import random
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -321,9 +322,8 @@ class Etcd:
 
     def alarms(self) -> tuple[str, ...]:
         """Alarms raised by etcd: 'NOSPACE' (no writes accepted), 'CORRUPT'. A local read of one member."""
-        from .wire import alarms_of
-
-        return alarms_of(self._call("Maintenance.Status", lambda pb: pb.StatusRequest(), repeat=True))
+        errors = self._call("Maintenance.Status", lambda pb: pb.StatusRequest(), repeat=True).errors
+        return tuple(sorted({found[1] for error in errors if (found := re.search(r"alarm:(\w+)", error))}))
 
     def version(self) -> str:
         """Version of the etcd member in use."""

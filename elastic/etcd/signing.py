@@ -149,16 +149,11 @@ class Signer(abc.ABC):
     # ── inside ──────────────────────────────────────────────────────────────────────────────────────────────
 
     @abc.abstractmethod
-    def _sealed(self, put: Put, submissions: dict[str, str]) -> Put:
-        """See the subclasses."""
-
+    def _sealed(self, put: Put, submissions: dict[str, str]) -> Put: ...
     @abc.abstractmethod
-    def _valid(self, key: str, payload: bytes, trailer: _Trailer, authority: SigningAuthority, job: str) -> bool:
-        """See the subclasses."""
-
+    def _valid(self, key: str, payload: bytes, trailer: _Trailer, authority: SigningAuthority, job: str) -> bool: ...
     @abc.abstractmethod
-    def _refuse_foreign(self, kv: KV, trailer: _Trailer, authority: SigningAuthority, job: str) -> None:
-        """See the subclasses."""
+    def _refuse_foreign(self, kv: KV, trailer: _Trailer, authority: SigningAuthority, job: str) -> None: ...
 
     def _counts_on(self, key: str) -> bool:
         """Whether the record that was read before counts on, whatever has been written over it."""

@@ -1,13 +1,4 @@
-"""Types shared by callers and the etcd client: values, operations, compares, errors. Import them from `.client`.
-
-EtcdError                  the request failed, and repeating it unchanged does not help
-├── EtcdUnavailable        no answer, or no quorum: retry later
-├── EtcdDenied             user, password or permissions: needs an operator
-├── EtcdForged             the record was not written by a holder of the cluster key: it is not used
-├── EtcdRefused            the request itself is wrong or too large: etcd will never do it
-├── EtcdFull               etcd's space quota is used up (NOSPACE): needs an operator
-└── LeaseGone              the lease named in the request does not exist (any more): grant another
-"""
+"""Types shared by callers and the etcd client: values, operations, compares, errors. Import them from `.client`."""
 
 from __future__ import annotations
 
@@ -122,7 +113,7 @@ class MemberHealth(NamedTuple):
 
 
 class EtcdError(Exception):
-    """etcd refused a request, and repeating it does not help."""
+    """A request failed, and repeating it unchanged does not help."""
 
 
 class EtcdUnavailable(EtcdError):
@@ -137,11 +128,11 @@ class EtcdUnavailable(EtcdError):
 
 
 class EtcdDenied(EtcdError):
-    """User name, password, certificate or permissions are insufficient."""
+    """User name, password, certificate or permissions are insufficient: needs an operator."""
 
 
 class EtcdForged(EtcdError):
-    """A record has no valid signature of the cluster key; see `elastic.etcd.signing`."""
+    """A record has no valid signature of the cluster key, and is not used; see `elastic.etcd.signing`."""
 
     def __init__(self, kv: KV, why: str, older: bool | None = None) -> None:
         """`older`: whether a newer record counts on in its place; None: if one is known."""
@@ -156,8 +147,9 @@ class EtcdRefused(EtcdError):
 
 
 class EtcdFull(EtcdError):
-    """etcd's space quota is used up: it accepts no writes until it is compacted, defragmented and disarmed."""
+    """etcd's space quota is used up (NOSPACE): it accepts no writes until an operator has compacted, defragmented and
+    disarmed it."""
 
 
 class LeaseGone(EtcdError):
-    """The lease named in the request has expired or was revoked."""
+    """The lease named in the request has expired or was revoked: grant another."""

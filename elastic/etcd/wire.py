@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -253,11 +252,6 @@ def why_no_quorum(connection: Connection, within_s: float) -> str:
     except EtcdError:
         return ""  # denied
     return ""
-
-
-def alarms_of(status: Any) -> tuple[str, ...]:
-    """The alarms raised by a member ('NOSPACE', 'CORRUPT'), from the errors in its status."""
-    return tuple(sorted({found[1] for error in status.errors if (found := re.search(r"alarm:(\w+)", error))}))
 
 
 def _files(access: EtcdAccess) -> tuple[tuple[int, int, int] | None, ...]:

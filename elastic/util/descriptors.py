@@ -11,9 +11,3 @@ def send(channel: socket.socket, raw: bytes, descriptors: Sequence[int] = (), fl
     """One message. Raises OSError. (`socket.send_fds` ignores its flags.)"""
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
     channel.sendmsg([raw], rights, flags)
-
-
-def receive(channel: socket.socket, most_bytes: int, most: int) -> tuple[bytes, list[int]]:
-    """One message and the descriptors with it, at most `most`; b'': the other end is closed. Raises OSError."""
-    raw, descriptors, _, _ = socket.recv_fds(channel, most_bytes, most)
-    return raw, descriptors

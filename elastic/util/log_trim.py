@@ -31,7 +31,7 @@ def trim(path: str | os.PathLike[str], limit_bytes: int) -> int:
         return 0
     if stat.st_blocks * 512 <= limit_bytes:
         return 0
-    begin = _up(min(HEAD_BYTES, limit_bytes // 4))
+    begin = -(-min(HEAD_BYTES, limit_bytes // 4) // BLOCK_BYTES) * BLOCK_BYTES  # rounded up
     end = (stat.st_size - limit_bytes // 2) // BLOCK_BYTES * BLOCK_BYTES
     if end <= begin:
         return 0
@@ -40,7 +40,3 @@ def trim(path: str | os.PathLike[str], limit_bytes: int) -> int:
             code = ctypes.get_errno()
             raise OSError(code, os.strerror(code), os.fspath(path))
     return stat.st_blocks * 512 - os.stat(path).st_blocks * 512
-
-
-def _up(count: int) -> int:
-    return -(-count // BLOCK_BYTES) * BLOCK_BYTES

@@ -18,7 +18,7 @@ import torch
 
 from elastic.contract.worker import messages
 from elastic.contract.worker.beat import PAGE_BYTES
-from elastic.util.descriptors import receive, send
+from elastic.util.descriptors import send
 from elastic.worker.job.job import Job
 from elastic.worker.link.link import Link
 from elastic.worker.link.session import GenerationEnded, Session
@@ -105,7 +105,7 @@ def test_a_snapshot_that_this_process_has_no_room_for_is_not_taken_for_none(aski
     os.close(lowest_free)
     resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
     try:
-        raw, descriptors = receive(asking.channel, messages.MAX_MESSAGE_BYTES, 8)
+        raw, descriptors, _, _ = socket.recv_fds(asking.channel, messages.MAX_MESSAGE_BYTES, 8)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     asking.session._take(messages.to_worker(raw), descriptors)

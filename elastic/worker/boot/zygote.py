@@ -22,7 +22,6 @@ from collections.abc import Mapping, Sequence
 
 from elastic.contract.worker import messages
 from elastic.contract.worker.worker_config import JOB
-from elastic.util.descriptors import receive
 from elastic.util.processes import die_with
 
 from . import fork_safety, kept_imports, random_state
@@ -80,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
         ),
     )
     while True:
-        raw, descriptors = receive(control, messages.MAX_MESSAGE_BYTES, 8)
+        raw, descriptors, _, _ = socket.recv_fds(control, messages.MAX_MESSAGE_BYTES, 8)
         if not raw:
             return 0
         order = messages.to_zygote(raw)

@@ -22,7 +22,6 @@ from typing import Protocol
 from elastic.contract.worker import messages
 from elastic.contract.worker.beat import PAGE_BYTES, PULSE_S, BeatPage, Doing
 from elastic.contract.worker.messages import AbortGroup, Finish, Form, Message, SaveSoon, StopAtStep
-from elastic.util.descriptors import receive
 
 CHANNEL_ENV = "ELASTIC_CHANNEL_FD"
 PAGE_ENV = "ELASTIC_BEAT_FD"
@@ -211,7 +210,7 @@ class Session:
             if not poller.poll(self._patience_s(now_s) * 1000):
                 continue
             try:
-                raw, descriptors = receive(self._channel, messages.MAX_MESSAGE_BYTES, MAX_DESCRIPTORS)
+                raw, descriptors, _, _ = socket.recv_fds(self._channel, messages.MAX_MESSAGE_BYTES, MAX_DESCRIPTORS)
             except OSError:
                 raw, descriptors = b"", []
             if not raw:
