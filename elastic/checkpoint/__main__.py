@@ -11,8 +11,8 @@ import os
 import sys
 from typing import Any
 
+from elastic.checkpoint.format import files
 from elastic.checkpoint.format.errors import CheckpointError, Damaged
-from elastic.checkpoint.format.files import REAL
 from elastic.checkpoint.format.names import is_aside, is_final, tmp_of
 from elastic.checkpoint.stored.find import verify
 
@@ -22,7 +22,7 @@ from .format import manifest as m
 def rows(directory: str, *, hashes: bool) -> list[dict[str, Any]]:
     """One row per checkpoint, newest first; then quarantined and unfinished ones, by name."""
     good, others = [], []
-    for name in REAL.names(directory):
+    for name in files.REAL.names(directory):
         path = os.path.join(directory, name)
         row: dict[str, Any] = {"path": path, "state": "good", "detail": ""}
         if is_final(name):

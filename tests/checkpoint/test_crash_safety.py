@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.ckpt import blank, resume, save, state_at
+from support.ckpt import blank, on, resume, save, state_at
 
 from elastic.checkpoint.format.errors import CheckpointError
 from elastic.checkpoint.format.files import Files
@@ -196,11 +196,12 @@ def history(model: Model) -> Iterator[int]:
     """Train on, whatever becomes of each save. Yields the steps whose commit has returned."""
     for step in STEPS:
         try:
-            path = save(ROOT, step, files=model)
+            path = save(ROOT, step, disk=model)
         except (OSError, CheckpointError):
             continue
         yield step
-        prune(ROOT, "job", 1, trusted=path, files=model)
+        with on(model):
+            prune(ROOT, "job", 1, trusted=path)
 
 
 def on_disk(disk: Image, folder: Path) -> str:
@@ -279,10 +280,11 @@ def test_a_commit_that_finds_it_done_has_it_on_disk(tmp_path: Path) -> None:
     for fail_at in range(1, calls_of_a_history() + 1):
         model = Model(fail_at=fail_at)
         try:
-            save(ROOT, STEPS[0], files=model)
+            save(ROOT, STEPS[0], disk=model)
         except OSError:
             try:
-                commit(ROOT, "job", step=STEPS[0], generation=1, shards=2, world_size=2, files=model)
+                with on(model):
+                    commit(ROOT, "job", step=STEPS[0], generation=1, shards=2, world_size=2)
             except (OSError, CheckpointError):
                 continue
             again += 1

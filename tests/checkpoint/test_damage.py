@@ -13,6 +13,7 @@ import pytest
 import torch
 from support.ckpt import blank, flip, resume, save, shard_paths, state_at
 
+from elastic.checkpoint.format import files
 from elastic.checkpoint.format import manifest as m
 from elastic.checkpoint.format.errors import Damaged, NoGoodCheckpoint
 from elastic.checkpoint.format.files import Files
@@ -240,10 +241,11 @@ def test_what_other_jobs_leave_in_the_folder_keeps_no_job_from_beginning(
             return os.geteuid() + 1 if path == str(closed) else super().owner(path)
 
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert unusable_step(str(tmp_path), "job", files=Seen()) == 0
+    monkeypatch.setattr(files, "REAL", Seen())
+    assert unusable_step(str(tmp_path), "job") == 0
     (tmp_path / "step-30.damaged-shard-hash").mkdir()
     os.chown(tmp_path / "step-30.damaged-shard-hash", 1000, -1) if os.getuid() == 0 else None
-    assert unusable_step(str(tmp_path), "job", files=Seen()) == (30 if os.getuid() in (0, 1000) else 0)
+    assert unusable_step(str(tmp_path), "job") == (30 if os.getuid() in (0, 1000) else 0)
 
 
 def test_a_folder_of_a_scripts_own_is_no_checkpoint_that_is_lost(tmp_path: Path) -> None:

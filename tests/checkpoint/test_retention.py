@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.ckpt import filled, flip, save, shard_paths, state_at
+from support.ckpt import filled, flip, on, save, shard_paths, state_at
 
 from elastic.checkpoint.format.files import Files
 from elastic.checkpoint.format.names import fetch_prefix, tmp_name
@@ -157,7 +157,8 @@ def test_retention_reports_checkpoints_that_cannot_be_removed(call: str, tmp_pat
     setattr(Refusing, call, refuse)
     for step in (10, 20):
         save(str(tmp_path), step)
-    removed, failed = prune(str(tmp_path), "job", 1, files=Refusing())
+    with on(Refusing()):
+        removed, failed = prune(str(tmp_path), "job", 1)
     assert removed == []
     assert len(failed) == 1
     assert "Permission denied" in failed[0]

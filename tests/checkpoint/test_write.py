@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.ckpt import PIECE, blank, filled, resume, save, state_at
+from support.ckpt import PIECE, blank, filled, on, resume, save, state_at
 
 from elastic.checkpoint.format import manifest as m
 from elastic.checkpoint.format.errors import SaveFailed, ShardsMissing
@@ -29,10 +29,10 @@ def commit_20(directory: str) -> str:
     return commit(directory, "job", step=20, generation=1, shards=2, world_size=2)
 
 
-def write_20(directory: str, *shards: int, files: Files | None = None) -> None:
+def write_20(directory: str, *shards: int) -> None:
     for shard in shards:
         with filled(state_at(20), 20, 1, shard, 2) as arena:
-            write_shard(arena, directory, "job", piece_nbytes=PIECE, files=files or Files())
+            write_shard(arena, directory, "job", piece_nbytes=PIECE)
 
 
 @pytest.mark.parametrize("started", [0, 1])
@@ -80,7 +80,7 @@ def test_space_is_reserved_before_the_first_byte_and_all_is_synced_before_the_re
                 log.append(name)
             return super().__getattribute__(name)
 
-    save(str(tmp_path), 20, shards=1, files=Logged())
+    save(str(tmp_path), 20, shards=1, disk=Logged())
     shard = [
         "mkdir",
         "unlink",  # the note of an earlier try
@@ -161,11 +161,13 @@ def test_two_leaders_commit_at_once(tmp_path: Path) -> None:
 
         def rename(self, old: str, new: str) -> None:
             if new.endswith("step-20"):
-                commit_20(str(tmp_path))
+                with on(Files()):
+                    commit_20(str(tmp_path))
             super().rename(old, new)
 
     write_20(str(tmp_path), 0, 1)
-    path = commit(str(tmp_path), "job", step=20, generation=1, shards=2, world_size=2, files=Slow())
+    with on(Slow()):
+        path = commit_20(str(tmp_path))
     assert path == str(tmp_path / "step-20")
     verify(path, "job")
 
@@ -183,7 +185,8 @@ def test_another_leader_is_faster_at_any_moment(tmp_path: Path, call: str) -> No
                 faster[0] = commit_20(str(tmp_path))
             return super().__getattribute__(name)
 
-    slower = commit(str(tmp_path), "job", step=20, generation=1, shards=2, world_size=2, files=Slower())
+    with on(Slower()):
+        slower = commit_20(str(tmp_path))
     assert slower == faster[0] == str(tmp_path / "step-20")
     assert os.listdir(tmp_path) == ["step-20"]
 
@@ -237,7 +240,8 @@ def test_another_job_takes_the_name_just_before_the_rename(tmp_path: Path) -> No
             super().rename(old, new)
 
     write_20(str(tmp_path), 0, 1)
-    path = commit(str(tmp_path), "job", step=20, generation=1, shards=2, world_size=2, files=Slow())
+    with on(Slow()):
+        path = commit_20(str(tmp_path))
     assert verify(path).job == "job"
     assert verify(str(tmp_path / "step-20")).job == "another"
 
@@ -262,7 +266,8 @@ def test_a_shard_written_again_is_missing_until_it_is_complete(tmp_path: Path) -
 
     missing: list[tuple[int, ...]] = []
     write_20(str(tmp_path), 0, 1)
-    write_20(str(tmp_path), 1, files=Looks())
+    with on(Looks()):
+        write_20(str(tmp_path), 1)
     assert set(missing) == {(1,)}
     assert shards_missing(str(tmp_path), "job", 20, 1, 2) == ()
 
@@ -282,8 +287,8 @@ def test_an_arena_that_is_filled_again_meanwhile_is_never_taken(tmp_path: Path) 
             arena.seal(20, 1)
             super().truncate(fd, nbytes)
 
-    with filled(state_at(20), 20) as arena, pytest.raises(SaveFailed, match="filled again"):
-        write_shard(arena, str(tmp_path), "job", files=Meanwhile())
+    with filled(state_at(20), 20) as arena, on(Meanwhile()), pytest.raises(SaveFailed, match="filled again"):
+        write_shard(arena, str(tmp_path), "job")
     assert os.listdir(tmp_path / tmp_name(20, 1, "job")) == []
 
 

@@ -6,9 +6,11 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 
+from elastic.checkpoint.format import files
 from elastic.checkpoint.format.dtypes import code_of
 from elastic.checkpoint.format.files import REAL, Files
 from elastic.checkpoint.format.layout import arena_nbytes
@@ -61,6 +63,13 @@ def filled(
         arena.close()
 
 
+@contextmanager
+def on(disk: Files) -> Iterator[None]:
+    """Instead of the real file system."""
+    with mock.patch.object(files, "REAL", disk):
+        yield
+
+
 def save(
     directory: str,
     step: int,
@@ -69,15 +78,16 @@ def save(
     shards: int = 2,
     job: str = "job",
     tensors: Tensors | None = None,
-    files: Files = REAL,
+    disk: Files = REAL,
 ) -> str:
     """A complete checkpoint, in pieces of a page, by one thread."""
     tensors = state_at(step) if tensors is None else tensors
-    for shard in range(shards):
-        extra = {"step": step, "shard": shard}
-        with filled(tensors, step, generation, shard, shards, extra) as arena:
-            write_shard(arena, directory, job, files=files, threads=1, piece_nbytes=PIECE)
-    return commit(directory, job, step=step, generation=generation, shards=shards, world_size=shards, files=files)
+    with on(disk):
+        for shard in range(shards):
+            extra = {"step": step, "shard": shard}
+            with filled(tensors, step, generation, shard, shards, extra) as arena:
+                write_shard(arena, directory, job, threads=1, piece_nbytes=PIECE)
+        return commit(directory, job, step=step, generation=generation, shards=shards, world_size=shards)
 
 
 def blank() -> Tensors:

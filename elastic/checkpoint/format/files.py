@@ -226,3 +226,4 @@ def _readable_folder(path: str) -> int:
 
 
 REAL = Files()
+"""What this package uses. Tests put another one in its place."""

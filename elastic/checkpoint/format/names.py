@@ -18,9 +18,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from . import files
 from . import manifest as m
 from .errors import Damaged
-from .files import REAL, Files
 
 Piece = TypeVar("Piece")
 Done = TypeVar("Done")
@@ -105,33 +105,33 @@ def is_fetch(name: str, job: str) -> bool:
     return found is not None and found[1] == _tag(job)
 
 
-def head_of(path: str, files: Files = REAL) -> m.Head | None:
+def head_of(path: str) -> m.Head | None:
     """The head of the manifest in `path`; None if there is no valid manifest."""
     try:
-        return m.decode_head(files.read(os.path.join(path, m.MANIFEST)))
+        return m.decode_head(files.REAL.read(os.path.join(path, m.MANIFEST)))
     except (OSError, Damaged):
         return None
 
 
-def job_of(path: str, files: Files = REAL) -> str | None:
+def job_of(path: str) -> str | None:
     """The job of the checkpoint in `path`, by its manifest, else by the note of a shard; None: neither tells it."""
-    if (head := head_of(path, files)) is not None:
+    if (head := head_of(path)) is not None:
         return head.job
     with contextlib.suppress(OSError):  # as unreadable as its manifest
-        for name in files.names(path):
+        for name in files.REAL.names(path):
             if name.startswith("shard-") and name.endswith(".json"):
                 with contextlib.suppress(Damaged):
-                    return m.decode_note(files.read(os.path.join(path, name))).job or None
+                    return m.decode_note(files.REAL.read(os.path.join(path, name))).job or None
     return None
 
 
-def is_foreign(path: str, files: Files = REAL) -> bool:
+def is_foreign(path: str) -> bool:
     """Whether `path`, named as a checkpoint, holds files and none of elastic's: a script or another program may name
     its own folders so. An empty one, or one that cannot be read, is not known to be foreign."""
     if is_aside(os.path.basename(path)):
         return False
     try:
-        names = files.names(path)
+        names = files.REAL.names(path)
     except OSError:
         return False
     return bool(names) and not any(name == m.MANIFEST or name.startswith("shard-") for name in names)

@@ -19,9 +19,9 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from elastic.checkpoint.format import files
 from elastic.checkpoint.format import manifest as m
 from elastic.checkpoint.format.errors import Damaged, SaveFailed, ShardsMissing
-from elastic.checkpoint.format.files import METADATA_BYTES, REAL, Files
 from elastic.checkpoint.format.layout import pad
 from elastic.checkpoint.format.names import each, final_names, head_of, tmp_name
 from elastic.checkpoint.memory.arena import Arena
@@ -30,13 +30,7 @@ WRITE_THREADS = 4
 
 
 def write_shard(
-    arena: Arena,
-    directory: str,
-    job: str,
-    *,
-    files: Files = REAL,
-    threads: int = WRITE_THREADS,
-    piece_nbytes: int = m.PIECE_BYTES,
+    arena: Arena, directory: str, job: str, *, threads: int = WRITE_THREADS, piece_nbytes: int = m.PIECE_BYTES
 ) -> m.Shard:
     """Write the shard that `arena` holds to its place below `directory`, durably, then its note.
 
@@ -51,81 +45,80 @@ def write_shard(
     shard = m.Shard(job=job, file=file, piece_nbytes=piece_nbytes, tensors=tensors, extra=extra, **same)
     path = os.path.join(folder, shard.file)
     note = os.path.join(folder, m.shard_note(shard.shard, shard.shards))
-    _make_folder(directory, files)
-    files.mkdir(folder)  # its name need not be durable before the commit
+    _make_folder(directory)
+    files.REAL.mkdir(folder)  # its name need not be durable before the commit
     with contextlib.suppress(FileNotFoundError):
-        files.unlink(note)  # of an earlier try: a commit must not take it for that of the shard being written
+        files.REAL.unlink(note)  # of an earlier try: a commit must not take it for that of the shard being written
     try:
-        hashes = _write_pieces(path, data, shard, files, threads)
+        hashes = _write_pieces(path, data, shard, threads)
     except OSError:
-        _give_back(path, files)
+        _give_back(path)
         raise
     if arena.header() != before:
-        _give_back(path, files)
+        _give_back(path)
         raise SaveFailed(f"step {before.step}: the arena was filled again while it was written")
     shard = msgspec.structs.replace(shard, xxh3=hashes)
-    files.sync_dir(folder)
+    files.REAL.sync_dir(folder)
     # A visible note implies a durable shard. The note itself need not survive a crash, which ends the save.
-    _write_whole(note, m.encode(shard), files, safe=False)
+    _write_whole(note, m.encode(shard), safe=False)
     return shard
 
 
-def _make_folder(path: str, files: Files) -> None:
+def _make_folder(path: str) -> None:
     """Create a directory and its parents. Each new one is made durable: fsync of a directory does not cover its own
     name."""
-    if files.identity(path) is None:
+    if files.REAL.identity(path) is None:
         parent = os.path.dirname(os.path.abspath(path))
-        _make_folder(parent, files)
-        files.mkdir(path)
-        files.sync_dir(parent)
+        _make_folder(parent)
+        files.REAL.mkdir(path)
+        files.REAL.sync_dir(parent)
 
 
-def _write_pieces(path: str, data: memoryview, shard: m.Shard, files: Files, threads: int) -> tuple[str, ...]:
+def _write_pieces(path: str, data: memoryview, shard: m.Shard, threads: int) -> tuple[str, ...]:
     """Write the file and return the hash of each piece. `data` extends to a page boundary, the file does not."""
-    fd = files.create(path, direct=True)
+    fd = files.REAL.create(path, direct=True)
     try:
-        files.reserve(fd, pad(shard.nbytes))
+        files.REAL.reserve(fd, pad(shard.nbytes))
 
         def piece(at: int) -> str:
             end = at + shard.piece_nbytes
-            files.write_at(fd, data[at:end], at)
+            files.REAL.write_at(fd, data[at:end], at)
             return m.digest(data[at : min(end, shard.nbytes)])
 
         hashes = tuple(each(piece, range(0, shard.nbytes, shard.piece_nbytes), threads))
-        files.truncate(fd, shard.nbytes)
-        files.sync(fd)
+        files.REAL.truncate(fd, shard.nbytes)
+        files.REAL.sync(fd)
     finally:
-        files.close(fd)
+        files.REAL.close(fd)
     return hashes
 
 
-def _write_whole(path: str, raw: bytes, files: Files, *, safe: bool = True) -> None:
+def _write_whole(path: str, raw: bytes, *, safe: bool = True) -> None:
     """Write a small file atomically; with `safe` also across a crash, once its directory is synced. Raises SaveFailed
     for one that would not be read."""
-    if len(raw) > METADATA_BYTES:
-        what = f"{os.path.basename(path)} would have {len(raw) / 1e6:.0f} MB, and at most {METADATA_BYTES / 1e6:.0f}"
+    if len(raw) > files.METADATA_BYTES:
+        have, most = len(raw) / 1e6, files.METADATA_BYTES / 1e6
+        what = f"{os.path.basename(path)} would have {have:.0f} MB, and at most {most:.0f}"
         raise SaveFailed(f"{what} are read: the state that is not tensors is too large; keep it as a tensor")
     aside = path + ".part"
-    fd = files.create(aside)
+    fd = files.REAL.create(aside)
     try:
-        files.write_at(fd, memoryview(raw), 0)
+        files.REAL.write_at(fd, memoryview(raw), 0)
         if safe:
-            files.sync(fd)
+            files.REAL.sync(fd)
     finally:
-        files.close(fd)
-    files.rename(aside, path)
+        files.REAL.close(fd)
+    files.REAL.rename(aside, path)
 
 
-def _give_back(path: str, files: Files) -> None:
+def _give_back(path: str) -> None:
     with contextlib.suppress(OSError):  # if the disk refuses this too, the clean-up removes it later
-        files.unlink(path)
+        files.REAL.unlink(path)
 
 
-def shards_missing(
-    directory: str, job: str, step: int, generation: int, shards: int, *, files: Files = REAL
-) -> tuple[int, ...]:
+def shards_missing(directory: str, job: str, step: int, generation: int, shards: int) -> tuple[int, ...]:
     """Shards without a note so far. Does not wait."""
-    names = set(files.names(os.path.join(directory, tmp_name(step, generation, job))))
+    names = set(files.REAL.names(os.path.join(directory, tmp_name(step, generation, job))))
     return tuple(shard for shard in range(shards) if m.shard_note(shard, shards) not in names)
 
 
@@ -139,7 +132,6 @@ def commit(
     world_size: int,
     versions: Mapping[str, str] | None = None,
     created_wall_s: float = 0.0,
-    files: Files = REAL,
 ) -> str:
     """Commit the checkpoint of `step`, and return its directory.
 
@@ -147,48 +139,48 @@ def commit(
     """
     folder = os.path.join(directory, tmp_name(step, generation, job))
     try:
-        if missing := shards_missing(directory, job, step, generation, shards, files=files):
+        if missing := shards_missing(directory, job, step, generation, shards):
             raise ShardsMissing(step, missing, shards)
         manifest = m.Manifest(
             job=job,
             step=step,
             generation=generation,
             world_size=world_size,
-            shards=tuple(_note(folder, job, shard, shards, files) for shard in range(shards)),
+            shards=tuple(_note(folder, job, shard, shards) for shard in range(shards)),
             versions=dict(versions or {}),
             created_wall_s=created_wall_s,
         )
-        return _put_together(directory, folder, manifest, files)
+        return _put_together(directory, folder, manifest)
     except (ShardsMissing, FileNotFoundError):
         # Another leader was faster: the directory has its final name already.
-        if done := _committed(directory, job, step, generation, files):
-            files.sync_dir(directory)  # the other leader may have failed before that
+        if done := _committed(directory, job, step, generation):
+            files.REAL.sync_dir(directory)  # the other leader may have failed before that
             return done
         raise
 
 
-def _put_together(directory: str, folder: str, manifest: m.Manifest, files: Files) -> str:
+def _put_together(directory: str, folder: str, manifest: m.Manifest) -> str:
     raw = m.encode(manifest)
     try:
         m.decode(raw)  # shards of different partitionings must not form a checkpoint
     except Damaged as error:
         raise SaveFailed(f"step {manifest.step}: {error.detail}") from error
-    _write_whole(os.path.join(folder, m.MANIFEST), raw, files)
-    files.sync_dir(folder)
+    _write_whole(os.path.join(folder, m.MANIFEST), raw)
+    files.REAL.sync_dir(folder)
     names = final_names(manifest.step, manifest.generation, manifest.job)
-    target = _rename_to_a_free_name(folder, directory, names, files)
-    files.sync_dir(directory)
+    target = _rename_to_a_free_name(folder, directory, names)
+    files.REAL.sync_dir(directory)
     return target
 
 
-def _rename_to_a_free_name(folder: str, directory: str, names: Sequence[str], files: Files) -> str:
+def _rename_to_a_free_name(folder: str, directory: str, names: Sequence[str]) -> str:
     """A name may be that of an earlier checkpoint of the step, or of another job's."""
-    taken = files.names(directory)
+    taken = files.REAL.names(directory)
     for name in names:
         if name in taken and name != names[-1]:
             continue
         try:
-            files.rename(folder, target := os.path.join(directory, name))
+            files.REAL.rename(folder, target := os.path.join(directory, name))
         except OSError as error:
             # Another job has committed under this name since the look: a rename replaces no folder that holds files.
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or name == names[-1]:
@@ -198,9 +190,9 @@ def _rename_to_a_free_name(folder: str, directory: str, names: Sequence[str], fi
     raise AssertionError("unreachable: the last name is tried or its error is raised")
 
 
-def _note(folder: str, job: str, shard: int, shards: int, files: Files) -> m.Shard:
+def _note(folder: str, job: str, shard: int, shards: int) -> m.Shard:
     try:
-        shard_note = m.decode_note(files.read(os.path.join(folder, m.shard_note(shard, shards))))
+        shard_note = m.decode_note(files.REAL.read(os.path.join(folder, m.shard_note(shard, shards))))
     except Damaged as error:
         raise SaveFailed(f"shard {shard} of {shards}: {error.detail}") from error
     if shard_note.job != job:
@@ -208,11 +200,11 @@ def _note(folder: str, job: str, shard: int, shards: int, files: Files) -> m.Sha
     return shard_note
 
 
-def _committed(directory: str, job: str, step: int, generation: int, files: Files) -> str | None:
+def _committed(directory: str, job: str, step: int, generation: int) -> str | None:
     """The directory of this checkpoint, if it is committed already."""
     for name in final_names(step, generation, job):
         path = os.path.join(directory, name)
-        head = head_of(path, files)
+        head = head_of(path)
         if head is not None and (head.job, head.step, head.generation) == (job, step, generation):
             return path
     return None

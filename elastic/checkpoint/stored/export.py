@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
+from elastic.checkpoint.format import files
 from elastic.checkpoint.format.dtypes import dtype_of
 from elastic.checkpoint.format.errors import SaveFailed
-from elastic.checkpoint.format.files import REAL
 from elastic.checkpoint.format.plain import plain
 from elastic.contract.worker.tensor_table import TensorInfo
 
@@ -55,13 +55,13 @@ def to_torch_save(path: str, target: str) -> None:
     aside = f"{target}.{os.getpid()}.part"
     try:
         try:
-            with open(REAL.create(aside), "wb") as file:
+            with open(files.REAL.create(aside), "wb") as file:
                 torch.save(content, file)
                 file.flush()
                 os.fsync(file.fileno())
         except RuntimeError as error:  # raised by torch's zip writer on a full disk
             raise SaveFailed(f"{target}: {error}") from error
-        REAL.rename(aside, target)
+        files.REAL.rename(aside, target)
     finally:
         with contextlib.suppress(FileNotFoundError):  # it was renamed
             os.unlink(aside)

@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 
 import xxhash
 
+from elastic.checkpoint.format import files
 from elastic.checkpoint.format import manifest as m
 from elastic.checkpoint.format.errors import Damaged, NoGoodCheckpoint
-from elastic.checkpoint.format.files import REAL, Files, open_file
 from elastic.checkpoint.format.names import (
     each,
     head_of,
@@ -65,14 +65,7 @@ class Found:
         return self.manifest.step
 
 
-def newest_good(
-    directory: str,
-    job: str,
-    *,
-    hashes: bool = True,
-    skip: Iterable[Aside] = (),
-    files: Files = REAL,
-) -> Found | None:
+def newest_good(directory: str, job: str, *, hashes: bool = True, skip: Iterable[Aside] = ()) -> Found | None:
     """The newest checkpoint of `job` that passes its checks; None if there has never been one.
 
     `hashes=False` checks manifests and sizes only, for a caller that goes on to `load`, which verifies while it reads.
@@ -82,37 +75,37 @@ def newest_good(
     """
     aside = list(skip)
     for _ in range(_LOOKS):
-        paths = _by_age(directory, files)
+        paths = _by_age(directory)
         for path in paths:
             if any(path == a.path for a in aside):
                 continue
-            before = files.identity(path)
+            before = files.REAL.identity(path)
             try:
-                manifest = verify(path, job, hashes=hashes, files=files)
+                manifest = verify(path, job, hashes=hashes)
             except Damaged as damage:
-                if files.identity(path) != before or before is None:
+                if files.REAL.identity(path) != before or before is None:
                     break  # another process moved it: look again
-                aside.append(set_aside(path, damage, before=before, files=files))
+                aside.append(set_aside(path, damage, before=before))
             else:
                 return Found(path, manifest, tuple(aside))
         else:
-            _refuse_a_silent_start(directory, job, aside, files)
+            _refuse_a_silent_start(directory, job, aside)
             return None
     raise NoGoodCheckpoint(f"{directory} changes all the time: looked {_LOOKS} times")
 
 
-def _by_age(directory: str, files: Files) -> list[str]:
+def _by_age(directory: str) -> list[str]:
     """All directories of checkpoints: first those without a valid manifest, then the others, newest first."""
-    paths = [os.path.join(directory, name) for name in files.names(directory) if is_final(name)]
-    heads = {path: head_of(path, files) for path in paths}
-    lost = [path for path in paths if heads[path] is None and not is_foreign(path, files)]
+    paths = [os.path.join(directory, name) for name in files.REAL.names(directory) if is_final(name)]
+    heads = {path: head_of(path) for path in paths}
+    lost = [path for path in paths if heads[path] is None and not is_foreign(path)]
     lost.sort(key=lambda path: -step_of(os.path.basename(path)))
     known = [(head.generation, head.step, path) for path, head in heads.items() if head is not None]
     return lost + [path for _, _, path in sorted(known, reverse=True)]
 
 
-def _refuse_a_silent_start(directory: str, job: str, aside: list[Aside], files: Files) -> None:
-    old = [name for name in files.names(directory) if is_aside(name)]
+def _refuse_a_silent_start(directory: str, job: str, aside: list[Aside]) -> None:
+    old = [name for name in files.REAL.names(directory) if is_aside(name)]
     why = [str(a) for a in aside]
     why += [f"{name}: quarantined before" for name in old if not any(a.path.endswith(name) for a in aside)]
     if why:
@@ -122,50 +115,48 @@ def _refuse_a_silent_start(directory: str, job: str, aside: list[Aside], files: 
         )
 
 
-def peek(directory: str, job: str | None = None, *, files: Files = REAL) -> list[tuple[int, int, str]]:
+def peek(directory: str, job: str | None = None) -> list[tuple[int, int, str]]:
     """(step, generation, path) of each checkpoint, newest first, from manifests alone: nothing is verified or moved."""
     checkpoints = []
-    for name in files.names(directory):
+    for name in files.REAL.names(directory):
         path = os.path.join(directory, name)
-        if is_final(name) and (head := head_of(path, files)) and job in (None, head.job):
+        if is_final(name) and (head := head_of(path)) and job in (None, head.job):
             checkpoints.append((head.step, head.generation, path))
     return sorted(checkpoints, key=lambda f: (f[1], f[0]), reverse=True)
 
 
-def unusable_step(directory: str, job: str, *, files: Files = REAL) -> int:
+def unusable_step(directory: str, job: str) -> int:
     """The newest step of the checkpoints of `job` without a readable manifest, and of its quarantined ones; 0: none.
 
     One that does not tell its job counts, unless another user owns it, or no file in it is named as elastic's.
     """
     steps = [0]
-    for name in files.names(directory):
+    for name in files.REAL.names(directory):
         path = os.path.join(directory, name)
         if (is_final(name) or is_aside(name)) and not names_another(name, job):
-            told = job_of(path, files)
-            if told == job or (told is None and _may_be_ours(path, files)):
+            told = job_of(path)
+            if told == job or (told is None and _may_be_ours(path)):
                 steps.append(step_of(name))
     return max(steps)
 
 
-def _may_be_ours(path: str, files: Files) -> bool:
+def _may_be_ours(path: str) -> bool:
     """Root's jobs may have been another user's before. Without an owner it is gone by now."""
-    owner = files.owner(path)
-    return owner is not None and os.geteuid() in (0, owner) and not is_foreign(path, files)
+    owner = files.REAL.owner(path)
+    return owner is not None and os.geteuid() in (0, owner) and not is_foreign(path)
 
 
 def newest_generation(directory: str, job: str) -> int:
     """The highest generation of the checkpoints of `job`, and of its unfinished ones; 0: there is none. An
     unfinished one counts: a save of the same step and generation would be completed with its shards."""
-    unfinished = [save[1] for name in REAL.names(directory) if (save := tmp_of(name, job))]
+    unfinished = [save[1] for name in files.REAL.names(directory) if (save := tmp_of(name, job))]
     return max([0, *unfinished, *(generation for _, generation, _ in peek(directory, job))])
 
 
-def verify(
-    path: str, job: str | None = None, *, hashes: bool = True, threads: int = READ_THREADS, files: Files = REAL
-) -> m.Manifest:
+def verify(path: str, job: str | None = None, *, hashes: bool = True, threads: int = READ_THREADS) -> m.Manifest:
     """Verify one checkpoint against its manifest, and return the manifest. Raises Damaged."""
     try:
-        manifest = m.decode(files.read(os.path.join(path, m.MANIFEST)))
+        manifest = m.decode(files.REAL.read(os.path.join(path, m.MANIFEST)))
     except FileNotFoundError:
         raise Damaged("manifest-missing", "it has no manifest") from None
     except OSError as error:
@@ -174,7 +165,7 @@ def verify(
         raise Damaged("other-job", f"it belongs to job {manifest.job!r}, not {job!r}")
     for shard in manifest.shards:
         with _reading(shard):
-            size = files.size(os.path.join(path, shard.file))
+            size = files.REAL.size(os.path.join(path, shard.file))
         if size != shard.nbytes:
             raise Damaged("shard-size", f"{shard.file} has {size} bytes instead of {shard.nbytes}")
     if hashes:
@@ -206,7 +197,7 @@ def read_piece(path: str, shard: m.Shard, index: int, into: list[memoryview]) ->
     """Read piece `index` of a shard into the buffers `into`, in order, and check its hash. Raises Damaged."""
     file = os.path.join(path, shard.file)
     at = index * shard.piece_nbytes
-    with _reading(shard), closed_after(open_file(file)) as fd:
+    with _reading(shard), closed_after(files.open_file(file)) as fd:
         for views in (into[i : i + _IOV_MAX] for i in range(0, len(into), _IOV_MAX)):
             at = _read_views(fd, views, at, shard)
     hasher = xxhash.xxh3_64()
@@ -244,20 +235,20 @@ def _read_views(fd: int, views: list[memoryview], at: int, shard: m.Shard) -> in
     return at
 
 
-def set_aside(path: str, damage: Damaged, *, before: tuple[int, int] | None = None, files: Files = REAL) -> Aside:
+def set_aside(path: str, damage: Damaged, *, before: tuple[int, int] | None = None) -> Aside:
     """Quarantine a damaged checkpoint by renaming it, unless its reason is in `KEEP_IN_PLACE` or it is not `before` any
     more.
 
     If it cannot be renamed (a read-only disk) it stays, and is passed over again next time.
     """
     aside = Aside(path, damage.reason, damage.detail)
-    if damage.reason in KEEP_IN_PLACE or (before is not None and files.identity(path) != before):
+    if damage.reason in KEEP_IN_PLACE or (before is not None and files.REAL.identity(path) != before):
         return aside
     for number in range(1, 100):
         target = f"{path}.damaged-{damage.reason}" + (f"-{number}" if number > 1 else "")
         try:
-            files.rename(path, target)
-            files.sync_dir(os.path.dirname(path))
+            files.REAL.rename(path, target)
+            files.REAL.sync_dir(os.path.dirname(path))
         except OSError as error:
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
                 continue

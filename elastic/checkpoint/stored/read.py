@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 import torch
 
+from elastic.checkpoint.format import files
 from elastic.checkpoint.format import manifest as m
 from elastic.checkpoint.format.dtypes import dtype_of
 from elastic.checkpoint.format.errors import CheckpointError, Damaged, NoGoodCheckpoint
-from elastic.checkpoint.format.files import REAL
 from elastic.checkpoint.memory.memcpy import movable
 from elastic.checkpoint.memory.progress import Progress, unreported
 from elastic.contract.worker.tensor_table import TensorInfo
@@ -67,7 +67,7 @@ def _load_local(
 ) -> Found | None:
     aside: tuple[Aside, ...] = ()
     while checkpoint := newest_good(directory, job, hashes=False, skip=aside):
-        before = REAL.identity(checkpoint.path)
+        before = files.REAL.identity(checkpoint.path)
         try:
             load(checkpoint, prepare(checkpoint), threads=threads, progress=progress)
         except Damaged as damage:

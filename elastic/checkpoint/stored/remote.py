@@ -16,9 +16,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from elastic.checkpoint.format import files
 from elastic.checkpoint.format import manifest as m
 from elastic.checkpoint.format.errors import CheckpointError, Damaged, NoGoodCheckpoint, SaveFailed
-from elastic.checkpoint.format.files import FILE_MODE, FOLDER_MODE, REAL, open_folder
 from elastic.checkpoint.format.names import fetch_prefix, final_names, head_of, is_final, own_name, step_of, version_of
 from elastic.util.files import closed_after
 
@@ -204,7 +204,7 @@ def fetch(url: str, name: str, directory: str, job: str) -> str:
     if os.path.exists(os.path.join(target, m.MANIFEST)):
         return target
     os.makedirs(directory, exist_ok=True)
-    with closed_after(open_folder(directory)) as above:
+    with closed_after(files.open_folder(directory)) as above:
         made = tempfile.mkdtemp(prefix=fetch_prefix(name, job), dir=f"/proc/self/fd/{above}")
     aside = os.path.join(directory, os.path.basename(made))
     # By its descriptor: the owner of `directory` could replace it by a link during the download.
@@ -218,17 +218,17 @@ def fetch(url: str, name: str, directory: str, job: str) -> str:
                 here = f"/proc/self/fd/{folder}/{posixpath.basename(there)}"
                 filesystem.get_file(there, here)
                 with open(here, "rb") as file:
-                    os.fchmod(file.fileno(), FILE_MODE)
+                    os.fchmod(file.fileno(), files.FILE_MODE)
                     os.fsync(file.fileno())
         verify(aside, job)
-        REAL.sync_dir(aside)
-        os.fchmod(folder, FOLDER_MODE)
+        files.REAL.sync_dir(aside)
+        os.fchmod(folder, files.FOLDER_MODE)
         try:
-            REAL.rename(aside, target)
+            files.REAL.rename(aside, target)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
-        REAL.sync_dir(directory)  # if another process was faster, its copy is used
+        files.REAL.sync_dir(directory)  # if another process was faster, its copy is used
     finally:
         os.close(folder)
         shutil.rmtree(aside, ignore_errors=True)

@@ -9,8 +9,8 @@ import contextlib
 import os
 from collections.abc import Callable, Collection, Iterable, Sequence
 
+from elastic.checkpoint.format import files
 from elastic.checkpoint.format.errors import Damaged
-from elastic.checkpoint.format.files import REAL, Files
 from elastic.checkpoint.format.names import is_fetch, is_gone, tmp_of
 
 from .find import peek, verify
@@ -63,7 +63,6 @@ def prune(
     *,
     trusted: str | None = None,
     spare: Collection[str] = (),
-    files: Files = REAL,
 ) -> tuple[list[str], list[str]]:
     """Apply retention and clean up. Returns the paths removed, and the failures as text; raises nothing.
 
@@ -75,7 +74,7 @@ def prune(
 
     def good(path: str) -> bool:
         try:
-            verify(path, job, hashes=not sure, files=files)
+            verify(path, job, hashes=not sure)
         except Damaged:
             return False
         sure.add(path)
@@ -84,16 +83,16 @@ def prune(
     removed: list[str] = []
     failed: list[str] = []
     try:
-        found = peek(directory, job, files=files)
+        found = peek(directory, job)
         doomed = plan(found, keep, keep_every_steps, lambda path: path == trusted or good(path)) if keep else []
         doomed = [path for path in doomed if path != trusted and path not in spare]
         newest = found[0] if found else None
-        doomed += [os.path.join(directory, name) for name in leftovers(files.names(directory), job, newest)]
+        doomed += [os.path.join(directory, name) for name in leftovers(files.REAL.names(directory), job, newest)]
     except OSError as error:
         return [], [f"{directory}: {error.strerror}"]
     for path in doomed:
         try:
-            remove(path, files)
+            remove(path)
             removed.append(path)
         except OSError as error:
             failed.append(f"{path}: {error.strerror}")
@@ -106,7 +105,7 @@ def discard(directory: str, job: str, step: int, generation: int, *, spare: Coll
     Otherwise nothing newer could ever be committed on a full disk. `spare`: (step, generation) of saves in flight.
     """
     try:
-        names = leftovers(REAL.names(directory), job, (step, generation, ""))
+        names = leftovers(files.REAL.names(directory), job, (step, generation, ""))
     except OSError:
         return
     for name in names:
@@ -115,15 +114,15 @@ def discard(directory: str, job: str, step: int, generation: int, *, spare: Coll
                 remove(os.path.join(directory, name))
 
 
-def remove(path: str, files: Files = REAL) -> None:
+def remove(path: str) -> None:
     """Remove a directory of plain files. It is renamed first, and then no longer a checkpoint. Raises OSError."""
     if not is_gone(os.path.basename(path)):
         gone = path.removesuffix(".tmp") + ".gone"
-        files.rename(path, gone)
-        files.sync_dir(os.path.dirname(path))
+        files.REAL.rename(path, gone)
+        files.REAL.sync_dir(os.path.dirname(path))
         path = gone
-    for name in files.names(path):
+    for name in files.REAL.names(path):
         with contextlib.suppress(FileNotFoundError):  # another process is cleaning up as well
-            files.unlink(os.path.join(path, name))
+            files.REAL.unlink(os.path.join(path, name))
     with contextlib.suppress(FileNotFoundError):
-        files.rmdir(path)
+        files.REAL.rmdir(path)
