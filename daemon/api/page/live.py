@@ -119,17 +119,9 @@ def cluster(status: Status, events: Sequence[Event]) -> str:
         f"{text(contact)}</p>"
     )
     problems = "".join(f"<p>{text(problem)}</p>" for problem in status.problems)
-    body = [
-        head,
-        f"<div class=problems>{problems}</div>" if problems else "",
-        "<h2>Jobs</h2>",
-        _jobs(status.jobs),
-        "<h2>Nodes</h2>",
-        _nodes(status.nodes),
-        "<h2>Newest events</h2>",
-        _events(events),
-    ]
-    return "\n".join(body) + "\n"
+    problems = f"<div class=problems>{problems}</div>" if problems else ""
+    tables = ["<h2>Jobs</h2>", _jobs(status.jobs), "<h2>Nodes</h2>", _nodes(status.nodes)]
+    return "\n".join([head, problems, *tables, "<h2>Newest events</h2>", _events(events)]) + "\n"
 
 
 def job(
@@ -138,7 +130,8 @@ def job(
     """Arguments as for `report.page`, and the job's newest events."""
     head, sections = report.parts(detail, incidents, history, now_s)
     detail = printable(detail)
-    ranks = ["<h2>Ranks</h2>", _ranks(detail)] if detail.ranks else []
+    shown = columns.picked(list(columns.ranks(detail.managed).values()), *RANKS)
+    ranks = ["<h2>Ranks</h2>", table(shown, detail.ranks, MOST_RANKS)] if detail.ranks else []
     newest = ["<h2>Newest events</h2>", _events([printable(event) for event in events])]
     return "\n".join([head, *ranks, sections, *newest]) + "\n"
 
@@ -191,10 +184,6 @@ def _nodes(rows: Sequence[Node]) -> str:
     """Those that need attention first."""
     ordered = sorted(rows, key=lambda row: (row.state == "ready", row.node))
     return table([_linked(column) for column in NODES], ordered, MOST_NODES, why=lambda row: row.why)
-
-
-def _ranks(detail: JobDetail) -> str:
-    return table(columns.picked(list(columns.ranks(detail.managed).values()), *RANKS), detail.ranks, MOST_RANKS)
 
 
 def _events(rows: Sequence[Event]) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import html
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from msgspec import structs
@@ -23,15 +23,18 @@ from elasticd.base.answers import (
     Incident,
     JobDetail,
     Point,
+    SlotTime,
     WorkerError,
     printable,
-)  # fmt: skip
+)
 from elasticd.base.phrases import age
 from elasticd.diagnosis import goodput
 
 from . import svg
 
 BUCKETS = ("stepping", *goodput.WORDS)
+KEYS = {"stepping": "training", "setup": "set-up", "failed": "incident", "planned": "planned change"}
+"""Of the time line."""
 LONGEST_TEXT = 4_000
 MOST_RANKS = 64
 """Accounts of ranks that are shown one by one."""
@@ -87,16 +90,17 @@ def document(title: str, style: str, body: str, head: str = "", attributes: str 
 def parts(job: JobDetail, incidents: Sequence[Incident], history: History | None, now_wall_s: float) -> tuple[str, str]:
     """The head and the sections below it, as HTML; arguments as for `page`."""
     job, incidents = printable(job), [printable(row) for row in incidents]
-    axis = _axis(job, incidents, history, now_wall_s)
     points = history.points if history else []
+    axis = _axis(job, incidents, points, now_wall_s)
     marks = [(row.wall_s, _kind(row)) for row in incidents]
     loss = [(p.wall_s, p.loss) for p in points]
     rate = [(p.wall_s, p.steps_per_s) for p in points]
     missing = "" if points else "<p class=dim>No curves: this node has had no rank of the job.</p>"
+    keys = (f'<span class="key {kind}"></span>{words} &nbsp; ' for kind, words in KEYS.items())
     body = [
         "<h2>Time line</h2>",
         _plot(svg.timeline(axis, _spans(job, incidents, points, axis), "Generations and incidents over time")),
-        _keys([("stepping", "training"), ("setup", "set-up"), ("failed", "incident"), ("planned", "planned change")]),
+        f"<p class=dim>{''.join(keys)}</p>",
         missing,
     ]
     if any(value is not None for _, value in loss):
@@ -104,8 +108,11 @@ def parts(job: JobDetail, incidents: Sequence[Incident], history: History | None
     if rate:
         body += ["<h2>Steps per second</h2>", _plot(svg.curve(axis, rate, marks, "Steps per second", from_zero=True))]
     body += _ledger(job.goodput) + _accounts(job)
-    body += _incidents(incidents) + _error(job.error) + _spec(job.spec)
-    return _head(job), "\n".join(body)
+    shown = f"<div class=long>{table(INCIDENTS, incidents)}</div>" if incidents else "<p class=dim>none</p>"
+    body += ["<h2>Incidents</h2>", shown, *_error(job.error), *_spec(job.spec)]
+    state = f"<span class={class_of(job.phase)}>{text(job.phase)}</span>"
+    reason = f"<p>{text(job.reason)}</p>" if job.reason else ""
+    return f"<h1>{text(job.job)} {state}</h1>\n{reason}{_facts(columns.job_facts(job))}", "\n".join(body)
 
 
 def _plot(drawn: str) -> str:
@@ -118,8 +125,7 @@ def text(value: object, most: int = LONGEST_TEXT) -> str:
     return html.escape(plain if len(plain) <= most else f"{plain[:most]}…")
 
 
-def _axis(job: JobDetail, incidents: Sequence[Incident], history: History | None, now_s: float) -> svg.Axis:
-    points = history.points if history else []
+def _axis(job: JobDetail, incidents: Sequence[Incident], points: Sequence[Point], now_s: float) -> svg.Axis:
     times = [row.wall_s for row in incidents] + [p.wall_s for p in points]
     begin = job.submitted_wall_s or min(times, default=now_s - 1)
     end = job.since_wall_s if job.phase in columns.OVER and job.since_wall_s > begin else now_s
@@ -157,12 +163,6 @@ def _generation(begin: float, end: float, number: int, ranks: int) -> svg.Span:
     return svg.Span(begin, max(begin, end), "stepping", title, f"gen {number}")
 
 
-def _head(job: JobDetail) -> str:
-    state = f"<span class={class_of(job.phase)}>{text(job.phase)}</span>"
-    reason = f"<p>{text(job.reason)}</p>" if job.reason else ""
-    return f"<h1>{text(job.job)} {state}</h1>\n{reason}{_facts(columns.job_facts(job))}"
-
-
 def _ledger(known: Goodput | None) -> list[str]:
     if known is None:
         return []
@@ -187,43 +187,40 @@ def _accounts(job: JobDetail) -> list[str]:
     summed = job.rank_time
     if summed is None:
         return []
-    stands = goodput.STANDSTILL in summed.badput
     rows = summed.accounts or [
         Account(rank=row.rank, node=row.node, slot=row.slot, **structs.asdict(row.time))
         for row in job.ranks
         if row.time
     ]
     least = sorted(rows, key=lambda row: 1.0 if row.goodput is None else row.goodput)[:MOST_RANKS]
-    lost_by_all = {name: seconds for name, seconds in summed.rank_seconds.items() if name != "stepping"}
-    lost_by_all[goodput.STANDSTILL] = summed.open_rank_seconds if stands else 0
-    accounts: list[Account_] = [("all", "", summed.rank_wall_s, summed.goodput, lost_by_all)]
+    of_all = SlotTime(
+        until_wall_s=summed.rank_wall_s, goodput=summed.goodput, seconds=summed.rank_seconds,
+        open_seconds=summed.open_rank_seconds,
+    )  # fmt: skip
+    accounts: list[tuple[str, str, SlotTime]] = [("all", "", of_all)]
     for row in least:
-        lost = {name: seconds for name, seconds in row.seconds.items() if name != "stepping"}
-        lost[goodput.STANDSTILL] = row.open_seconds if stands else 0
         rank = f"rank {row.rank}" if row.rank >= 0 else "none now"
-        spent_s = row.until_wall_s - row.since_wall_s
-        accounts.append((rank, f"{row.node}, slot\N{NO-BREAK SPACE}{row.slot}", spent_s, row.goodput, lost))
+        accounts.append((rank, f"{row.node}, slot\N{NO-BREAK SPACE}{row.slot}", row))
+    stands = goodput.STANDSTILL in summed.badput
+    columns_ = (
+        Column("account", lambda row: row[0]),
+        Column("where", lambda row: row[1]),
+        Column("time", lambda row: length(row[2].until_wall_s - row[2].since_wall_s), right=True),
+        Column("goodput", lambda row: columns.share(row[2].goodput), right=True),
+        Column("badput", lambda row: _badput(row[2], stands), flex=True),
+    )
     few = f"; the {len(least)} with the least goodput" if len(least) < len(rows) else ""
     about = f"{summed.ranks} ranks, each by its own agent's account from the first agent of its node on{few}"
     return [
         f"<h2>Rank by rank: {goodput.percent(summed.goodput)} goodput</h2>",
         f"<p class=dim>{text(about)}</p>",
-        f"<div class=long>{table(ACCOUNTS, accounts)}</div>",
+        f"<div class=long>{table(columns_, accounts)}</div>",
     ]
 
 
-Account_ = tuple[str, str, float, float | None, dict[str, float]]
-"""Rank, node and slot, seconds, goodput, bucket -> seconds of badput."""
-ACCOUNTS = (
-    Column("account", lambda row: row[0]),
-    Column("where", lambda row: row[1]),
-    Column("time", lambda row: length(row[2]), right=True),
-    Column("goodput", lambda row: columns.share(row[3]), right=True),
-    Column("badput", lambda row: _badput(row[4], row[2]), flex=True),
-)
-
-
-def _badput(lost_s: dict[str, float], spent_s: float) -> str:
+def _badput(of: SlotTime, stands: bool) -> str:
+    spent_s = of.until_wall_s - of.since_wall_s
+    lost_s = of.seconds | {goodput.STANDSTILL: of.open_seconds if stands else 0.0, "stepping": 0.0}
     causes = [(name, seconds) for name, seconds in lost_s.items() if seconds > 0 and spent_s > 0]
     return ", ".join(
         f"{goodput.WORDS.get(name, name)} {goodput.percent(min(1.0, seconds / spent_s))}"
@@ -243,11 +240,6 @@ INCIDENTS = (
 def _what(row: Incident) -> Html:
     fix = f"<p class=dim>{text(row.verdict.fix)}</p>" if row.verdict.fix else ""
     return Html(f"{text(row.verdict.what or row.detail)}{fix}")
-
-
-def _incidents(rows: Sequence[Incident]) -> list[str]:
-    shown = f"<div class=long>{table(INCIDENTS, rows)}</div>" if rows else "<p class=dim>none</p>"
-    return ["<h2>Incidents</h2>", shown]
 
 
 def _error(error: WorkerError | None) -> list[str]:
@@ -311,11 +303,6 @@ def setting(value: Any) -> str:
     if isinstance(value, list):
         return " ".join(map(str, value))
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _keys(known: Iterable[tuple[str, str]]) -> str:
-    parts = (f'<span class="key {kind}"></span>{text(words)} &nbsp; ' for kind, words in known)
-    return f"<p class=dim>{''.join(parts)}</p>"
 
 
 def clock(wall_s: float | None) -> str:

@@ -9,15 +9,7 @@ from dataclasses import dataclass
 from urllib.parse import unquote
 
 from elasticd.api.actions import checked, job_of
-from elasticd.api.httpd import (
-    MAX_ARRIVING,
-    ClientConnection,
-    HttpRequest,
-    RequestLimits,
-    Server,
-    host_of,
-    listen_on,
-)
+from elasticd.api.httpd import MAX_ARRIVING, ClientConnection, HttpRequest, RequestLimits, Server, host_of, listen_on
 from elasticd.api.routes import event_routes, job_routes
 from elasticd.api.views import views
 from elasticd.api.views.instant import Identity, now

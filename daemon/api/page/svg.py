@@ -50,11 +50,11 @@ def ticks(low: float, high: float, most: int = TICKS) -> list[float]:
     return [n * step for n in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
-def time_ticks(span_s: float, most: int = TICKS) -> list[tuple[float, str]]:
+def time_ticks(span_s: float) -> list[tuple[float, str]]:
     """(seconds since the beginning, label), at round lengths of time."""
     sizes = [1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 21600, 43200]
     days = (86400 * factor * 10**power for power in range(9) for factor in (1, 2, 5))
-    step = next((size for size in (*sizes, *days) if span_s / size <= most), None)
+    step = next((size for size in (*sizes, *days) if span_s / size <= TICKS), None)
     if step is None or span_s <= 0:
         return [(0.0, "0")]
     unit, size = next(((u, n) for u, n in (("d", 86400), ("h", 3600), ("min", 60)) if step >= n), ("s", 1))
@@ -96,12 +96,7 @@ def timeline(axis: Axis, spans: Sequence[Span], title: str) -> str:
 
 
 def curve(
-    axis: Axis,
-    points: Points,
-    marks: Sequence[tuple[float, str]],
-    title: str,
-    *,
-    from_zero: bool = False,
+    axis: Axis, points: Points, marks: Sequence[tuple[float, str]], title: str, *, from_zero: bool = False
 ) -> str:
     """A line through `points` (x, value), with a gap where a value is None; vertical lines at `marks` (x, kind)."""
     top, bottom, height = 10.0, 194.0, 220.0

@@ -70,8 +70,8 @@ INCIDENTS = (
     Column("took", lambda row: seconds(row.took_s), 2, right=True),
     Column("lost", lambda row: "-" if row.open else row.lost, right=True),
     Column("from", lambda row: row.restored_from, 5),
-    Column("world", lambda row: f"{row.world_size_before} → {_world_after(row)}", 4),
-    Column("what happened", lambda row: f"{_person(row)}{row.verdict.cause}", flex=True),
+    Column("world", lambda row: f"{row.world_size_before} → {row.world_size_after or ('-' if row.open else 0)}", 4),
+    Column("what happened", lambda row: "person needed: " * row.verdict.person + row.verdict.cause, flex=True),
 )
 
 
@@ -99,11 +99,7 @@ _MANNER = {
     False: "plain so far: it has not called elastic.run, and until it does it is started anew after each failure",
     None: "",
 }
-_MANNER_OVER = {
-    True: "managed: it has called elastic.run",
-    False: "plain: it has not called elastic.run",
-    None: "",
-}
+_MANNER_OVER = {True: "managed: it has called elastic.run", False: "plain: it has not called elastic.run", None: ""}
 
 
 def nodes(job: Job) -> str:
@@ -117,11 +113,12 @@ def job_facts(job: JobDetail) -> Facts:
     generation = f"{job.generation}, world {job.world_size}: {job.why_generation}".rstrip(": ")
     rate = f", {job.steps_per_s:.2f} a second" if job.steps_per_s and job.phase in LIVE else ""
     logged = {**job.logged, **job.logged_not_finite}
+    owner = f" for {job.owner}" if job.owner not in ("", job.submitted_by) else ""
     return [
         ("why", job.why),
         ("runs", " ".join([runs, *spec.get("args", ())])),
         ("script", (_MANNER_OVER if job.phase in OVER else _MANNER)[job.managed] if job.generation else ""),
-        ("submitted", f"{clock(job.submitted_wall_s)} by {job.submitted_by}{_of(job)}" if spec else "unknown"),
+        ("submitted", f"{clock(job.submitted_wall_s)} by {job.submitted_by}{owner}" if spec else "unknown"),
         ("nodes", nodes(job)),
         ("generation", generation if job.generation else "none yet"),
         ("step", f"{steps(job.managed, job.step)}{rate}"),
@@ -197,19 +194,6 @@ def picked(columns: Sequence[Column], *titles: str) -> list[Column]:
     return [by_title[title] for title in titles]
 
 
-def _of(job: Job) -> str:
-    """' for alice', if another user than the job's submitted it."""
-    return f" for {job.owner}" if job.owner not in ("", job.submitted_by) else ""
-
-
-def _world_after(row: Incident) -> object:
-    return "-" if row.open and not row.world_size_after else row.world_size_after
-
-
-def _person(row: Incident) -> str:
-    return "person needed: " if row.verdict.person else ""
-
-
 def _checkpoint(checkpoint: Checkpoint | None) -> str:
     if checkpoint is None or (checkpoint.step is None and not checkpoint.error):
         return "-"
@@ -222,7 +206,7 @@ def _checkpoint_long(checkpoint: Checkpoint | None) -> str:
     saved = _saved(checkpoint) if checkpoint.step is not None else "none yet"
     skipped = f"{checkpoint.skipped} skipped" if checkpoint.skipped else ""
     failed = f"the newest one failed: {checkpoint.error}" if checkpoint.error else ""
-    return "; ".join(part for part in (saved, checkpoint.interval, skipped, failed) if part)
+    return "; ".join(filter(None, (saved, checkpoint.interval, skipped, failed)))
 
 
 def _saved(checkpoint: Checkpoint) -> str:

@@ -29,7 +29,7 @@ OVER_SHOWN = 100
 
 def status(snapshot: Snapshot, identity: Identity, now: Now, every: bool = False) -> answers.Status:
     """`every`: also the jobs that are over beyond the newest OVER_SHOWN of them."""
-    ordered = _in_order(snapshot)
+    ordered = sorted(snapshot.cluster.jobs.values(), key=lambda j: (j.over, j.submitted))
     over = [] if every else [job for job in ordered if job.over][:-OVER_SHOWN]
     left_out = {job.name for job in over}
     jobs = [job_row(snapshot, job, now) for job in ordered if job.name not in left_out]
@@ -205,7 +205,9 @@ def _as(kind: type[A], record: object) -> A:
 
 
 def _seen(snapshot: Snapshot, job: Job, age_s: float, waits_for: str) -> verdict.VerdictContext:
-    nodes = [snapshot.cluster.nodes[n].record for n in _nodes_of(job) if n in snapshot.cluster.nodes]
+    places = job.generation.nodes if job.generation else ()
+    names = {*(place.node for place in places), *job.members} & snapshot.cluster.nodes.keys()
+    nodes = [snapshot.cluster.nodes[name].record for name in names]
     backend = job.spec.spec.backend if job.spec else ""
     return verdict.VerdictContext(
         phase=job.state.phase,
@@ -216,10 +218,6 @@ def _seen(snapshot: Snapshot, job: Job, age_s: float, waits_for: str) -> verdict
         gpus=backend != "gloo" and bool(nodes) and all(node.gpus for node in nodes),
         one_host=all(node.address.startswith(("127.", "localhost", "::1")) for node in nodes),
     )
-
-
-def _nodes_of(job: Job) -> set[str]:
-    return {*(place.node for place in (job.generation.nodes if job.generation else ())), *job.members}
 
 
 def steps_lost(record: IncidentRecord) -> str:
@@ -253,10 +251,6 @@ def healthz(snapshot: Snapshot, now: Now) -> tuple[bool, dict[str, Any]]:
     alive = age_s < 10.0
     return alive, {"schema": answers.SCHEMA, "alive": alive, "last_turn_s": round(age_s, 2),
                    "etcd_connected": snapshot.contact.connected, "registered": snapshot.registered}  # fmt: skip
-
-
-def _in_order(snapshot: Snapshot) -> list[Job]:
-    return sorted(snapshot.cluster.jobs.values(), key=lambda j: (j.over, j.submitted))
 
 
 def _agent(snapshot: Snapshot, job: str) -> answers.Agent | None:
