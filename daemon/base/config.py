@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import enum
+import functools
 import inspect
 import ipaddress
 import math
@@ -209,11 +210,6 @@ def port_range(text: str) -> tuple[int, int]:
     return low, high
 
 
-def explain() -> dict[str, str]:
-    """Setting -> its documentation, read from the docstrings of the fields."""
-    return dict(_docs(Settings))
-
-
 def _read(path: Path) -> Raw:
     try:
         with path.open("rb") as file:
@@ -263,17 +259,19 @@ HINTS: Mapping[str, Any] = dict(_hints(Settings))
 """Every setting, as 'timeouts.beat_s' -> its type."""
 
 
-def _docs(table: type[msgspec.Struct], path: str = "") -> Iterator[tuple[str, str]]:
+@functools.cache
+def explain(table: type[msgspec.Struct] = Settings, path: str = "") -> Mapping[str, str]:
+    """Setting -> its documentation, read from the docstrings of the fields."""
     body = ast.parse(inspect.getsource(table)).body[0]
     assert isinstance(body, ast.ClassDef)
-    hints = typing.get_type_hints(table)
+    docs, hints = dict[str, str](), typing.get_type_hints(table)
     for field, after in zip(body.body, [*body.body[1:], None], strict=True):
         if not (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)):
             continue
         name = field.target.id
         if _is_table(hints[name]):
-            yield from _docs(hints[name], f"{path}{name}.")
-        elif isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
-            yield f"{path}{name}", inspect.cleandoc(str(after.value.value)).replace("\n", " ")
+            docs |= explain(hints[name], f"{path}{name}.")
         else:
-            yield f"{path}{name}", ""
+            said = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else ""
+            docs[f"{path}{name}"] = inspect.cleandoc(str(said)).replace("\n", " ")
+    return docs

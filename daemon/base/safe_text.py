@@ -46,7 +46,9 @@ def output(text: str) -> str:
     if last.isprintable():
         return last
     parts = _COLOUR.split(last)
-    shown = "".join(part if i % 2 else "".join(map(_visible_or_tab, part)) for i, part in enumerate(parts))
+    shown = "".join(
+        part if i % 2 else "".join(c if c == "\t" else _visible(c) for c in part) for i, part in enumerate(parts)
+    )
     return shown + _RESET if len(parts) > 1 else shown
 
 
@@ -77,10 +79,6 @@ def _visible(char: str) -> str:
     if char.isprintable():
         return char
     return _SHORT.get(char) or char.encode("unicode_escape", "surrogatepass").decode()
-
-
-def _visible_or_tab(char: str) -> str:
-    return char if char == "\t" else _visible(char)
 
 
 _SHORT = {"\u00a0": " ", "\u202f": " ", "\u2009": " ", "\u3000": " "}

@@ -69,37 +69,25 @@ def _parts(ledger: Ledger, still: bool) -> dict[str, Any]:
     }
 
 
-def of_ranks(
-    records: Mapping[str, RanksRecord], local: RanksRecord | None, *, still: bool
-) -> dict[tuple[str, int], answers.SlotTime]:
-    """(node, slot) -> where its time went, as its own agent has counted it. `local`: of this node, newer. `still`: the
-    job stands still."""
-    newest = _newest(records, local)
-    return {
-        (node, each.slot): answers.SlotTime(**_times(each, still))
-        for node, record in newest.items()
-        for each in record.ranks
-    }
+def of_ranks(records: Mapping[str, RanksRecord], *, still: bool) -> dict[tuple[str, int], answers.SlotTime]:
+    """(node, slot) -> where its time went, as its own agent has counted it. `still`: the job stands still."""
+    rows = [(node, each) for node, record in records.items() for each in record.ranks]
+    return {(node, each.slot): answers.SlotTime(**_times(each, still)) for node, each in rows}
 
 
-def summed(
-    records: Mapping[str, RanksRecord], local: RanksRecord | None, *, each: bool, still: bool
-) -> answers.RankTime | None:
+def summed(records: Mapping[str, RanksRecord], *, each: bool, still: bool) -> answers.RankTime | None:
     """The accounts of all ranks of all nodes that the job has had, added up: in whole milliseconds, so what the buckets
     sum to is the time of all accounts, exactly. None: there is no account yet. `each`: with a row for each rank.
     `still`: the job stands still."""
     from elastic.contract.records.ledger import Bucket, Ledger
 
-    newest = _newest(records, local)
-    rows = [(node, times) for node, record in newest.items() for times in record.ranks]
+    rows = [(node, times) for node, record in records.items() for times in record.ranks]
     spent_ms = {bucket.value: sum(times.ranks_ms.get(bucket, 0) for _, times in rows) for bucket in Bucket}
     all_ = Ledger(until_ms=0, ranks_ms=spent_ms, open_ms=sum(times.open_ms for _, times in rows))
     if all_.total_ms <= 0:
         return None
     accounts = [
-        answers.Account(rank=times.rank, node=node, slot=times.slot, **_times(times, still))
-        for node, times in rows
-        if each
+        answers.Account(rank=one.rank, node=node, slot=one.slot, **_times(one, still)) for node, one in rows if each
     ]
     return answers.RankTime(
         **_parts(all_, still),
@@ -108,10 +96,6 @@ def summed(
         wall_s=all_.total_ms / 1000 / len(rows),
         accounts=sorted(accounts, key=lambda row: (row.rank < 0, row.rank, row.node, row.slot)),
     )
-
-
-def _newest(records: Mapping[str, RanksRecord], local: RanksRecord | None) -> Mapping[str, RanksRecord]:
-    return {**records, local.node: local} if local is not None else records
 
 
 def _times(times: RankTimes, still: bool) -> dict[str, Any]:

@@ -62,14 +62,6 @@ def missed(cluster: Cluster, seen: Sequence[EventRecord] = (), since_wall_s: flo
     return [*untold, *events]
 
 
-def of_contact(lost_wall_s: float, back_wall_s: float, error: str, node: str) -> list[EventRecord]:
-    away_s = back_wall_s - lost_wall_s
-    return [
-        _event(lost_wall_s, "etcd.lost", text=f"unreachable from {node}: {error or 'no answer'}"),
-        _event(back_wall_s, "etcd.back", text=f"reachable from {node} again after {away_s:.1f} s"),
-    ]
-
-
 def of_members(before: Members, after: Members, wall_s: float) -> list[EventRecord]:
     """etcd members that went down or came back; none for the first answer."""
     were_up = {member.endpoint: member.ok for member in before}
@@ -246,7 +238,10 @@ class Timeline:
             self._error = error or self._error
         elif self._lost_wall_s is not None:
             if self._tells_outage:  # this node's own lease may have ended meanwhile
-                self._add(of_contact(self._lost_wall_s, wall_s, self._error, self._node))
+                away_s, error = wall_s - self._lost_wall_s, self._error or "no answer"
+                lost = _event(self._lost_wall_s, "etcd.lost", text=f"unreachable from {self._node}: {error}")
+                text = f"reachable from {self._node} again after {away_s:.1f} s"
+                self._add([lost, _event(wall_s, "etcd.back", text=text)])
             self._lost_wall_s, self._error = None, ""
 
     def members(self, members: Members, wall_s: float) -> None:

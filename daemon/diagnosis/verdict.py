@@ -74,12 +74,15 @@ def judge(record: IncidentRecord, seen: VerdictContext = VerdictContext()) -> Ve
     rule, decided = _rule(record, texts, seen)
     by_etcd = _held(seen) if open_ else None
     failed = seen.phase is Phase.FAILED and (record.origin is Origin.NOTHING or record.kind == "late exit")
+    detail = str(record.detail)
+    cause = f"{rule.what} ({detail})" if detail not in rule.what else rule.what
+    where = phrases.ranks(record.ranks), f"on {record.node}" if record.node else ""
     patience_s = LASTING_S if by_etcd and by_etcd[0].name != "etcd_unavailable" else PATIENCE_S
     return Verdict(
         rule=rule.name,
         cls=rule.cls,
-        cause=_cause(record, rule),
-        what=_what(record, rule),
+        cause=cause,
+        what=": ".join(filter(None, (" ".join(filter(None, where)), cause))),
         evidence=_evidence(record, texts, decided, by_etcd[1] if by_etcd else ""),
         followed=_followed(record),
         done=_done(record, open_, seen.phase),
@@ -179,17 +182,6 @@ def _held(seen: VerdictContext) -> tuple[Rule, str] | None:
 
 
 # ── its parts ───────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _cause(record: IncidentRecord, rule: Rule) -> str:
-    detail = str(record.detail)
-    addition = detail if detail not in rule.what else ""
-    return f"{rule.what} ({addition})" if addition else rule.what
-
-
-def _what(record: IncidentRecord, rule: Rule) -> str:
-    where = " ".join(part for part in (phrases.ranks(record.ranks), f"on {record.node}" if record.node else "") if part)
-    return ": ".join(part for part in (where, _cause(record, rule)) if part)
 
 
 def _evidence(record: IncidentRecord, texts: _Texts, decided: Evidence | None, etcd: str) -> list[Evidence]:

@@ -343,13 +343,9 @@ def _disputes(cluster: Cluster, node: str, only: str = "") -> Iterator[str]:
 def absence(cluster: Cluster, name: str, wall_s: float) -> tuple[str, str]:
     """(state, reason) of a node without a record and without agents, as the inventory has it."""
     row = cluster.known[name]
-    since = f"since {_when(row.away_wall_s, wall_s)}" if row.away_wall_s else "just now"
+    form = "%H:%M:%S" if wall_s - row.away_wall_s < 43200.0 else "%m-%d %H:%M:%S"  # of what is older than half a day
+    since = f"since {clock(row.away_wall_s, form)}" if row.away_wall_s else "just now"
     if not row.left:
         return "lost", f"{since}: its machine, its network or its elasticd is down"
     drain = cluster.drains.get(name)
     return "off", f"{since}: {drain.reason if drain else 'its elasticd was stopped'}"
-
-
-def _when(then_wall_s: float, wall_s: float) -> str:
-    """'14:02:33'; '11-27 14:02:33' of what is older than half a day."""
-    return clock(then_wall_s, "%H:%M:%S" if wall_s - then_wall_s < 43200.0 else "%m-%d %H:%M:%S")

@@ -91,8 +91,7 @@ def history(logs: Folder, spec: SpecRecord | None = None) -> answers.History | N
     written = agent_file(logs, "history.json", HISTORY_BYTES, History)
     if written is None or (spec is not None and written.submitted_wall_s != spec.submitted_wall_s):
         return None
-    points = [msgspec.convert(msgspec.structs.asdict(point), answers.Point) for point in written.points]
-    return answers.History(every_s=written.every_s, points=points)
+    return msgspec.convert(written, answers.History, from_attributes=True)
 
 
 def agent_file(logs: Folder, name: str, most_bytes: int, kind: type[T]) -> T | None:

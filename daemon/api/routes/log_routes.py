@@ -19,6 +19,7 @@ from elasticd.api.request import Query, Request
 from elasticd.api.views import views
 from elasticd.api.views.instant import now
 from elasticd.base import answers
+from elasticd.base.answers import Json
 from elasticd.base.errors import Refused
 from elasticd.cluster.cluster import Job
 from elasticd.cluster.published_state import Snapshot
@@ -50,9 +51,8 @@ def get_logs(h: Request, query: Query, job: str) -> None:
         _far_rank(h, query, job, rank)
         return
     current, folder = published.now.cluster.jobs.get(job), h.service.logs(job)
-    folder_uid = _folder_uid(h, job)
     peer, authority, submission = h.peer(), h.service.authority, _submission(current)
-    authority.check_logs(peer, job, current.spec if current else None, folder_uid)
+    authority.check_logs(peer, job, current.spec if current else None, _folder_uid(h, job))
     since_s = request.seconds(query, "since_s")
     tail = Tail(folder, slot, previous=request.flag(query, "previous"),
                 since_wall_s=time.time() - since_s if since_s else 0.0,
@@ -75,9 +75,13 @@ def get_logs(h: Request, query: Query, job: str) -> None:
     if not here or request.flag(query, "rest"):
         for line in tail.rest():
             h.stream(_line(h, job, line))
-    current = None if _name_is_reused(published.now, job, submission) else published.now.cluster.jobs.get(job)
-    phase = str(current.state.phase) if current else None
-    h.stream({"end": True, "phase": phase, "elsewhere": elsewhere} | ({"offsets": tail.offsets} if here else {}))
+    _end(h, job, submission, {"elsewhere": elsewhere} | ({"offsets": tail.offsets} if here else {}))
+
+
+def _end(h: Request, job: str, submission: str | None, said: Json) -> None:
+    snapshot = h.service.published.now
+    current = None if _name_is_reused(snapshot, job, submission) else snapshot.cluster.jobs.get(job)
+    h.stream({"end": True, "phase": str(current.state.phase) if current else None, **said})
     h.end_stream()
 
 
@@ -153,9 +157,7 @@ def _far_rank(h: Request, query: Query, job: str, rank: int) -> None:
     _far_lines(h, nodes[0], answer)
     if request.flag(query, "follow"):
         _follow_far(h, job, rank, nodes[0], _offsets_in(answer), submission)
-    current = None if _name_is_reused(published.now, job, submission) else published.now.cluster.jobs.get(job)
-    h.stream({"end": True, "phase": str(current.state.phase) if current else None, "elsewhere": {}})
-    h.end_stream()
+    _end(h, job, submission, {"elsewhere": {}})
 
 
 def _follow_far(h: Request, job: str, rank: int, node: str, offsets: object, submission: str | None) -> None:
@@ -268,9 +270,7 @@ def _incident_messages(snapshot: Snapshot, job: str) -> tuple[str, ...]:
     if current is None:
         return ()
     messages = []
-    for incident in current.incidents:
-        if incident.open:
-            continue
+    for incident in (each for each in current.incidents if not each.open):
         took = f" in {incident.took_s:.2f} s" if incident.took_s is not None else ""
         lost = f", {'an unknown number of steps' if incident.steps_lost is None else views.steps_lost(incident)} lost"
         became = f"world {incident.world_size_before} → {incident.world_size_after} again{took}{lost}"
@@ -315,13 +315,10 @@ def _slot_of(h: Request, job: str, rank: int) -> int | None:
     generation = current.generation if current else None
     if generation is None:
         raise Refused(404, f"job {job!r} has no ranks (yet)")
-    me = h.service.identity.node
-    for slot, its_rank in generation.ranks(me).items():
-        if its_rank == rank:
-            return slot
     for place in generation.nodes:
-        if rank in generation.ranks(place.node).values():
-            return None
+        for slot, its_rank in generation.ranks(place.node).items():
+            if its_rank == rank:
+                return slot if place.node == h.service.identity.node else None
     raise Refused(404, f"job {job!r} has no rank {rank}: its world is {generation.world_size}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -181,7 +182,7 @@ def rank_time(snapshot: Snapshot, job: Job, *, each: bool) -> answers.RankTime |
     if goodput.tells_nothing(progress := newest_progress(snapshot, job)):
         return None
     still = goodput.stands_still(progress)
-    return goodput.summed(job.ranks, own_account(snapshot, job), each=each, still=still)
+    return goodput.summed(_accounts(snapshot, job), each=each, still=still)
 
 
 def incident(snapshot: Snapshot, job: Job, record: IncidentRecord, now: Now) -> answers.Incident:
@@ -361,7 +362,7 @@ def rank_rows(snapshot: Snapshot, job: Job, *, still: bool, wall_s: float) -> li
     reported = [(row, led_s if led_s > why.LED_S else None) for row in (job.progress.ranks if job.progress else ())]
     reported += [(row, None) for row in (local.ranks if local else ())]
     rows |= {(row.node, row.slot): _rank(row, age_s, pid=row.pid or None) for row, age_s in reported}
-    for key, time in goodput.of_ranks(job.ranks, own_account(snapshot, job), still=still).items():
+    for key, time in goodput.of_ranks(_accounts(snapshot, job), still=still).items():
         if key in rows:
             rows[key].time = time
     steps = [row.step for row in rows.values() if row.step is not None] if snapshot.contact.connected else []
@@ -374,10 +375,11 @@ def _rank(row: RankRow, age_s: float | None, **changed: object) -> answers.Rank:
     return msgspec.structs.replace(_as(answers.Rank, row), age_s=age_s, **changed)
 
 
-def own_account(snapshot: Snapshot, job: Job) -> RanksRecord | None:
-    """The account of this node's ranks by the agent that runs here; it is newer than the one in etcd."""
+def _accounts(snapshot: Snapshot, job: Job) -> Mapping[str, RanksRecord]:
+    """By node; that of this node's ranks by the agent that runs here is newer than the one in etcd."""
     local = local_status(snapshot, job)
-    return local.rank_times if local else None
+    own = local.rank_times if local else None
+    return {**job.ranks, own.node: own} if own else job.ranks
 
 
 def local_status(snapshot: Snapshot, job: Job) -> AgentStatus | None:
