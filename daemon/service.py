@@ -221,15 +221,12 @@ class Daemon:
         settings = self.settings
         if not (settings.notify.webhook or settings.notify.command):
             return None
-        from elasticd.api.notify.notifier import (  # not imported by the many daemons without notifications
-            Notifier,
-            channels,
-        )
+        from elasticd.api.notify import notifier  # not imported by the many daemons without notifications
 
-        sent = channels(settings.notify)
-        return Notifier(
-            settings.notify, settings.cluster, settings.node, sent, self._published, self.log, self.threads.closed
-        )
+        return notifier.Notifier(
+            settings.notify, settings.cluster, settings.node, notifier.channels(settings.notify), self._published,
+            self.log, self.threads.closed,
+        )  # fmt: skip
 
     def _watch_preemption(self, actions: Actions, audit: Audit) -> None:
         """The node is drained when its cloud announces that the machine will be taken away."""

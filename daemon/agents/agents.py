@@ -6,7 +6,6 @@ Owned by the loop's thread, except for `retire`. The only helper threads wait fo
 from __future__ import annotations
 
 import contextlib
-import errno
 import math
 import os
 import signal
@@ -25,7 +24,7 @@ from elastic.contract.agent_files import LEFT, MARK_ENV, AgentConfig, AgentOrder
 from elastic.contract.keys import NAME, check_name
 from elastic.contract.records.job_records import PROTOCOL
 from elastic.util.files import read_file, replace_file
-from elastic.util.processes import signal_name, wait_until_gone
+from elastic.util.processes import is_shortage, signal_name, wait_until_gone
 from elasticd.access.authority import Account
 from elasticd.base import ownership
 from elasticd.base.errors import CannotStart
@@ -46,8 +45,6 @@ AFTER_LEAVING_S = 1.0
 LONGEST_PAUSE_S = 30.0
 SHORT_OF_S = 2.0
 """Longest pause while this machine lacks a resource, which is not the fault of agent or job."""
-SHORT_OF = {errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EAGAIN}
-"""Errors for a lack of descriptors, disk space, memory or processes."""
 T = TypeVar("T", AgentConfig, AgentStatus, AgentOrders)
 
 MOST_SLOTS = 4096
@@ -224,7 +221,7 @@ class Agents:
             started = self.launcher.start(service)
         except (CannotStart, OSError) as error:
             cause = error if isinstance(error, OSError) else error.__cause__
-            short = isinstance(cause, OSError) and cause.errno in SHORT_OF
+            short = cause is not None and is_shortage(cause)
             now_s, trouble = time.monotonic(), self.trouble.setdefault(job, Trouble())
             trouble.short_since_s = min(trouble.short_since_s, now_s) if short else math.inf
             lasts = now_s - trouble.short_since_s >= SHORT_FOR_S

@@ -21,7 +21,7 @@ import msgspec
 
 from elastic.contract.agent_files import EtcdAccess
 from elastic.etcd.login import NAME as LOGIN
-from elastic.util.files import read_file, replace_file
+from elastic.util.files import closed_after, read_file, replace_file
 from elasticd.access.authority import Account
 from elasticd.base import ownership
 from elasticd.base.errors import CannotStart
@@ -116,13 +116,11 @@ def _aside(name: str) -> str:
 def _second_name(socket: Path, name: Path) -> None:
     """A hard link: processes that may search the folder of `name` can then connect, and no others: only
     elasticd's own user may enter the folder of the socket itself."""
-    descriptor = os.open(socket, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:  # etcd's user owns the socket, and might have put a link to a file of root's in its place
+    # etcd's user owns the socket, and might have put a link to a file of root's in its place
+    with closed_after(os.open(socket, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)) as descriptor:
         if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
             raise CannotStart(f"{socket} is no socket")
         os.chmod(f"/proc/self/fd/{descriptor}", 0o666)
-    finally:
-        os.close(descriptor)
     aside = name.with_name(_aside(name.name))
     for path in (aside, name):
         with contextlib.suppress(FileNotFoundError):

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from elastic.util.files import closed_after
 from elasticd.base.folders import Folder, open_file, regular_files
 
 NAME = re.compile(r"(?:slot(?P<slot>[0-9]+)|standby)\..+\.log", re.DOTALL)
@@ -115,10 +116,8 @@ class Tail:
                     except (FileNotFoundError, PermissionError):  # removed or replaced since it was listed
                         self._offsets.pop(name, None)
                         continue
-                    try:
+                    with closed_after(descriptor):
                         yield name, descriptor
-                    finally:
-                        os.close(descriptor)
         except (FileNotFoundError, NotADirectoryError):
             return  # nothing written yet; or the directory was replaced by a link
 

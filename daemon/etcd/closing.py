@@ -16,7 +16,7 @@ from pathlib import Path
 from elastic.etcd import admin
 from elastic.etcd.login import NAME
 from elastic.etcd.types import EtcdDenied, EtcdError, EtcdUnavailable
-from elastic.util.files import read_file, replace_file
+from elastic.util.files import closed_after, read_file, replace_file
 from elasticd.base.log import Log
 
 PREFIX = "/elastic/"
@@ -73,8 +73,5 @@ class Closing:
 
 
 def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
+    with closed_after(os.open(path, os.O_RDONLY | os.O_CLOEXEC)) as descriptor:
         os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

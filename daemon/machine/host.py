@@ -14,6 +14,7 @@ import msgspec
 
 from elastic.contract.keys import check_name
 from elastic.contract.records.reasons import Code, Text, reason
+from elastic.util.files import closed_after
 from elasticd.base.config import check_socket
 from elasticd.base.errors import InvalidConfig
 from elasticd.base.settings import Settings
@@ -129,11 +130,8 @@ class StateFolder:
 
     def look(self) -> Text:
         try:
-            folder = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
+            with closed_after(os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as folder:
                 disk = os.fstatvfs(folder)
-            finally:
-                os.close(folder)
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 return reason(Code.NO_DESCRIPTORS, who="elasticd" if error.errno == errno.EMFILE else "this machine")

@@ -24,6 +24,7 @@ from typing import IO
 
 from elastic.contract.agent_files import MARK_ENV, SYSTEMD_VARIABLES
 from elastic.contract.job.spec import JobSpec
+from elastic.util.files import closed_after
 from elastic.util.processes import wait_until_gone
 from elasticd.access.authority import Account
 from elasticd.base.errors import CannotStart
@@ -230,7 +231,7 @@ def holder(lock: Path) -> int | None:
         descriptor = os.open(lock, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)  # it may lie in another user's folder
     except FileNotFoundError:
         return None
-    try:
+    with closed_after(descriptor):
         deadline_s = time.monotonic() + HOLDER_S
         while True:
             with contextlib.suppress(BlockingIOError):
@@ -245,8 +246,6 @@ def holder(lock: Path) -> int | None:
             if time.monotonic() >= deadline_s:
                 break
             threading.Event().wait(0.01)  # flock has no time-out
-    finally:
-        os.close(descriptor)
     raise HeldElsewhere(
         f"{lock} is held by a process that cannot be seen from here (its id there: {written or 'unknown'}), in another "
         "container or on another machine: end it there, or give each its own state_dir"
