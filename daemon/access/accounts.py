@@ -36,7 +36,6 @@ def _account(entry: pwd.struct_passwd) -> Account:
 
 
 def group_id(name: str) -> int | None:
-    """The id of the group of this name; None if there is none."""
     try:
         return grp.getgrnam(name).gr_gid
     except (KeyError, ValueError, OSError):

@@ -102,7 +102,6 @@ class EmbeddedEtcd:
         return self.endpoint
 
     def supervise(self, threads: Threads) -> None:
-        """From now on, restart it whenever it dies."""
         threads.start("etcd-supervisor", self._supervise)
         threads.start("etcd-closing", self._keep_closed)
 
@@ -115,7 +114,6 @@ class EmbeddedEtcd:
             shutdown.end("etcd", self._pid)
 
     def _urls(self) -> str:
-        """URLs on which it should listen."""
         etcd = self._settings.etcd
         if not etcd.embedded_listen:
             return f"unix://{CLIENT}"

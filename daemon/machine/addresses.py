@@ -115,7 +115,6 @@ def _interface(address: str, settings: Settings, remote: bool) -> str:
 
 
 def interface_with(address: str) -> str:
-    """The interface that has this IP address; empty: none."""
     import psutil
 
     for name, entries in psutil.net_if_addrs().items():

@@ -34,14 +34,16 @@ def test_environment_variable_from_the_command_line_stays_text(pair: str) -> Non
         assert raw == {"env": {name: value}}
 
 
-def test_a_variable_without_a_value_is_the_shells() -> None:
+def test_a_variable_without_a_value_is_the_shells(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", "/hf")
+    monkeypatch.delenv("GONE", raising=False)
     raw: dict[str, Any] = {}
-    job_file.environment(raw, ["HF_HOME", "A.B=1"], {"HF_HOME": "/hf"})
+    job_file.environment(raw, ["HF_HOME", "A.B=1"])
     assert raw["env"] == {"HF_HOME": "/hf", "A.B": "1"}
     with pytest.raises(InvalidJob, match="no variable 'GONE' in this shell"):
-        job_file.environment(raw, ["GONE"], {})
+        job_file.environment(raw, ["GONE"])
     with pytest.raises(InvalidJob, match="write NAME=VALUE"):
-        job_file.environment(raw, ["=x"], {})
+        job_file.environment(raw, ["=x"])
 
 
 def test_a_date_is_text_on_the_command_line_and_refused_by_name_in_a_file(tmp_path: pathlib.Path) -> None:
@@ -174,10 +176,13 @@ def test_the_jobs_own_environment_counts(packages: pathlib.Path) -> None:
     [(None, True, "/v/python"), (None, False, ""), ("daemon", True, ""), ("/x/python", True, "/x/python")],
 )
 def test_a_script_runs_with_the_interpreter_of_the_shell_that_submits(
-    given_: str | None, in_venv: bool, taken: str
+    given_: str | None, in_venv: bool, taken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert job_file.interpreter(given_, "/opt/python", "/v/python", in_venv) == taken
-    assert job_file.interpreter(None, "/v/python", "/v/python", True) == "", "the daemon's own needs no name"
+    monkeypatch.setattr(sys, "executable", "/v/python")
+    monkeypatch.setattr(sys, "prefix", "/v" if in_venv else sys.base_prefix)
+    assert job_file.interpreter(given_, "/opt/python") == taken
+    monkeypatch.setattr(sys, "prefix", "/v")
+    assert job_file.interpreter(None, "/v/python") == "", "the daemon's own needs no name"
 
 
 def test_env_file_is_made_absolute_and_must_exist(tmp_path: pathlib.Path) -> None:

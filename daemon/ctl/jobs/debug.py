@@ -72,7 +72,6 @@ def _asked(client: Client, job: str) -> Gradients:
 
 
 def table(sample: Gradients, *, by_rank: bool) -> list[str]:
-    """The lines to print."""
     ranks, world = len(sample.ranks), sample.world_size
     missing = f"; {world - ranks} of {world} ranks have no sample of it" if ranks < world else ""
     wide = max([5, *(len(row.layer) for row in sample.layers)])

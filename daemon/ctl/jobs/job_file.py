@@ -157,12 +157,12 @@ def override(raw: Raw, settings: Iterable[str]) -> None:
             put(raw, name.strip(), read if _is_json(read) else value)
 
 
-def environment(raw: Raw, pairs: Iterable[str], shell: Mapping[str, str] = os.environ) -> None:
+def environment(raw: Raw, pairs: Iterable[str]) -> None:
     """Apply 'LR=0.1': everything after the first '=' is the value, unchanged. 'LR' alone: the shell's value."""
     env = raw.setdefault("env", {})
     if not isinstance(env, dict):
         raise InvalidJob(f"env = {env!r}: expected a table [env]")
-    shell = dict(shell)  # os.environ raises for names that are no text
+    shell = dict(os.environ)  # itself it raises for names that are no text
     for pair in pairs:
         name, equals, value = pair.partition("=")
         if not name:
@@ -224,13 +224,12 @@ DAEMONS_OWN = "daemon"
 """What --python takes for the interpreter of the daemon."""
 
 
-def interpreter(given: str | None, daemons: str, ours: str = sys.executable, in_venv: bool | None = None) -> str:
+def interpreter(given: str | None, daemons: str) -> str:
     """The interpreter of a job that `run` submits; '': the daemon's own. Without --python the one that runs elasticctl,
     if that is in a virtual environment: it is where the user has installed what the script imports."""
     if given is not None:
         return "" if given == DAEMONS_OWN else given
-    in_venv = sys.prefix != sys.base_prefix if in_venv is None else in_venv
-    return ours if in_venv and ours != daemons else ""
+    return sys.executable if sys.prefix != sys.base_prefix and sys.executable != daemons else ""
 
 
 def _program(program: str, here: Path) -> str:
