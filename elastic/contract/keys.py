@@ -1,28 +1,8 @@
 """The etcd key of each record. The only module that spells keys.
 
-/elastic/<cluster>/nodes/<node>                    leased   NodeRecord
-/elastic/<cluster>/known/<node>                             KnownNode (the inventory: stays until a user forgets it)
-/elastic/<cluster>/cordons/<node>                           CordonRecord
-/elastic/<cluster>/drains/<node>                            DrainRecord
-/elastic/<cluster>/ended/<key>                              {}: the record at <key> was deleted for good
-/elastic/<cluster>/events/<milliseconds>.<node>.<id>        EventRecord (the newest `KEPT_EVENTS` of the cluster)
-/elastic/<cluster>/jobs/<job>/head/spec                     SpecRecord
-/elastic/<cluster>/jobs/<job>/head/state                    JobState
-/elastic/<cluster>/jobs/<job>/head/generation               GenerationRecord (compare-and-swap), or how it differs
-                                                            from the base (GenerationDelta)
-/elastic/<cluster>/jobs/<job>/base                          BaseRecord (of a large job: with its head, or before)
-/elastic/<cluster>/jobs/<job>/head/restored                 {}: written with a generation that etcd had lost
-/elastic/<cluster>/jobs/<job>/head/broken/<generation>      BrokenRecord (first failure wins)
-/elastic/<cluster>/jobs/<job>/members/<node>       leased   MemberRecord
-/elastic/<cluster>/jobs/<job>/incidents/<generation>.by.…   IncidentAccount (each agent writes its own)
-/elastic/<cluster>/jobs/<job>/incidents/<generation>.<kind>.…  IncidentRecord (of what breaks no generation)
-/elastic/<cluster>/jobs/<job>/progress                      ProgressRecord (leader, every few seconds)
-/elastic/<cluster>/jobs/<job>/ranks/<node>                  RanksRecord (each agent, every ten seconds or less often)
-/elastic/<cluster>/jobs/<job>/asked                         AskedRecord (daemons pass it on to their agents)
-
-`KINDS` has one row for each kind of record: which key signs it, and how a record that is put back is recognised. A new
-kind needs its row there, and nothing else, to be signed and ordered (`elastic.etcd.stamps`); a deletion that is to last
-leaves a record at `ClusterKeys.ended` (`elastic.etcd.signing.ending`).
+`KINDS` has one row for each kind of record, below /elastic/<cluster>/: which key signs it, and how a record that is put
+back is recognised. A new kind needs its row there, and nothing else, to be signed and ordered (`elastic.etcd.stamps`);
+a deletion that is to last leaves a record at `ClusterKeys.ended` (`elastic.etcd.signing.ending`).
 
 Below `head/` are the keys that every agent of a job watches, however large the job: see `watch_scope`. Those below
 `ranks/` sort after all others of the job, so that agents can watch the others alone: no agent reads them.
@@ -76,23 +56,23 @@ class Kind(msgspec.Struct, frozen=True):
 
 _CLUSTER, _JOB = SigningAuthority.CLUSTER, SigningAuthority.JOB
 KINDS = {
-    "nodes/*": Kind(_CLUSTER, leased=True),
-    "known/*": Kind(_CLUSTER),
-    "cordons/*": Kind(_CLUSTER),
-    "drains/*": Kind(_CLUSTER),
-    "ended/*": Kind(_CLUSTER),
-    "events/*": Kind(_CLUSTER, acted_on=False, ordered=False),
-    "jobs/*/head/spec": Kind(SigningAuthority.BOTH),
-    "jobs/*/head/state": Kind(_JOB),
-    "jobs/*/head/generation": Kind(_JOB),
-    "jobs/*/head/restored": Kind(_JOB, acted_on=False),
-    "jobs/*/head/broken/*": Kind(_JOB, acted_on=False),
-    "jobs/*/members/*": Kind(_JOB, leased=True),
-    "jobs/*/incidents/*": Kind(_JOB, acted_on=False),
-    "jobs/*/base": Kind(_JOB, acted_on=False),
-    "jobs/*/progress": Kind(_JOB, acted_on=False),
-    "jobs/*/ranks/*": Kind(_JOB, acted_on=False),
-    "jobs/*/asked": Kind(_CLUSTER),
+    "nodes/*": Kind(_CLUSTER, leased=True),  # NodeRecord
+    "known/*": Kind(_CLUSTER),  # KnownNode (the inventory: stays until a user forgets it)
+    "cordons/*": Kind(_CLUSTER),  # CordonRecord
+    "drains/*": Kind(_CLUSTER),  # DrainRecord
+    "ended/*": Kind(_CLUSTER),  # {}: the record at that key was deleted for good
+    "events/*": Kind(_CLUSTER, acted_on=False, ordered=False),  # EventRecord (the newest `KEPT_EVENTS` of the cluster)
+    "jobs/*/head/spec": Kind(SigningAuthority.BOTH),  # SpecRecord
+    "jobs/*/head/state": Kind(_JOB),  # JobState
+    "jobs/*/head/generation": Kind(_JOB),  # GenerationRecord (compare-and-swap), or GenerationDelta, since the base
+    "jobs/*/head/restored": Kind(_JOB, acted_on=False),  # {}: written with a generation that etcd had lost
+    "jobs/*/head/broken/*": Kind(_JOB, acted_on=False),  # BrokenRecord, by generation (first failure wins)
+    "jobs/*/members/*": Kind(_JOB, leased=True),  # MemberRecord, by node
+    "jobs/*/incidents/*": Kind(_JOB, acted_on=False),  # IncidentAccount (each agent its own), and IncidentRecord
+    "jobs/*/base": Kind(_JOB, acted_on=False),  # BaseRecord (of a large job: with its head, or before)
+    "jobs/*/progress": Kind(_JOB, acted_on=False),  # ProgressRecord (leader, every few seconds)
+    "jobs/*/ranks/*": Kind(_JOB, acted_on=False),  # RanksRecord, by node (each agent, every ten seconds or less often)
+    "jobs/*/asked": Kind(_CLUSTER),  # AskedRecord (daemons pass it on to their agents)
 }
 """Keys below the cluster's root -> the kind of their records. `*` stands for one name, in `ended/*` for a key."""
 _UNKNOWN = {False: Kind(_CLUSTER), True: Kind(_JOB)}

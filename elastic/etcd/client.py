@@ -310,12 +310,11 @@ class Etcd:
             connection = Connection(endpoint, anonymous)
             try:
                 connection.call("KV.Range", lambda pb: pb.RangeRequest(key=b"/", limit=1, keys_only=True), self.call_s)
+                return endpoint
             except EtcdUnavailable as error:  # a handshake refused for lack of a certificate is an answer
                 answered |= not connection.silent and "refused" not in str(error).lower()
             except EtcdError:
                 answered = True
-            else:
-                return endpoint
             finally:
                 connection.close()
         return "" if answered else None

@@ -260,10 +260,9 @@ def _files(access: EtcdAccess) -> tuple[tuple[int, int, int] | None, ...]:
     for name in filter(None, (access.ca_file, access.cert_file, access.key_file)):
         try:
             file = os.stat(name)
+            identities.append((file.st_ino, file.st_mtime_ns, file.st_size))
         except OSError:
             identities.append(None)
-        else:
-            identities.append((file.st_ino, file.st_mtime_ns, file.st_size))
     return tuple(identities)
 
 

@@ -50,12 +50,11 @@ def locked_within(file: IO[Any], limit_s: float) -> bool:
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
         except BlockingIOError:
             if time.monotonic() >= deadline_s:
                 return False
             threading.Event().wait(0.01)
-        else:
-            return True
 
 
 @contextmanager

@@ -181,12 +181,11 @@ def _rename_to_a_free_name(folder: str, directory: str, names: Sequence[str]) ->
             continue
         try:
             files.REAL.rename(folder, target := os.path.join(directory, name))
+            return target
         except OSError as error:
             # Another job has committed under this name since the look: a rename replaces no folder that holds files.
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or name == names[-1]:
                 raise
-        else:
-            return target
     raise AssertionError("unreachable: the last name is tried or its error is raised")
 
 

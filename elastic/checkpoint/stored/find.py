@@ -81,13 +81,11 @@ def newest_good(directory: str, job: str, *, hashes: bool = True, skip: Iterable
                 continue
             before = files.REAL.identity(path)
             try:
-                manifest = verify(path, job, hashes=hashes)
+                return Found(path, verify(path, job, hashes=hashes), tuple(aside))
             except Damaged as damage:
                 if files.REAL.identity(path) != before or before is None:
                     break  # another process moved it: look again
                 aside.append(set_aside(path, damage, before=before))
-            else:
-                return Found(path, manifest, tuple(aside))
         else:
             _refuse_a_silent_start(directory, job, aside)
             return None

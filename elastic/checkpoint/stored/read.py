@@ -70,10 +70,9 @@ def _load_local(
         before = files.REAL.identity(checkpoint.path)
         try:
             load(checkpoint, prepare(checkpoint), threads=threads, progress=progress)
+            return checkpoint
         except Damaged as damage:
             aside = (*checkpoint.aside, set_aside(checkpoint.path, damage, before=before))
-        else:
-            return checkpoint
     return None
 
 
