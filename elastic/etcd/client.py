@@ -253,14 +253,12 @@ class Etcd:
 
     def revision(self, key: str) -> int:
         """etcd's current revision, confirmed by a quorum. `key`: any key that the user may read."""
-        answer = self._call("KV.Range", lambda pb: pb.RangeRequest(key=key.encode()), repeat=True)
-        return int(answer.header.revision)
+        return int(self._call("KV.Range", lambda pb: pb.RangeRequest(key=key.encode()), repeat=True).header.revision)
 
     def events(self, prefix: str, start: int, before: str = "") -> Any:
         """Open a stream of the changes from revision `start` on: an iterable of batches, with `cancel()`. `before`: see
         `get_prefix`."""
-        connection = self._connected()
-        return connection.watch(protobuf.span(prefix, before), start, self.call_s)
+        return self._connected().watch(protobuf.span(prefix, before), start, self.call_s)
 
     # Health
 

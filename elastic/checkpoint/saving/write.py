@@ -167,8 +167,7 @@ def _put_together(directory: str, folder: str, manifest: m.Manifest) -> str:
         raise SaveFailed(f"step {manifest.step}: {error.detail}") from error
     _write_whole(os.path.join(folder, m.MANIFEST), raw)
     files.REAL.sync_dir(folder)
-    names = final_names(manifest.step, manifest.generation, manifest.job)
-    target = _rename_to_a_free_name(folder, directory, names)
+    target = _rename_to_a_free_name(folder, directory, final_names(manifest.step, manifest.generation, manifest.job))
     files.REAL.sync_dir(directory)
     return target
 

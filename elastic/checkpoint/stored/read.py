@@ -89,8 +89,7 @@ def load(found: Found, into: Into, *, threads: int = READ_THREADS, progress: Pro
 
     def piece(job: tuple[_Target, int]) -> None:
         target, index = job
-        views = target.views(index, spare)
-        read_piece(found.path, target.shard, index, views)
+        read_piece(found.path, target.shard, index, target.views(index, spare))
         target.done(index)
 
     with ThreadPoolExecutor(max(1, threads)) as pool:
