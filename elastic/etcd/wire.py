@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -70,14 +71,6 @@ class Token:
         self.text = ""
 
 
-class _Opening:
-    """Connecting and logging in, in a thread of its own."""
-
-    def __init__(self) -> None:
-        self.done = threading.Event()
-        self.fault: EtcdError | None = None
-
-
 class Connection:
     """A connection to one member. `silent` becomes True when a call ended without any answer."""
 
@@ -95,7 +88,8 @@ class Connection:
         self._rpc = etcd3_import.load()
         self._token = token or Token()
         self._lock = threading.Lock()
-        self._opening: _Opening | None = None
+        self._opening: Future[None] | None = None
+        """Connecting and logging in, in a thread of its own."""
         self._open = not access.ca_file or self.endpoint.startswith("unix:")
         """Without TLS there is no handshake to wait for."""
         self._denied: tuple[float, EtcdError] | None = None
@@ -107,7 +101,7 @@ class Connection:
     def opening(self) -> bool:
         """Whether it is being opened at the moment, and so worth waiting for."""
         opening = self._opening
-        return opening is not None and not opening.done.is_set()
+        return opening is not None and not opening.done()
 
     @property
     def outdated(self) -> bool:
@@ -156,21 +150,21 @@ class Connection:
                 return token
             if self._denied is not None and time.monotonic() < self._denied[0]:
                 raise self._denied[1]
-            if self._opening is None or self._opening.done.is_set():
-                opening, name = _Opening(), f"etcd-open-{self.endpoint}"
+            if self._opening is None or self._opening.done():
+                opening, name = Future[None](), f"etcd-open-{self.endpoint}"
                 start_thread(threading.Thread(target=self._make, args=(opening, login), name=name, daemon=True))
                 self._opening = opening  # not before it has begun: each later call would wait for it
             opening = self._opening
-        if not opening.done.wait(within_s):
+        try:
+            opening.result(within_s)
+        except TimeoutError:
             if login and (denied := self._denied) is not None:
-                raise denied[1]  # asked again, and until etcd answers its last answer stands
+                raise denied[1] from None  # asked again, and until etcd answers its last answer stands
             doing = "logging in" if login else "connecting"
-            raise EtcdUnavailable(f"{self.endpoint}: still {doing}", maybe_done=False)
-        if opening.fault is not None:
-            raise opening.fault
+            raise EtcdUnavailable(f"{self.endpoint}: still {doing}", maybe_done=False) from None
         return self._token.text
 
-    def _make(self, opening: _Opening, login: bool) -> None:
+    def _make(self, opening: Future[None], login: bool) -> None:
         pb = self._rpc.messages
         try:
             if login and not self._token.text:
@@ -182,15 +176,15 @@ class Connection:
         except EtcdError as error:
             if self._found_login and NOT_ENABLED in str(error):
                 self._needs_none, self._open, self._denied = True, True, None
-                return
-            opening.fault = error
-            if isinstance(error, EtcdUnavailable):
-                opening.fault = EtcdUnavailable(str(error), maybe_done=False)  # the caller's request was not sent
+            elif isinstance(error, EtcdUnavailable):
                 self._denied = None
+                opening.set_exception(EtcdUnavailable(str(error), maybe_done=False))  # the caller's was not sent
             else:
                 self._denied = time.monotonic() + DENIED_S, error
+                opening.set_exception(error)
         finally:
-            opening.done.set()
+            if not opening.done():
+                opening.set_result(None)
 
     def probe(self) -> None:
         """Raise EtcdError unless the member answers, within `OPEN_S`, and accepts the login, if there is one."""
