@@ -24,24 +24,23 @@ def rows(directory: str, *, hashes: bool) -> list[dict[str, Any]]:
     good, others = [], []
     for name in files.REAL.names(directory):
         path = os.path.join(directory, name)
-        row: dict[str, Any] = {"path": path, "state": "good", "detail": ""}
         if is_final(name):
-            try:
-                row |= _facts(verify(path, hashes=hashes))
-            except Damaged as damage:
-                row |= {"state": damage.reason, "detail": damage.detail}
-            good.append(row)
+            good.append(_row(path, hashes=hashes))
         elif is_aside(name):
-            others.append(row | {"state": "quarantined", "detail": name.partition(".damaged-")[2]})
+            others.append({"path": path, "state": "quarantined", "detail": name.partition(".damaged-")[2]})
         elif tmp_of(name):
-            others.append(row | {"state": "being written, or left over"})
+            others.append({"path": path, "state": "being written, or left over", "detail": ""})
     good.sort(key=lambda row: (row.get("generation", -1), row.get("step", -1)), reverse=True)
     return good + others
 
 
-def _facts(manifest: m.Manifest) -> dict[str, Any]:
+def _row(path: str, *, hashes: bool) -> dict[str, Any]:
     names = ("job", "step", "generation", "world_size", "nbytes", "created_wall_s", "versions")
-    return {name: getattr(manifest, name) for name in names}
+    try:
+        manifest = verify(path, hashes=hashes)
+        return {"path": path, "state": "good", "detail": "", **{name: getattr(manifest, name) for name in names}}
+    except Damaged as damage:
+        return {"path": path, "state": damage.reason, "detail": damage.detail}
 
 
 def _is_checkpoint(path: str) -> bool:
@@ -51,13 +50,8 @@ def _is_checkpoint(path: str) -> bool:
 def show(args: argparse.Namespace) -> int:
     """`list` checks sizes and manifests, `verify` every byte. Returns the exit code."""
     hashes = args.command == "verify"
-    if hashes and _is_checkpoint(args.path):
-        try:
-            checkpoint_rows = [{"path": args.path, "state": "good", "detail": "", **_facts(verify(args.path))}]
-        except Damaged as damage:
-            checkpoint_rows = [{"path": args.path, "state": damage.reason, "detail": damage.detail}]
-    else:
-        checkpoint_rows = rows(args.path, hashes=hashes)
+    one = hashes and _is_checkpoint(args.path)
+    checkpoint_rows = [_row(args.path, hashes=True)] if one else rows(args.path, hashes=hashes)
     if args.json:
         print(json.dumps(checkpoint_rows))
     else:
