@@ -89,8 +89,6 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
     job: str
     step: int
     generation: int
-    world_size: int = 0
-    created_wall_s: float = 0.0
 
 
 class _File(msgspec.Struct):

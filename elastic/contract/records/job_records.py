@@ -40,7 +40,6 @@ class ProtocolVersionMismatch(Exception):
             f"{kind} speaks protocol {theirs}, this elasticd speaks {PROTOCOL}: "
             f"run the same elasticd version on every node of the cluster, and forget jobs of an earlier one"
         )
-        self.theirs = theirs
 
 
 class SpecRecord(Record, frozen=True, kw_only=True):
