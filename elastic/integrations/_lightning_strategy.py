@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -284,12 +284,12 @@ class _EpochLoop(_TrainingEpochLoop):
             # What follows this batch may look at what was logged in it, as a ModelCheckpoint that monitors the loss.
             trainer._logger_connector._callback_metrics.update(_copied(strategy.state.trainer.get("metrics", {})))
             # A file that was saved before the recovery is saved again under its own name, not as a further version.
-            strategy.between_batches(_all_shadowed(late, "file_exists", False))
+            strategy.between_batches(_shadowed(late, "file_exists", lambda *_, **__: False))
             self._finish_batch(late, data_fetcher)
             return
         before = self.batch_progress.total.ready
         seed_everything(strategy.seed, 1, before, trainer.global_rank)
-        with _all_shadowed(late, "on_train_batch_end", None):  # `_finish_batch` has their part
+        with _shadowed(late, "on_train_batch_end", lambda *_, **__: None):  # `_finish_batch` has their part
             super().advance(data_fetcher)
         if self.batch_progress.total.ready > before:  # else it has only found its place in a file's counters
             strategy.stepped(trainer)
@@ -343,43 +343,35 @@ def _once(trainer: Trainer, model: LightningModule) -> Iterator[None]:
 
     def nothing(*_: Any, **__: Any) -> None: ...
 
-    made = [(trainer._data_connector, "prepare_data"), (trainer._signal_connector, "register_signal_handlers")]
     with ExitStack() as undo:
-        for holder, name in made:
-            undo.enter_context(_shadowed(holder, name, nothing))
-        later = [(model, "setup"), (model, "configure_model")]
+        undo.enter_context(_shadowed([trainer._data_connector], "prepare_data", nothing))
+        undo.enter_context(_shadowed([trainer._signal_connector], "register_signal_handlers", nothing))
         builds = trainer.strategy.build
 
         def build(*args: Any) -> State:
             state = builds(*args)
-            for holder, name in [*later, *([(trainer.datamodule, "setup")] if trainer.datamodule is not None else [])]:
-                undo.enter_context(_shadowed(holder, name, nothing))
+            data = [] if trainer.datamodule is None else [trainer.datamodule]
+            undo.enter_context(_shadowed([model, *data], "setup", nothing))
+            undo.enter_context(_shadowed([model], "configure_model", nothing))
             return state
 
-        undo.enter_context(_shadowed(trainer.strategy, "build", build))
+        undo.enter_context(_shadowed([trainer.strategy], "build", build))
         yield
 
 
 @contextmanager
-def _shadowed(holder: Any, name: str, value: Any) -> Iterator[None]:
-    """`value` in place of a method of this object."""
-    before = vars(holder).get(name)
-    vars(holder)[name] = value
+def _shadowed(holders: Sequence[Any], name: str, value: Any) -> Iterator[None]:
+    """`value` in place of a method of these objects."""
+    before = [(holder, vars(holder).get(name)) for holder in holders]
+    for holder in holders:
+        vars(holder)[name] = value
     try:
         yield
     finally:
-        vars(holder).pop(name, None)
-        if before is not None:
-            vars(holder)[name] = before
-
-
-@contextmanager
-def _all_shadowed(callbacks: list[Checkpoint], name: str, answer: object) -> Iterator[None]:
-    """With a method `name` that does nothing and returns `answer`."""
-    with ExitStack() as undo:
-        for callback in callbacks:
-            undo.enter_context(_shadowed(callback, name, lambda *_, **__: answer))
-        yield
+        for holder, own in before:
+            vars(holder).pop(name, None)
+            if own is not None:
+                vars(holder)[name] = own
 
 
 def _checkpoints(trainer: Trainer) -> list[Checkpoint]:

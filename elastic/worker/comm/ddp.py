@@ -9,6 +9,7 @@ PyTorch: a loss that is a mean over the samples of the rank's batch.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Sequence
@@ -29,17 +30,16 @@ from .ddp_models import BufferSyncingDDP, FixedLayout, bucket_options
 from .errors import GroupAborted
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class _Taken:
     """A batch of this step."""
 
-    __slots__ = ("alive", "batch", "share", "used")
-
-    def __init__(self, batch: object, share: float) -> None:
-        self.batch, self.share = batch, share
-        self.alive = True
-        """Its loop has not ended."""
-        self.used = False
-        """A backward has had its weight, or an optimizer has stepped since."""
+    batch: object
+    share: float
+    alive: bool = True
+    """Its loop has not ended."""
+    used: bool = False
+    """A backward has had its weight, or an optimizer has stepped since."""
 
 
 class GradientWeight:
