@@ -132,9 +132,8 @@ def _numbers(tensor: torch.Tensor) -> Numbers:
         tensor = tensor.float()
     if tensor.numel() == 0:
         return torch.zeros((), device=tensor.device), torch.zeros((), device=tensor.device)
-    return torch.linalg.vector_norm(tensor, dtype=torch.float32 if tensor.dtype is not torch.float64 else None), (
-        tensor.sum(dtype=torch.float32)
-    )
+    norm = torch.linalg.vector_norm(tensor, dtype=torch.float32 if tensor.dtype is not torch.float64 else None)
+    return norm, tensor.sum(dtype=torch.float32)
 
 
 def _by_parameter(factors: Mapping[torch.optim.Optimizer, torch.Tensor]) -> dict[int, torch.Tensor]:

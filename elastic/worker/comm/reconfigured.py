@@ -11,7 +11,7 @@ end, this rank makes a new one. Ranks with a kept group and ranks with a new one
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 import torch
@@ -39,10 +39,7 @@ _kept: _Kept | None = None
 class ReconfiguredGroup(Group):
     """One `Group` per generation as always; torch's object is that of the generation before where there is one."""
 
-    def __init__(self, *, backend: Backend, **options: Any) -> None:
-        _check(backend)
-        super().__init__(backend=backend, **options)
-        self._formed: _Kept | None = None
+    _formed: _Kept | None = None
 
     def _init(self) -> None:
         global _kept
@@ -83,17 +80,6 @@ def group_kind(forming: Forming, backend: Backend) -> type[Group]:
     """The implementation for this setting. Raises RuntimeError where torch cannot do it."""
     if forming == "new":
         return Group
-    _check(backend)
-    return ReconfiguredGroup
-
-
-def release() -> None:
-    """Destroy the group of this process, if there is one."""
-    global _kept
-    _kept = None
-
-
-def _check(backend: Backend) -> None:
     if not torch_private.RECONFIGURABLE:
         raise RuntimeError(
             f"forming = 'reconfigure' needs torch 2.14 or newer, and this is {torch.__version__}: remove the setting"
@@ -103,3 +89,10 @@ def _check(backend: Backend) -> None:
             f"forming = 'reconfigure' needs backend = 'gloo', and this job's is {backend}: torch reconfigures no group "
             "that has a back end for the CPU and another for the GPU"
         )
+    return ReconfiguredGroup
+
+
+def release() -> None:
+    """Destroy the group of this process, if there is one."""
+    global _kept
+    _kept = None
