@@ -36,6 +36,8 @@ from .reading import CPU, as_is
 from .seeds import seed_everything
 from .sharding import most_of, rank_range
 
+_END = object()
+
 Make = Callable[[int, int], Iterable[Any]]
 """(stream, count) -> the samples of that stream, in order. An iterable with ``state_dict``/``load_state_dict`` is
 restored directly; without them it is read again from its beginning. If it has ``set_epoch`` as well, as those of
@@ -163,23 +165,21 @@ class _Stream:
     def __next__(self) -> Any:
         if self._iterator is None:
             self._iterator = iter(self._loader)
-        try:
-            return next(self._iterator)
-        except StopIteration:
+        if (batch := next(self._iterator, _END)) is _END:
             self._pass += 1
             # Without it a stream of `datasets` begins each further pass where it was restored.
             self._begins(self._pass)
             self._iterator = iter(self._loader)
-        try:
-            return next(self._iterator)
-        except StopIteration:
-            if self._once:
-                raise MisuseValueError(
-                    "a stream has ended and is a generator or iterator, which can be read once only: make(stream, "
-                    "count) must return an iterable that can be read again from its beginning, such as an object whose "
-                    "__iter__ is the generator function"
-                ) from None
-            raise MisuseValueError("a stream has fewer samples than one step takes from it") from None
+            batch = next(self._iterator, _END)
+        if batch is not _END:
+            return batch
+        if self._once:
+            raise MisuseValueError(
+                "a stream has ended and is a generator or iterator, which can be read once only: make(stream, count) "
+                "must return an iterable that can be read again from its beginning, such as an object whose __iter__ "
+                "is the generator function"
+            )
+        raise MisuseValueError("a stream has fewer samples than one step takes from it")
 
     def state(self) -> dict[str, Any]:
         return {"pass": self._pass, "loader": self._loader.state_dict()}
@@ -206,8 +206,7 @@ class _Stateful(IterableDataset[Any]):
         return iter(self._samples)
 
     def state_dict(self) -> dict[str, Any]:
-        found: dict[str, Any] = self._samples.state_dict()
-        return found
+        return self._samples.state_dict()  # type: ignore[no-any-return]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._samples.load_state_dict(state)

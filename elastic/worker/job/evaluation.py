@@ -50,15 +50,8 @@ def evaluate(
     collate: Callable[[list[Any]], Any] | None = None,
     pin_memory: bool = False,
 ) -> dict[str, float]:
-    """The sums that `measure` returns, over all samples, and their number as `count`. All ranks call it.
-
-    `batch_size`: samples of one call of `measure`. `agree` returns rank 0's argument on every rank. `seed`,
-    `num_workers`, `collate` and `pin_memory` are those of `batches`; random numbers drawn in `dataset[i]` or `measure`
-    depend on the seed and the batch only, if `num_workers` is 0.
-
-    Raises ValueError for an empty dataset and if the ranks' names differ, TypeError for a value of several elements and
-    as `batches` does.
-    """
+    """See `Job.evaluate`; raises TypeError also as `batches` does. `agree` returns rank 0's argument on every rank.
+    Random numbers drawn in `dataset[i]` or `measure` depend on the seed and the batch only, if `num_workers` is 0."""
     plan = plan_of(dataset, batch_size)
     numbers = range(*rank_range(0, plan.steps_per_epoch, rank, world_size))
     reader = Reader(dataset, collate or default_collate, seed=seed, plan=plan)
