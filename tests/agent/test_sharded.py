@@ -32,6 +32,7 @@ def make(
     expert: int = 0,
     asleep: int = -1,
     torn: str = "",
+    noise: int = -1,
     **spec: Any,
 ) -> Job:
     job = Job(script=SCRIPT, spec=spec)
@@ -45,6 +46,7 @@ def make(
         "expert": expert,
         "asleep": asleep,
         "torn": torn,
+        "noise": noise,
     }
     given = tuple(str(x) for key, value in args.items() for x in (f"--{key}", value) if value != "")
     job.spec = type(job.spec)(**{**{f: getattr(job.spec, f) for f in job.spec.__struct_fields__}, "args": given})
@@ -227,3 +229,19 @@ def test_other_weights_under_one_name_are_refused_before_a_checkpoint_lacks_them
         assert state.phase is Phase.FAILED
         assert "state.model.expert.weight is not the same on rank 1 as on rank 0" in str(state.reason)
         assert not list(tmp_path.glob("step-*"))
+
+
+def test_replicas_that_nothing_keeps_alike_are_refused() -> None:
+    """Sharded over a mesh of one rank each: every rank trains the whole for itself, and one would get another's."""
+    with make("alone") as job:
+        state = eventually(lambda: job.state() if job.state().phase.over else None, 60.0, "the end")
+        assert state.phase is Phase.FAILED
+        assert "state.model.embed.weight, state.model.blocks.0" in str(state.reason)
+
+
+def test_replicas_that_drift_apart_though_they_exchange_gradients_are_named_once() -> None:
+    with make("hsdp", noise=2) as job:
+        job.wait_phase(Phase.SUCCEEDED)
+        logs = "".join(path.read_text() for path in job.folder.glob("n*/logs/*.log"))
+        assert logs.count("state.model.head.weight differs between the ranks after step 1 (rank 2 from rank 0)") == 1
+        assert logs.count("though its gradients are exchanged") == 1

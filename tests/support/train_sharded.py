@@ -26,10 +26,11 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--record", type=pathlib.Path, required=True)
 parser.add_argument("--steps", type=int, default=60)
 parser.add_argument("--step-ms", type=float, default=20.0)
-parser.add_argument("--mesh", default="fsdp", choices=("fsdp", "hsdp", "tp", "whole"))
+parser.add_argument("--mesh", default="fsdp", choices=("fsdp", "hsdp", "tp", "alone", "whole"))
 parser.add_argument("--clip", type=int, default=1, help="clip the gradients, which exchanges within each shard group")
 parser.add_argument("--asleep", type=int, default=-1, help="the rank that sleeps in its first setup")
 parser.add_argument("--expert", type=int, default=0, help="each rank has other weights under one name")
+parser.add_argument("--noise", type=int, default=-1, help="the rank that changes its part by itself in each step")
 parser.add_argument("--torn", default="", help="RANK:STEP: on which the fence of that step raises if a rank dies in it")
 parser.add_argument("--die", default="", help="RANK:STEP:PLACE, comma-separated; a death strikes once")
 ARGS = parser.parse_args()
@@ -82,6 +83,8 @@ def shard(job: elastic.Job, net: Net) -> None:
         for block in net.blocks:
             parallelize_module(block, both["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         mesh = both["data"]
+    elif ARGS.mesh == "alone":
+        mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("data", "shard"))["shard"]
     else:
         mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
     for block in net.blocks:
@@ -116,6 +119,9 @@ def train(job: elastic.Job, state: elastic.State) -> None:
             if ARGS.mesh != "tp" and ARGS.clip:
                 nn.utils.clip_grad_norm_(state.model.parameters(), 1.0)
             state.optimizer.step()
+            if job.rank == ARGS.noise:
+                with torch.no_grad():
+                    state.model.head.weight.to_local().mul_(1.0001)
             state.schedule.step()
             state.optimizer.zero_grad()
             time.sleep(ARGS.step_ms / 1000)

@@ -21,7 +21,7 @@ from elastic.checkpoint.format.plain import tensors_named
 from elastic.worker.comm.ddp import GradientWeight
 from elastic.worker.link.misuse import MisuseRuntimeError
 from elastic.worker.state.handover import shared_values
-from elastic.worker.state.parts.boxes import is_sharded
+from elastic.worker.state.parts.boxes import is_sharded, local, mesh_size
 from elastic.worker.state.state import State
 
 ELEMENTS = 1 << 16
@@ -73,9 +73,9 @@ class Replicas:
         if self._warned or self._exchanges & (self._exchanges - 1):
             return 0, 0
         if state.is_sharded:
-            rows = self._parts(state)
-            unlike = _unlike(_gathered([rows[0], rows[1], *(_digest(each) for each in rows[2:])]))
-            return (1 + dist.get_rank() if unlike else 0), 0
+            rows, unlike_here = self._parts(state), 1 + dist.get_rank()
+            everyone = _gathered([rows[0], rows[1], *(_digest(each) for each in rows[2:])])
+            return unlike_here if _unlike(everyone) else 0, unlike_here if _drifted(everyone) else 0
         unexchanged = _unexchanged(state, self._gradients.exchanged)
         only_warned = {**_values(self._window(state)), **({} if self._warned_plain else _plain(state))}
         return _digest({**_values(unexchanged), **_table(state)}), _digest(only_warned)
@@ -115,25 +115,34 @@ class Replicas:
         if rank == 0:
             print(f"elastic: {text}", file=sys.stderr, flush=True)
 
-    def _parts(self, state: State) -> tuple[int, int, Rows, Rows]:
+    def _parts(self, state: State) -> tuple[int, int, Rows, Rows, Rows]:
         """Where each rank has a part: (its key, the names of its tensors, what must be alike on all ranks that have
-        tensors of these names, what else must be on those of its key)."""
+        tensors of these names, what else must be on those of its key, and what should be there)."""
         extra: dict[str, Any] = {}
         whole = {i.name: t for i, t in state.tensors(extra) if not i.of and t.numel() and t.layout is torch.strided}
         by_key, volatile = state.buffers() | tensors_named(extra), state.volatile()
         frozen = {name: tensor for name, tensor in whole.items() if name in volatile - by_key}
         rest = {name: tensor for name, tensor in whole.items() if name in by_key}
+        parts = {name: param for name, param in state.stepped() if is_sharded(param) and local(param).numel()}
+        # Over a mesh of one rank nothing is exchanged: each rank that holds the whole trains it for itself.
+        alone = {name: local(param) for name, param in parts.items() if mesh_size(param) == 1}
+        exchanged = {name: local(param) for name, param in parts.items() if name not in alone}
         alike = {**_table(state), **_values({**_unexchanged(state, self._gradients.exchanged), **frozen})}
-        return state.shard_key(), state.shard_names(), alike, {**_values(rest), **_plain(state)}
+        by_replica = {**_values({**rest, **alone}), **_plain(state)}
+        drift = {} if self._warned_drift else _values(exchanged)
+        return state.shard_key(), state.shard_names(), alike, by_replica, drift
 
     def _refuse_parts(self, state: State, step: int) -> None:
-        unlike = _unlike(_gathered(self._parts(state)))
-        if unlike is None:
+        everyone = _gathered(self._parts(state))
+        if unlike := _unlike(everyone):
+            message, self._warned = PARTS, True
+        elif unlike := _drifted(everyone):
+            message, self._warned_drift = DRIFTS, True
+        else:
             raise AssertionError("the digests of these parts differed")
-        text = PARTS.format(names=", state.".join(unlike.names), step=step, rank=unlike.rank, other=unlike.other)
-        if not self._only_say:
+        text = unlike.text(message, step)
+        if self._warned and not self._only_say:
             raise MisuseRuntimeError(text)
-        self._warned = True
         if dist.get_rank() == 0:
             print(f"elastic: {text}", file=sys.stderr, flush=True)
 
@@ -213,13 +222,16 @@ class _Unlike(NamedTuple):
     rank: int
     other: int
 
+    def text(self, message: str, step: int) -> str:
+        return message.format(names=", state.".join(self.names), step=step, ranks=f"rank {self.rank}", other=self.other)
+
 
 def _unlike(everyone: Sequence[Any]) -> _Unlike | None:
     """The first rank whose part is not as it must be, of what `Replicas._parts` returns on each, or of digests of it;
     None: there is none. Where the names differ, each key has its own, and nothing must be alike on ranks of two."""
-    staged = len({names for _, names, _, _ in everyone}) > 1
+    staged = len({names for _, names, *_ in everyone}) > 1
     first: dict[int, int] = {}
-    for rank, (key, _, alike, rest) in enumerate(everyone):
+    for rank, (key, _, alike, rest, _) in enumerate(everyone):
         replica = first.setdefault(key, rank)
         common = replica if staged else 0
         for other, mine, theirs in ((common, alike, everyone[common][2]), (replica, rest, everyone[replica][3])):
@@ -227,6 +239,11 @@ def _unlike(everyone: Sequence[Any]) -> _Unlike | None:
                 rows = {**theirs, **mine} if isinstance(mine, dict) else {}
                 return _Unlike([name for name in rows if mine.get(name) != theirs.get(name)][:NAMES], rank, other)
     return None
+
+
+def _drifted(everyone: Sequence[Any]) -> _Unlike | None:
+    """The same of what should be alike on the ranks of one key."""
+    return _unlike([(key, names, None, drift, None) for key, names, _, _, drift in everyone])
 
 
 class _Difference(NamedTuple):
@@ -241,7 +258,7 @@ class _Difference(NamedTuple):
 
     def text(self, message: str, step: int) -> str:
         ranks = f"rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks))}"
-        return message.format(names=", state.".join(self.names), step=step, ranks=ranks)
+        return message.format(names=", state.".join(self.names), step=step, ranks=ranks, other=0)
 
 
 def _differing(rows: Rows, rank: int, world_size: int, own: Collection[str] = ()) -> _Difference:
@@ -271,7 +288,7 @@ UNEXCHANGED = (
 )
 
 DRIFTS = (
-    "state.{names} differs between the ranks after step {step} ({ranks} from rank 0), though its gradients are "
+    "state.{names} differs between the ranks after step {step} ({ranks} from rank {other}), though its gradients are "
     "exchanged: something changes it on each rank by itself (Embedding(max_norm=…), noise that is added to gradients "
     "after their exchange, an optimizer that draws numbers, nodes whose hardware rounds differently). A rank that is "
     "replaced begins with the weights of one other rank, so after a failure the weights are not those of an "
@@ -287,9 +304,10 @@ SHARDED = (
 )
 
 PARTS = (
-    "state.{names} is not the same on rank {rank} as on rank {other} after step {step}: after a failure one would get "
-    "the other's. Shard it (fully_shard, parallelize_module), keep it alike on these ranks (average BatchNorm's "
-    "statistics; the same seeds), or, for pipeline stages and experts, name it by its number (ModuleDict)"
+    "state.{names} is not the same on {ranks} as on rank {other} after step {step}: after a failure one would get the "
+    "other's. Shard it (fully_shard, parallelize_module) over a mesh of the ranks that train together, keep it alike "
+    "on these ranks (average BatchNorm's statistics; the same seeds), or, for pipeline stages and experts, name it by "
+    "its number (ModuleDict)"
 )
 
 STEPPED_ON_SOME = (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from elastic.worker.torch_internals import torch_private
@@ -27,6 +29,11 @@ def is_sharded(tensor: object) -> bool:
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor in this rank's memory, which shares its storage; `tensor` itself if it is no DTensor."""
     return torch_private.local_tensor(tensor) if is_sharded(tensor) else tensor
+
+
+def mesh_size(tensor: Any) -> int:
+    """How many ranks share a DTensor."""
+    return int(tensor.device_mesh.size())
 
 
 def box_of(tensor: torch.Tensor) -> Box:
