@@ -29,7 +29,7 @@ from elastic.worker.snapshots.agent_snapshots import AgentSnapshots
 from elastic.worker.snapshots.buddy import Neighbour
 from elastic.worker.snapshots.checkpoint_scheduler import CheckpointScheduler, RankPosition
 from elastic.worker.state.handover import shared_values
-from elastic.worker.state.handover.restore import Disk, Place, Store
+from elastic.worker.state.handover.restore import Disk, Store
 from elastic.worker.state.handover.sync import Handover, SyncResult
 from elastic.worker.torch_internals import torch_private
 from elastic.worker.torch_internals.device_marks import DeviceMarks
@@ -352,9 +352,7 @@ class ManagedWorker:
         if self._checkpoint_scheduler is not None:
             known = (form.saved_generation, form.saved_step)
             disk = replace(self._disk, known=known, one=self._sharded) if self._disk else None
-            place = Place(form.rank, form.world_size, form.local_rank, form.local_world_size)
-            room_for = self._snapshots.room_for
-            store = Store(session, disk, state, form.generation, form.restore, place, room_for)
+            store = Store(session, disk, state, form, self._snapshots.room_for)
         try:
             synced = Handover(
                 state,
@@ -364,10 +362,7 @@ class ManagedWorker:
                 generation=form.generation,
                 saved=store.saved if store else None,
                 load=store.load if store else None,
-                kept_for=store.kept_for if store else None,
-                arena_for=store.arena_for if store else None,
-                load_arena=store.load_arena if store else None,
-                discard=store.discard_newer if store and self._sharded else lambda _: None,
+                parts=store if self._sharded else None,
                 known_step=form.saved_step if self._disk else 0,
                 known_commit=form.reached,
                 logged=job.rows.kept,

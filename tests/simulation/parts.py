@@ -290,7 +290,7 @@ class World:
             raise Broken(f"back to {version}: {promised} was promised, with nodes {self.dead_nodes} lost")
 
     def _store(self, number: int) -> Store:
-        store = Store(None, None, None, self.generation)  # type: ignore[arg-type]
+        store = Store(None, None, None, None)  # type: ignore[arg-type]
         memories: Any = self.place(number).memories()
         store._kept, store._others = kept_in(memories, self.ranks[number].key, number, self.size)
         return store

@@ -23,10 +23,14 @@ from elastic.worker.job.job import Job
 from elastic.worker.link.link import Link
 from elastic.worker.link.session import GenerationEnded, Session
 from elastic.worker.state.handover.restore import Disk, Store
-from elastic.worker.state.handover.sync import Saved
 from elastic.worker.state.state import State
+from elastic.worker.state.state_source import Saved
 
 GENERATION = 3
+FORM = messages.Form(
+    generation=GENERATION, rank=0, world_size=1, group_rank=0, group_world_size=1, local_rank=0, local_world_size=1,
+    store_host="", store_port=0,
+)  # fmt: skip
 
 
 class Asking:
@@ -37,7 +41,7 @@ class Asking:
         self.channel = channel
         self.agent.settimeout(60.0)
         self.session = Session(channel, memoryview(mmap.mmap(-1, PAGE_BYTES)))
-        self.store = Store(self.session, Disk(str(folder), "job"), None, GENERATION)  # type: ignore[arg-type]
+        self.store = Store(self.session, Disk(str(folder), "job"), None, FORM)  # type: ignore[arg-type]
         self.result: object = None
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
@@ -118,7 +122,7 @@ def test_a_snapshot_that_this_process_has_no_room_for_is_not_taken_for_none(aski
 def test_an_end_before_the_question_is_heard(tmp_path: pathlib.Path, asking: Asking) -> None:
     asking.session._take(messages.AbortGroup(generation=GENERATION, why="at once"), [])
     asking.end()
-    again = Store(asking.session, Disk(str(tmp_path), "job"), None, GENERATION)  # type: ignore[arg-type]
+    again = Store(asking.session, Disk(str(tmp_path), "job"), None, FORM)  # type: ignore[arg-type]
     with pytest.raises(GenerationEnded, match="at once"):
         again.saved()
     again.close()
@@ -129,7 +133,7 @@ def test_nothing_keeps_a_state_that_is_built_anew(asking: Asking) -> None:
     net = torch.nn.Linear(2, 2)
     state = State(model=net)
     gone = weakref.ref(net)
-    store = Store(asking.session, None, state, GENERATION)
+    store = Store(asking.session, None, state, FORM)
     asking.session.on(messages.InMemorySnapshot, store._on_kept)  # as `saved` leaves it
     job = Job(name="job", device=torch.device("cpu"), local_rank=0, link=Link())
     job.enter(rank=0, world_size=1, generation=1, checkpoint_scheduler=None, state=state)

@@ -224,7 +224,7 @@ def test_a_rank_whose_setup_builds_other_boxes_than_before_is_refused() -> None:
 def test_what_is_newer_than_what_all_have_gone_back_to_is_discarded_and_the_next_copy_replaces_it() -> None:
     """Else the next snapshot would replace the one that all have, and for a moment no step would be common to all."""
     old, new, guest = arena(10), arena(20), arena(20, 8, rank=3)
-    store = Store(None, None, None, 2)  # type: ignore[arg-type]
+    store = Store(None, None, None, None)  # type: ignore[arg-type]
     store._kept, store._others = kept_in([old, new, guest], 7, 2, 4)
     buffers = Buffers(keep_newest=True)
     buffers.replace([old, new])

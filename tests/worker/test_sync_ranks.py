@@ -24,10 +24,10 @@ from elastic.worker.comm.errors import GroupAborted, is_communication_error
 from elastic.worker.comm.group import Group
 from elastic.worker.state.handover import broadcast, pull, restore, sync
 from elastic.worker.state.handover.restore import Disk
-from elastic.worker.state.handover.sync import Handover, Saved
+from elastic.worker.state.handover.sync import Handover
 from elastic.worker.state.parts.parts import OptimizerPart
 from elastic.worker.state.state import State
-from elastic.worker.state.state_source import NoStateError, Version
+from elastic.worker.state.state_source import NoStateError, Saved, Version
 
 pytestmark = pytest.mark.slow
 

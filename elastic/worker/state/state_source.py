@@ -7,7 +7,7 @@ state is on every rank, there is one key.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -64,6 +64,25 @@ class UnreadableRange(NamedTuple):
 
     def covers(self, version: Version) -> bool:
         return self.loaded < version <= self.newest
+
+
+LookAgain = Callable[[Sequence[UnreadableRange]], tuple[Version | None, int]]
+"""Returns the newest checkpoint, and the id of its storage, by now and without those that other ranks have
+passed over."""
+
+
+class Saved(NamedTuple):
+    """What a rank could load by itself; see `Offer`."""
+
+    snapshot: Version | None = None
+    checkpoint: Version | None = None
+    """By its manifest: only `Handover.load` finds out whether it is intact."""
+    unusable_step: int = 0
+    """Newest step of the checkpoints that cannot be loaded, if there are no others; 0: none."""
+    storage_id: int = 0
+    look_again: LookAgain = lambda _: (None, 0)
+    older: Version | None = None
+    others: tuple[tuple[int, Version], ...] = ()
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,7 +7,7 @@ import os
 import queue
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import torch
@@ -28,10 +28,8 @@ from elastic.contract.worker.tensor_table import Table, TensorInfo
 from elastic.worker.link.misuse import MisuseRuntimeError, MisuseValueError
 from elastic.worker.link.session import Session
 from elastic.worker.state.state import State
-from elastic.worker.state.state_source import UnreadableRange, Version
+from elastic.worker.state.state_source import Saved, UnreadableRange, Version
 from elastic.worker.torch_internals import gc_pause
-
-from .sync import Saved
 
 ASK_S = 90.0
 """Longer than the agent takes to answer in any case."""
@@ -155,16 +153,6 @@ def kept_in(arenas: Sequence[Arena], key: int, rank: int, world_size: int) -> tu
     return sorted(own, key=lambda each: each[0] or (-1, -1), reverse=True), others
 
 
-class Place(NamedTuple):
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
-    local_world_size: int = 1
-
-
-ALONE = Place()
-
-
 class Boxes:
     """Where the boxes of a checkpoint are read to: into the tensors that they are the contents of, else aside, for
     `cut` to take what this rank's box has in common with them."""
@@ -250,21 +238,15 @@ class Disk(msgspec.Struct, frozen=True):
         said = f"the checkpoint in {self.directory} is older than that of step {step}, which the job has had"
         print(f"elastic: {said}: {why}", file=sys.stderr, flush=True)
 
-    def saved(
-        self,
-        snapshot: Version | None = None,
-        older: Version | None = None,
-        others: tuple[tuple[int, Version], ...] = (),
-    ) -> Saved:
-        """`newest`, beside `snapshot`, the one before it, and those of `others`. If there is none, the checkpoints that
-        cannot be loaded count: training must not begin anew beside them."""
+    def saved(self) -> Saved:
+        """`newest`. If there is none, the checkpoints that cannot be loaded count: training must not begin anew beside
+        them."""
         newest, storage_id = self.newest()
-        unusable = 0 if newest else self._unusable_step()
-        return Saved(snapshot, newest, unusable, storage_id, self.newest, older, others)
-
-    def _unusable_step(self) -> int:
-        there = unusable_step(self.remote, self.job) if self.remote else 0
-        return max(there, find.unusable_step(self.directory, self.job))
+        unusable = 0
+        if newest is None:
+            there = unusable_step(self.remote, self.job) if self.remote else 0
+            unusable = max(there, find.unusable_step(self.directory, self.job))
+        return Saved(checkpoint=newest, unusable_step=unusable, storage_id=storage_id, look_again=self.newest)
 
     def load(self, state: State, progress: Progress = unreported) -> str:
         """Load the newest intact checkpoint into `state`; returns a description. Damaged ones are quarantined on the
@@ -324,18 +306,14 @@ class Store:
         session: Session,
         disk: Disk | None,
         state: State,
-        generation: int,
-        restore: str = "newest",
-        place: Place = ALONE,
+        form: messages.Form,
         room_for: Callable[[int], Arena | None] = lambda _: None,
     ) -> None:
-        """`restore` as in `state_source.choose`; 'snapshot' leaves out snapshots taken for memory only. `room_for`
-        returns a buffer for so many bytes of this rank's part, in the agent's memory."""
-        self._session, self._place, self._room_for = session, place, room_for
+        """`form.restore` = 'snapshot' leaves out snapshots taken for memory only. `room_for` returns a buffer for so
+        many bytes of this rank's part, in the agent's memory."""
+        self._session, self._form, self._room_for = session, form, room_for
         self._disk = disk
         self._state: State | None = state
-        self._generation = generation
-        self._saved_only = restore == "snapshot"
         self._kept: Kept = []
         self._others: Kept = []
         self._key = 0
@@ -348,10 +326,9 @@ class Store:
         no room for the descriptors of the answer: older state must not be taken for the newest."""
         self._session.on(messages.InMemorySnapshot, self._on_kept)
         key = self._key = self._state.shard_key() if self._state is not None else 0
-        self._session.send(
-            messages.RequestSnapshot(generation=self._generation, saved=self._saved_only, own_parts=key != 0)
-        )
-        self._session.wait(lambda: not self._answers.empty(), self._generation, ASK_S)
+        form, saved_only = self._form, self._form.restore == "snapshot"
+        self._session.send(messages.RequestSnapshot(generation=form.generation, saved=saved_only, own_parts=key != 0))
+        self._session.wait(lambda: not self._answers.empty(), form.generation, ASK_S)
         descriptors = [] if self._answers.empty() else self._answers.get_nowait()
         if descriptors is None:
             raise RuntimeError(
@@ -360,17 +337,17 @@ class Store:
             )
         arenas = [Arena.from_fd(descriptor, warm=False) for descriptor in descriptors]
         if key:
-            self._kept, self._others = kept_in(arenas, key, self._place.rank, self._place.world_size)
+            self._kept, self._others = kept_in(arenas, key, form.rank, form.world_size)
         else:
             whole = HeldSnapshots(arenas)
             self._kept = [(whole.version(), whole)]
         # Replicas on one node have both kept the same steps.
         newest, older = (*dict.fromkeys(version for version, _ in self._kept), None, None)[:2]
         # The ranks of a node see the same: they share it out, so that several of them send.
-        local_rank, local_world_size = self._place.local_rank, self._place.local_world_size
-        shared = [(each.key, at) for at, each in self._others if at and each.key % local_world_size == local_rank]
-        others = tuple(dict.fromkeys(shared))
-        return self._disk.saved(newest, older, others) if self._disk else Saved(newest, older=older, others=others)
+        local, count = form.local_rank, form.local_world_size
+        mine = [(each.key, at) for at, each in self._others if at and each.key % count == local]
+        found = self._disk.saved() if self._disk else Saved()
+        return found._replace(snapshot=newest, older=older, others=tuple(dict.fromkeys(mine)))
 
     def kept_for(self, key: int, version: Version) -> Arena:
         """A snapshot that `saved` has named among `others`."""
@@ -400,9 +377,9 @@ class Store:
         generation."""
         assert isinstance(message, messages.InMemorySnapshot)
         complete = len(descriptors) == message.arenas
-        if message.generation != self._generation or not complete:
+        if message.generation != self._form.generation or not complete:
             _close_all(descriptors)
-        if message.generation == self._generation:
+        if message.generation == self._form.generation:
             self._answers.put(descriptors if complete else None)
             if self._closed:
                 self._drop_answers()

@@ -6,13 +6,13 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import torch
 
 from elastic.checkpoint.format.errors import NoGoodCheckpoint
-from elastic.checkpoint.memory.arena import Arena, Image
+from elastic.checkpoint.memory.arena import Image
 from elastic.checkpoint.memory.memcpy import device_type
 from elastic.contract.origin import Origin
 from elastic.contract.worker.messages import LoggedRow
@@ -22,49 +22,16 @@ from elastic.worker.state import state_source
 from elastic.worker.state.parts.described import Described
 from elastic.worker.state.receive_plan import ReceivePlan
 from elastic.worker.state.state import State
+from elastic.worker.state.state_source import Choice, LookAgain, Offer, Saved, UnreadableRange, Version
 from elastic.worker.torch_internals import gc_pause
 
 from . import broadcast, pull, shared_values
-
-LookAgain = Callable[[Sequence[state_source.UnreadableRange]], tuple[state_source.Version | None, int]]
-"""Returns the newest checkpoint, and the id of its storage, by now and without those that other ranks have
-passed over."""
-
-
-class Saved(NamedTuple):
-    """What a rank could load by itself."""
-
-    snapshot: state_source.Version | None = None
-    """The newest one."""
-    checkpoint: state_source.Version | None = None
-    """The newest one, by its manifest: only `Load` finds out whether it is intact."""
-    unusable_step: int = 0
-    """Newest step of the checkpoints that cannot be loaded, if there are no others; 0: none."""
-    storage_id: int = 0
-    """See `Offer`."""
-    look_again: LookAgain = lambda _: (None, 0)
-    older: state_source.Version | None = None
-    """The snapshot before the newest one; see `Offer`."""
-    others: tuple[tuple[int, state_source.Version], ...] = ()
-    """See `Offer`."""
-
-
-SavedVersions = Callable[[], Saved]
-"""May take a while."""
-
-Load = Callable[[Origin, state_source.Version], str]
-"""Load this rank's snapshot of that version, or its newest checkpoint, into the state (adopt, fill, filled). Returns a
-description, such as 'checkpoint step 40 at /ckpt/step-40'. Raises if nothing can be loaded."""
-
-LoadArena = Callable[[Arena], str]
-"""Load a snapshot of this rank's part, which came from another node. Returns a description."""
-
-Logged = Callable[[], Sequence[LoggedRow]]
+from .restore import Store
 
 Given = tuple[str, int, Sequence[LoggedRow]]
 """Description of the source; bytes and rows of `job.log` that this rank has received."""
 
-_NONE: state_source.Version = (-1, -1)
+_NONE: Version = (-1, -1)
 
 Message = TypeVar("Message", bound=msgspec.Struct)
 
@@ -144,22 +111,19 @@ class Handover:
     world_size: int
     restore: str = "newest"
     generation: int = 0
-    saved: SavedVersions | None = None
+    saved: Callable[[], Saved] | None = None
     """Returns the versions that `load` could load on this rank. Called only if no rank's live state qualifies; given on
-    all ranks or none."""
-    load: Load | None = None
+    all ranks or none. May take a while."""
+    load: Callable[[Origin, Version], str] | None = None
+    """Loads this rank's snapshot of that version, or its newest checkpoint, into the state (adopt, fill, filled).
+    Returns a description, such as 'checkpoint step 40 at /ckpt/step-40'. Raises if nothing can be loaded."""
     known_step: int = 0
     """Step of the newest checkpoint that the job is known to have had."""
-    known_commit: state_source.Version = (0, 0)
+    known_commit: Version = (0, 0)
     """Version of the newest commit that this rank's agent has a record of."""
-    kept_for: Callable[[int, state_source.Version], Arena] | None = None
-    """Returns the snapshot of another key that was offered."""
-    arena_for: Callable[[int], Arena] | None = None
-    """Returns an arena for so many bytes."""
-    load_arena: LoadArena | None = None
-    discard: Callable[[state_source.Version], None] = lambda _: None
-    """Discards what `load` could load and is newer than this."""
-    logged: Logged = tuple
+    parts: Store | None = None
+    """Where each rank has a part of its own: sends and takes the snapshots of other keys that were offered."""
+    logged: Callable[[], Sequence[LoggedRow]] = tuple
     """Returns the rows of `job.log` that this rank has."""
     check: Callable[[], None] = lambda: None
     """Raises once the group was aborted."""
@@ -169,7 +133,7 @@ class Handover:
         NoStateError (StateLostError: on all ranks), ValueError (this rank's model differs), broadcast.CorruptError, and
         what `load` raises."""
         begun_s, state = time.monotonic(), self.state
-        offer = state_source.Offer(
+        offer = Offer(
             rank=self.rank,
             key=state.shard_key(),
             names=state.shard_names(),
@@ -200,7 +164,8 @@ class Handover:
             choice = choices[offer.key]
             source, nbytes, rows = self._bring_all(choices, source, offers)
         self.check()
-        self.discard(choice.version)
+        if self.parts is not None:
+            self.parts.discard_newer(choice.version)
         return SyncResult(
             step=state.step,
             origin=choice.origin,
@@ -216,9 +181,7 @@ class Handover:
             leads=all(each.rank >= self.rank for each in offers if each.key == offer.key),
         )
 
-    def _seen_by_all(
-        self, offer: state_source.Offer, offers: list[state_source.Offer], look_again: LookAgain
-    ) -> tuple[state_source.Offer, list[state_source.Offer]]:
+    def _seen_by_all(self, offer: Offer, offers: list[Offer], look_again: LookAgain) -> tuple[Offer, list[Offer]]:
         """Where each rank loads a part of its own: a checkpoint that was completed after a rank has looked is seen by
         that one, too."""
         for _ in range(LOOKS):
@@ -233,9 +196,7 @@ class Handover:
             self.check()
         return offer, offers
 
-    def _chosen(
-        self, own: state_source.Offer, offers: Sequence[state_source.Offer], look_again: LookAgain
-    ) -> tuple[dict[int, state_source.Choice], str]:
+    def _chosen(self, own: Offer, offers: Sequence[Offer], look_again: LookAgain) -> tuple[dict[int, Choice], str]:
         """The sources, and the description of the checkpoint that this rank has loaded; '' if it has loaded none yet.
 
         Only loading shows that a checkpoint is damaged. The one before it may be older than what another rank has, so
@@ -243,7 +204,7 @@ class Handover:
         """
         source, damaged = "", None
         loaded: set[int] = set()
-        passed: list[state_source.UnreadableRange] = []
+        passed: list[UnreadableRange] = []
         before = state_source.counted_before(offers, self.restore, self.generation)
         while True:
             try:
@@ -273,7 +234,7 @@ class Handover:
             loaded.update(at)
             if failed:
                 passed += [
-                    state_source.UnreadableRange(at[each.source], offers[each.source].checkpoint or _NONE, each.version)
+                    UnreadableRange(at[each.source], offers[each.source].checkpoint or _NONE, each.version)
                     for each in failed
                 ]
                 if len(choices) > 1:  # what one key cannot be had from is of no use to the others
@@ -284,14 +245,11 @@ class Handover:
                     own = msgspec.structs.replace(own, checkpoint=newest, storage_id=storage_id)
                 offers = _gather(own, len(offers))
 
-    def _loaded(self, choice: state_source.Choice) -> str:
-        if self.load is None:
-            raise AssertionError("a rank without `load` offers nothing to load")
+    def _loaded(self, choice: Choice) -> str:
+        assert self.load is not None, "a rank without `load` offers nothing to load"
         return self.load(choice.origin, choice.version)
 
-    def _bring_all(
-        self, choices: dict[int, state_source.Choice], source: str, offers: Sequence[state_source.Offer]
-    ) -> Given:
+    def _bring_all(self, choices: dict[int, Choice], source: str, offers: Sequence[Offer]) -> Given:
         given: Given = source, 0, ()
         own = offers[self.rank].key
         # In the same order on all ranks: one may send a part of another key, and receive its own.
@@ -303,48 +261,43 @@ class Handover:
                 given = came if key == own else given
         return given
 
-    def _bring(self, choice: state_source.Choice, source: str, described: int) -> Given:
+    def _bring(self, choice: Choice, source: str, described: int) -> Given:
         """`described`: see `Offer`; of the source."""
         # What a rank has loaded meanwhile is in other tensors than those that it has listed.
         early = choice.origin in (Origin.LIVE, Origin.SETUP) and described >= EARLY_TENSORS
         source = source if choice.origin is Origin.CHECKPOINT else choice.origin.value
+        if self.rank in choice.needs:
+            return self._take(choice, early=early)
         if self.rank == choice.source:
             if choice.origin is Origin.SETUP:
                 self.state.establish(self.generation)
             elif choice.origin is Origin.SNAPSHOT:
                 source = self._loaded(choice)
-        elif self.rank not in choice.needs:
-            return source, 0, ()
-        if self.rank == choice.source:
             if choice.needs:
                 self._give(source, choice, early=early)
-            return source, 0, ()
-        return self._take(choice, early=early)
+        return source, 0, ()
 
-    def _pass_on(self, key: int, choice: state_source.Choice) -> Given:
+    def _pass_on(self, key: int, choice: Choice) -> Given:
         """The rank that has a snapshot of another key sends it, as it is, to the ranks of that key."""
         chain = (choice.source, *choice.needs)
         previous, following = _neighbours(chain, self.rank)
+        assert self.parts is not None
         if previous is None:
-            assert self.kept_for is not None
-            arena = self.kept_for(key, choice.version)
-            image, data = arena.image()
+            image, data = self.parts.kept_for(key, choice.version).image()
             rows = tuple(row.as_json() for row in self.logged()) if 0 in choice.needs else ()
             p2p.send_bytes(msgspec.msgpack.encode(ImageHeader(image, rows)), following)
-            _relay([torch.frombuffer(data, dtype=torch.uint8)], chain, self.rank, self.check)
+            self._relay([torch.frombuffer(data, dtype=torch.uint8)], chain)
             self.check()
             return "", 0, ()
         raw = p2p.receive_bytes(previous)
         p2p.send_bytes(raw, following)
         head = msgspec.msgpack.decode(raw, type=ImageHeader)
-        assert self.arena_for is not None
-        assert self.load_arena is not None
-        arena = self.arena_for(head.image.nbytes)
-        _relay([torch.frombuffer(arena.fill_from(head.image), dtype=torch.uint8)], chain, self.rank, self.check)
+        arena = self.parts.arena_for(head.image.nbytes)
+        self._relay([torch.frombuffer(arena.fill_from(head.image), dtype=torch.uint8)], chain)
         arena.seal_as(head.image)
-        return self.load_arena(arena), head.image.nbytes, [row.from_json() for row in head.logged]
+        return self.parts.load_arena(arena), head.image.nbytes, [row.from_json() for row in head.logged]
 
-    def _give(self, source: str, choice: state_source.Choice, *, early: bool) -> None:
+    def _give(self, source: str, choice: Choice, *, early: bool) -> None:
         extra: dict[str, Any] = {}
         rows = tuple(row.as_json() for row in self.logged()) if 0 in choice.needs else ()
         sent = SourceTensors.of(self.state.last_described()) if early else None
@@ -360,9 +313,9 @@ class Handover:
             for rank in choice.needs:
                 p2p.exchange(torch.tensor(readers, dtype=torch.int64), target=rank)
             dense, rest = _split(tensors, window)
-            _relay(rest, (choice.source, *choice.needs), choice.source, self.check)
+            self._relay(rest, (choice.source, *choice.needs))
             waiting = [rank for rank, reads in zip(choice.needs, readers, strict=True) if not reads]
-            _relay(dense, (choice.source, *waiting), choice.source, self.check)
+            self._relay(dense, (choice.source, *waiting))
             reading = [rank for rank in choice.needs if rank not in waiting]
             if reading:
                 digests = torch.tensor(pull.digests(*_readable(ours.table, window), self.check), dtype=torch.int64)
@@ -372,10 +325,9 @@ class Handover:
                     p2p.receive_number(rank)  # until that rank has read everything, nothing here may change
         self.check()
 
-    def _take(self, choice: state_source.Choice, *, early: bool) -> Given:
-        rank, check = self.rank, self.check
+    def _take(self, choice: Choice, *, early: bool) -> Given:
         chain = (choice.source, *choice.needs)
-        previous, following = _neighbours(chain, rank)
+        previous, following = _neighbours(chain, self.rank)
         assert previous is not None
         theirs = _received(SourceTensors, previous, following) if early else SourceTensors((), ())
         plan = self.state.receive_plan(theirs.table, theirs.devices)
@@ -389,28 +341,33 @@ class Handover:
         p2p.exchange(readers, source=choice.source)
         tensors = _adopt(self.state, theirs, head.extra, plan)
         dense, rest = _split(tensors, head.window)
-        _relay(rest, chain, rank, check)
+        self._relay(rest, chain)
         if reads:
             where = _readable(theirs.table, head.window)
-            digests = torch.tensor(pull.pull(dense, *where, head.window.pid, check), dtype=torch.int64)
+            digests = torch.tensor(pull.pull(dense, *where, head.window.pid, self.check), dtype=torch.int64)
             sent = torch.empty_like(digests)
             p2p.exchange(sent, source=choice.source)
             p2p.send_number(1, choice.source)
             broadcast.compare(digests, sent)
         else:
             waiting = [r for r, flag in zip(choice.needs, readers.tolist(), strict=True) if not flag]
-            _relay(dense, (choice.source, *waiting), rank, check)
-        check()
+            self._relay(dense, (choice.source, *waiting))
+        self.check()
         self.state.filled()
         rows = [row.from_json() for row in head.logged]
         return head.source, sum(info.nbytes for info in theirs.table), rows
 
+    def _relay(self, tensors: Sequence[torch.Tensor], chain: Sequence[int]) -> None:
+        previous, following = _neighbours(chain, self.rank)
+        if len(chain) > 1 and any(tensor.numel() for tensor in tensors):
+            broadcast.relay(tensors, previous=previous, following=following, check=self.check)
 
-def _gather(offer: state_source.Offer, world_size: int) -> list[state_source.Offer]:
+
+def _gather(offer: Offer, world_size: int) -> list[Offer]:
     """Every rank's, by rank."""
     own, cpu = msgspec.to_builtins(offer), torch.device("cpu")
     offers = shared_values.gather(own, rank=offer.rank, world_size=world_size, device=cpu)
-    return [msgspec.convert(each, state_source.Offer) for each in offers]
+    return [msgspec.convert(each, Offer) for each in offers]
 
 
 def _received(kind: type[Message], previous: int, following: int | None) -> Message:
@@ -441,12 +398,6 @@ def _readable(table: Table, window: pull.Window) -> tuple[list[int], list[int]]:
     """(addresses, bytes) of the tensors that can be read from the source's memory."""
     sizes = [info.nbytes for info, address in zip(table, window.addresses, strict=True) if address]
     return [address for address in window.addresses if address], sizes
-
-
-def _relay(tensors: Sequence[torch.Tensor], chain: Sequence[int], rank: int, check: Callable[[], None]) -> None:
-    previous, following = _neighbours(chain, rank)
-    if len(chain) > 1 and any(tensor.numel() for tensor in tensors):
-        broadcast.relay(tensors, previous=previous, following=following, check=check)
 
 
 def _neighbours(chain: Sequence[int], rank: int) -> tuple[int | None, int | None]:
