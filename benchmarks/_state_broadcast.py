@@ -173,7 +173,7 @@ def _run(rank_number: int, world_size: int, nbytes: int, port: int, ports: list[
                 extra_mb = max(extra_mb, peak_mb() - before_mb)
             assert all(bool((tensor == 2.0).all()) for tensor in rank.tensors), f"{way} did not deliver"
     group.close()
-    return {"seconds": seconds, "extra_mb": extra_mb, "nbytes": rank.state.nbytes()}
+    return {"seconds": seconds, "extra_mb": extra_mb, "nbytes": sum(info.nbytes for info in rank.state.table())}
 
 
 class Run(NamedTuple):

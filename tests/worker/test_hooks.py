@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LinearLR, ReduceLROnPlateau, SequentialLR, StepLR
 
 import elastic
-from elastic.worker.state.parts.wrapped import inner_optimizers
+from elastic.worker.state.parts.parts import inner_optimizers
 from elastic.worker.state.state import State
 from elastic.worker.torch_internals import torch_private
 

@@ -42,7 +42,7 @@ class Trained:
 
     def __init__(self, device: Device) -> None:
         self.device = device
-        self.step, self.commit_generation = 0, 1
+        self.step, self.version = 0, (1, 0)
         self.held = {name: torch.zeros(SIZE) for name in ("w1", "w2", "momentum", "running_mean")}
         self._there = {name: device.tensor(tensor) for name, tensor in self.held.items()}
 

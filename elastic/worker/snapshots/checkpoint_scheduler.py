@@ -299,7 +299,7 @@ class CheckpointScheduler:
         measured = policy.measured(time.monotonic(), self._backend.durable_s)
         return SnapshotPart(
             step=state.step,
-            commit_generation=state.commit_generation,
+            commit_generation=state.version[0],
             shard=shard,
             shards=shards,
             table=layout.own,

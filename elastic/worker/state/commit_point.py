@@ -164,16 +164,9 @@ class CommitPoint:
     def _look(self) -> None:
         """List the tensors, and choose which to copy and which to watch."""
         self._stale = False
-        params = [
-            p
-            for part in self._parts.values()
-            if isinstance(part, OptimizerPart)
-            for group in part.groups()
-            for p in group["params"]
-        ]
-        self._stepped = set(map(id, params))
-        parts = self._parts.items()
-        self._optimizers = {name: OptimizerMarks(part.value) for name, part in parts if isinstance(part, OptimizerPart)}
+        optimizers = [part for part in self._parts.values() if isinstance(part, OptimizerPart)]
+        self._stepped = {id(param) for part in optimizers for param in part.stepped()}
+        self._optimizers = {part.name: OptimizerMarks(part.value) for part in optimizers}
         seen: set[int] = set()
         total = 0
         watched: list[Slot] = []
@@ -188,8 +181,7 @@ class CommitPoint:
                 copied = copied and total + tensor.nbytes <= TOTAL_BYTES
                 total += tensor.nbytes if copied else 0
                 (saved if copied else watched).append(slot)
-        swapping = [part for part in self._parts.values() if isinstance(part, OptimizerPart) and _swaps(part.value)]
-        theirs = {id(p) for part in swapping for group in part.groups() for p in group["params"]}
+        theirs = {id(param) for part in optimizers if _swaps(part.value) for param in part.stepped()}
         slots = ((slot.name, slot.holder[slot.key]) for slot in (*watched, *saved) if theirs)
         self._swapped = {name: tensor for name, tensor in slots if tensor is not None and id(tensor) in theirs}
         self._watched, self._saved, self._watch = watched, SavedTensors(saved), TensorWatch()

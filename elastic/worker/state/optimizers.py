@@ -69,9 +69,8 @@ class Optimizers:
 
     def look_for_unkept(self) -> None:
         """Say which attributes change in an optimizer's steps and are not kept. At the first commits of a process."""
-        held = {name: part.value for name, part in self._parts.items()}
-        warning = self._unkept.look({n: value for n, value in held.items() if isinstance(value, torch.optim.Optimizer)})
-        if warning:
+        held = {n: part.value for n, part in self._parts.items() if isinstance(part.value, torch.optim.Optimizer)}
+        if warning := self._unkept.look(held):
             print(f"elastic: {warning}", file=sys.stderr, flush=True)
 
     def regrouped(self) -> bool:

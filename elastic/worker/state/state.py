@@ -19,8 +19,7 @@ from elastic.worker.state.parts.boxes import WHOLE, Accepted, box_of, local
 from elastic.worker.state.parts.data_progress import DataProgress
 from elastic.worker.state.parts.described import Described
 from elastic.worker.state.parts.object_parts import ValuePart, object_part
-from elastic.worker.state.parts.parts import ModulePart, OptimizerPart, Part
-from elastic.worker.state.parts.wrapped import optimizer_part
+from elastic.worker.state.parts.parts import ModulePart, OptimizerPart, Part, optimizer_part
 from elastic.worker.torch_internals import gc_pause
 from elastic.worker.torch_internals.torch_private import pytree
 
@@ -100,8 +99,7 @@ class State:
             if "." in name:  # tensors are named by part and path
                 raise MisuseValueError(f"state.{name}: no dot in the name of a part; choose another")
             self._parts[name] = self._part(name, value)
-        self.table()  # raises now, not at the first checkpoint, for what cannot be encoded
-        self.extra()
+        self._listed()  # raises now, not at the first checkpoint, for what cannot be encoded
         self._optimizers.listen()
 
     # ── attributes ──────────────────────────────────────────────────────────────────────────────────────────
@@ -150,14 +148,10 @@ class State:
         return self._step
 
     @property
-    def commit_generation(self) -> int:
-        """Generation in which the last step was committed, or in which the initial state was sent to all ranks; 0:
-        none yet. Standalone it is 0 until the first commit."""
-        return self._commit_generation
-
-    @property
     def version(self) -> Version:
-        """(commit_generation, step). Two consistent states with the same version are bit-identical."""
+        """(commit_generation, step): the generation in which the last step was committed, or in which the initial state
+        was sent to all ranks; 0: none yet. Standalone it is 0 until the first commit. Two consistent states with the
+        same version are bit-identical."""
         return self._commit_generation, self._step
 
     @property
@@ -199,9 +193,7 @@ class State:
         self._point.drop()
         self._point.take()
         if self._built is None:
-            extra: dict[str, Any] = {}
-            table = tuple(info for info, _ in self.tensors(extra))
-            self._built = InitialLayout(table, extra, self.buffers())
+            self._built = InitialLayout(*self._listed(), self.buffers())
 
     def loop_begins(self) -> None:
         """A loop asks for its first batch. Raises RuntimeError as `turned`, see `CommitPoint.again`."""
@@ -275,8 +267,7 @@ class State:
         self._optimizers.look_for_unkept()
         for part in self._optimizer_parts():
             refuse_other_boxes(part)
-        extra: dict[str, Any] = {}
-        self.refuse_growth(tuple(info for info, _ in self.tensors(extra)), extra)
+        self.refuse_growth(*self._listed())
 
     def refuse_growth(self, table: Table, extra: Mapping[str, Any]) -> None:
         """`table` and `extra`: the present contents. Raises TypeError if a replacement could not receive them, as
@@ -361,21 +352,16 @@ class State:
     def _groups(self) -> Iterator[tuple[str, int, torch.Tensor]]:
         """(optimizer, number, parameter) of all that they step."""
         for part in self._optimizer_parts():
-            for number, param in enumerate(param for group in part.groups() for param in group["params"]):
+            for number, param in enumerate(part.stepped()):
                 yield part.name, number, param
 
     def reshard(self) -> None:
         """A forward without a backward, as an evaluation, leaves FSDP's parameters unsharded: they are no state."""
-        for module in self._fsdp():
-            module.reshard()
-
-    def _fsdp(self) -> list[Any]:
-        if not self._sharded:
-            return []
-        if self._fsdp_modules is None:
+        if self._sharded and self._fsdp_modules is None:
             found = (inner for module in self.modules() for inner in module.modules())
             self._fsdp_modules = [m for m in found if any(kind.__name__ == "FSDPModule" for kind in type(m).__mro__)]
-        return self._fsdp_modules
+        for module in self._fsdp_modules or ():
+            module.reshard()
 
     @property
     def is_sharded(self) -> bool:
@@ -435,10 +421,12 @@ class State:
         self.filled()
 
     def table(self) -> Table:
-        return tuple(info for info, _ in self.tensors(own=False))
+        return self._listed()[0]
 
-    def nbytes(self) -> int:
-        return sum(info.nbytes for info in self.table())
+    def _listed(self) -> tuple[Table, dict[str, Any]]:
+        """(`table`, `extra`), from one walk."""
+        extra: dict[str, Any] = {}
+        return tuple(info for info, _ in self.tensors(extra, own=False)), extra
 
     def extra(self) -> dict[str, Any]:
         """Everything other than tensors, as JSON: hyper-parameters, schedules, plain values, the version.

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from elastic.worker.state.parts.wrapped import inner_optimizers
+from elastic.worker.state.parts.parts import inner_optimizers
 
 from .watch import versions
 

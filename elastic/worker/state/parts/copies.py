@@ -111,8 +111,10 @@ class Copy:
         self.tree: Any = None
         self._codecs = codecs
         self._named: dict[str, torch.Tensor] = {}
-        if self.raw is None or pickler.unusual:
-            self._encode(value, path, codecs, before)
+        if before is not None and self.raw is not None and before.raw == self.raw:
+            self.tree = before.tree
+        elif self.raw is None or pickler.unusual:
+            self.tree = encode(value, path, self._named, codecs)
         self.tensors = pickler.tensors if self.raw is not None else list(self._named.values())
         kept = dict(zip(map(id, before.tensors), before.saved, strict=True)) if before is not None else {}
         marks = dict(zip(map(id, before.tensors), before.marks, strict=True)) if before is not None else {}
@@ -125,12 +127,6 @@ class Copy:
             old = kept.get(id(tensor))
             still = old is not None and marks[id(tensor)] == now and counted(tensor)
             self.saved.append(old if still else tensor.detach().clone())
-
-    def _encode(self, value: Any, path: str, codecs: Codecs, before: Copy | None) -> None:
-        if before is not None and self.raw is not None and before.raw == self.raw:
-            self.tree = before.tree
-        else:
-            self.tree = encode(value, path, self._named, codecs)
 
     def same(self, other: Copy, *, wait: bool = True) -> bool:
         """Whether both are of equal values. Tensors on a GPU that are other objects now are compared only if `wait`."""
@@ -160,11 +156,6 @@ class Copy:
         assert self.raw is not None
         return _Unpickler(io.BytesIO(self.raw), [f"tensor {i}" for i in range(len(self.tensors))]).load()
 
-    def restored(self) -> Any:
-        """The value as it was: new lists and dicts, the same tensor objects with their old contents."""
-        self.put_tensors_back()
-        return self._built()
-
     def put_tensors_back(self) -> None:
         """Restore the contents of the tensors; those that cannot be written in place are left as they are."""
         with torch.no_grad():
@@ -172,7 +163,9 @@ class Copy:
                 if saved is not None and writable(tensor) and not unmarked(tensor, then):
                     tensor.copy_(saved)
 
-    def _built(self) -> Any:
+    def restored(self) -> Any:
+        """The value as it was: new lists and dicts, the same tensor objects, whose contents `put_tensors_back`
+        restores."""
         if self.raw is None:
             return decode(self.tree, lambda name, _: self._named[name], self._codecs)
         return _Unpickler(io.BytesIO(self.raw), self.tensors).load()

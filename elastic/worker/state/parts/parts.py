@@ -6,7 +6,7 @@ their bytes are in."""
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Container, Mapping, MutableMapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -326,6 +326,11 @@ class OptimizerPart:
         """Parameter groups, each once."""
         return self.value.param_groups
 
+    def stepped(self) -> Iterator[torch.Tensor]:
+        """The parameters in `groups`."""
+        for group in self.groups():
+            yield from group["params"]
+
     def _params(self) -> list[torch.Tensor]:
         return [param for group in self.value.param_groups for param in group["params"]]
 
@@ -382,6 +387,81 @@ class OptimizerPart:
             if type(key) is not str:
                 raise MisuseTypeError(f"state.{self.name} keeps state under {key!r}: neither a parameter nor a text")
         return others
+
+
+class WrappedOptimizerPart(OptimizerPart):
+    """An optimizer and the optimizers that it holds, as Lookahead and SAM step another one. The state of these is
+    `optimizer.<attribute>.state.<index>.<key>`.
+
+    It is taken from the optimizers themselves, as for any other: what a wrapper's `state_dict()` contains differs from
+    library to library, and some leave the inner optimizer's state out.
+    """
+
+    def __init__(self, name: str, value: torch.optim.Optimizer, codecs: Codecs) -> None:
+        super().__init__(name, value, codecs)
+        self._inner = {key: optimizer_part(f"{name}.{key}", held, codecs) for key, held in inner_optimizers(value)}
+
+    def held(self) -> tuple[Named, Any]:
+        tensors, extra = super().held()
+        inner = {key: part.held() for key, part in self._inner.items()}
+        for theirs, _ in inner.values():
+            tensors = tensors + theirs
+        return tensors, {**extra, "inner": {key: theirs for key, (_, theirs) in inner.items()}}
+
+    def make(self, infos: Infos, devices: Mapping[str, str]) -> None:
+        """Creates nothing: `adopt` builds the wrapper's tensors with those of the inner optimizers."""
+
+    def adopt(self, infos: Infos, extra: Any, made: OptimizerTensors | None = None) -> Mapping[str, torch.Tensor]:
+        came = extra.get("inner", {})
+        if set(came) != set(self._inner):
+            raise ValueError(
+                f"{self.name} holds {_listed(self._inner)} here, and {_listed(came)} in the state that came"
+            )
+        tensors: dict[str, torch.Tensor] = {}
+        for key, part in self._inner.items():
+            tensors.update(part.adopt(infos, came[key]))
+        return {**tensors, **super().adopt(infos, extra)}
+
+    def to(self, device: torch.device) -> None:
+        super().to(device)
+        for part in self._inner.values():
+            part.to(device)
+
+    def groups(self) -> list[dict[str, Any]]:
+        groups = super().groups()
+        for part in self._inner.values():
+            known = set(map(id, groups))
+            groups = groups + [group for group in part.groups() if id(group) not in known]
+        return groups
+
+
+def optimizer_part(name: str, value: torch.optim.Optimizer, codecs: Codecs) -> OptimizerPart:
+    kind = WrappedOptimizerPart if any(True for _ in inner_optimizers(value)) else OptimizerPart
+    return kind(name, value, codecs)
+
+
+def inner_optimizers(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.optim.Optimizer]]:
+    """Optimizers that are attributes of `optimizer`, or items of a list, tuple or dict that is one, each with its path.
+
+    Not those whose `state` the wrapper exposes as its own.
+    """
+    optimizers: list[torch.optim.Optimizer] = [optimizer]
+    for name, value in vars(optimizer).items():
+        items: Iterable[tuple[Any, Any]] = [(None, value)]
+        if isinstance(value, list | tuple):
+            items = enumerate(value)
+        elif isinstance(value, dict):
+            items = list(value.items())  # of `state` the keys are tensors: to write them out takes a millisecond each
+        for place, item in items:
+            if not isinstance(item, torch.optim.Optimizer) or any(item is known for known in optimizers):
+                continue
+            optimizers.append(item)
+            if item.state is not optimizer.state:
+                yield name if place is None else f"{name}.{place}", item
+
+
+def _listed(names: Mapping[str, Any]) -> str:
+    return ", ".join(names) or "no other optimizer"
 
 
 def _in_order(
