@@ -229,11 +229,11 @@ class SavedTensors:
         self._slots = slots
         self._tensors: list[torch.Tensor | None] = []
         self._versions: list[int] = []
-        self._marks: list[Mark] = []
         self._copies: list[torch.Tensor | None] = []
         self._always: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
         """(copies, tensors) that are copied each time; each pair of lists has one dtype on one device."""
-        self._counted: list[int] = []
+        self._counted: dict[int, Mark] = {}
+        """Place -> mark, of those that are copied only if that has changed."""
 
     def take(self) -> None:
         if self._slots:
@@ -253,10 +253,10 @@ class SavedTensors:
         else:
             for pair in self._always:
                 torch_private.foreach_copy(*pair)
-            for place, (i, then) in enumerate(zip(self._counted, self._marks, strict=True)):
-                tensor, copy = tensors[i], self._copies[i]
+            for place, then in self._counted.items():
+                tensor, copy = tensors[place], self._copies[place]
                 if tensor is not None and copy is not None and (now := mark(tensor)) != then:
-                    self._marks[place] = now
+                    self._counted[place] = now
                     copy.copy_(tensor)
         self._versions = versions([tensor for tensor in tensors if tensor is not None])
 
@@ -264,12 +264,11 @@ class SavedTensors:
         self._tensors = tensors
         self._copies = [None if tensor is None else tensor.detach().clone() for tensor in tensors]
         pairs = [
-            (i, copy, tensor)
-            for i, (copy, tensor) in enumerate(zip(self._copies, tensors, strict=True))
+            (place, copy, tensor)
+            for place, (copy, tensor) in enumerate(zip(self._copies, tensors, strict=True))
             if copy is not None and tensor is not None
         ]
-        self._counted = [i for i, _, tensor in pairs if counted(tensor)]
-        self._marks = [mark(tensor) for _, _, tensor in pairs if counted(tensor)]
+        self._counted = {place: mark(tensor) for place, _, tensor in pairs if counted(tensor)}
         groups: dict[object, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         for _, copy, tensor in pairs:
             if not counted(tensor):
@@ -285,21 +284,26 @@ class SavedTensors:
         for slot, tensor, before in zip(self._slots, now, self._tensors, strict=False):
             if tensor is not before:
                 return slot.name
-        there = [place for place, tensor in enumerate(self._tensors) if tensor is not None]
-        counters = versions([tensor for tensor in self._tensors if tensor is not None])
-        for place, version, before_it in zip(there, counters, self._versions, strict=True):
-            if version != before_it and not _as_saved(self._tensors[place], self._copies[place]):
-                return self._slots[place].name
+        held = zip(self._slots, self._tensors, self._copies, strict=False)
+        there = [(slot.name, tensor, copy) for slot, tensor, copy in held if tensor is not None and copy is not None]
+        counters = versions([tensor for _, tensor, _ in there])
+        for (name, tensor, copy), version, before_it in zip(there, counters, self._versions, strict=True):
+            if version != before_it and not equal(tensor, copy):
+                return name
         self._versions = counters
         return None
 
     @torch.no_grad()
     def put_back(self) -> None:
-        marks = dict(zip(self._counted, self._marks, strict=True))
         for i, (slot, copy, tensor) in enumerate(zip(self._slots, self._copies, self._now(), strict=False)):
             if copy is None:
                 slot.holder[slot.key] = None
-            elif tensor is not None and tensor is self._tensors[i] and i in marks and unmarked(tensor, marks[i]):
+            elif (
+                tensor is not None
+                and tensor is self._tensors[i]
+                and i in self._counted
+                and unmarked(tensor, self._counted[i])
+            ):
                 continue
             elif tensor is None or tensor.shape != copy.shape or tensor.dtype != copy.dtype:
                 slot.holder[slot.key] = copy.clone()
@@ -311,7 +315,3 @@ class SavedTensors:
 
 def _swaps(optimizer: torch.optim.Optimizer) -> bool:
     return all(callable(getattr(optimizer, name, None)) for name in ("eval", "train"))
-
-
-def _as_saved(tensor: torch.Tensor | None, copy: torch.Tensor | None) -> bool:
-    return tensor is copy or (tensor is not None and copy is not None and equal(tensor, copy))

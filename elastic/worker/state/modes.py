@@ -112,11 +112,8 @@ class Hooks:
     """
 
     def __init__(self, modules: Iterable[torch.nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        objects: dict[int, Any] = {}
-        for module in modules:
-            for each in (*module.modules(), *module.parameters()):
-                objects.setdefault(id(each), each)
-        self._objects: list[Any] = [*objects.values(), *(inner for each in optimizers for inner in with_inner(each))]
+        found = {id(each): each for module in modules for each in (*module.modules(), *module.parameters())}
+        self._objects: list[Any] = [*found.values(), *(inner for each in optimizers for inner in with_inner(each))]
         self._setup = {
             (number, name): dict(hooks)
             for number, each in enumerate(self._objects)

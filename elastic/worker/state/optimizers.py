@@ -368,19 +368,15 @@ def _token(value: Any) -> object:
     """Equal as long as `value` is; None for what is not looked at, or has nothing to compare, as `SystemRandom`."""
     # No commit ends for want of a warning.
     with contextlib.suppress(RuntimeError, TypeError):
-        return _compared(value)
-    return None
-
-
-def _compared(value: Any) -> object:
-    if isinstance(value, bool | int | float | str):
-        return repr(value)
-    if isinstance(value, torch.Tensor):
-        return id(value), *versions([value])
-    if isinstance(value, random.Random):
-        return hash(value.getstate())
-    if isinstance(value, torch.Generator):
-        return value.get_state().numpy().tobytes()
-    if isinstance(value, np.random.Generator):
-        return repr(value.bit_generator.state)
+        match value:
+            case bool() | int() | float() | str():
+                return repr(value)
+            case torch.Tensor():
+                return id(value), *versions([value])
+            case random.Random():
+                return hash(value.getstate())
+            case torch.Generator():
+                return value.get_state().numpy().tobytes()
+            case np.random.Generator():
+                return repr(value.bit_generator.state)
     return None

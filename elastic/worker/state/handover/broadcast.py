@@ -107,16 +107,22 @@ def relay(
     Returns the number of bytes moved here. `check` is called after each slice and raises to stop. Raises CorruptError,
     or what torch raises when the group is aborted.
     """
+
+    def moved(some: Sequence[Slice], transport: direct.Transport) -> list[int]:
+        if previous is not None:
+            return _receive(some, tensors, transport, following is not None, check)
+        return _send(some, tensors, transport, check) if following is not None else []
+
     slices = plan(tensors)
     near = [part for part in slices if device_type(tensors[part.segments[0].tensor]) == "cpu"]
     digests: list[int] = []
     with contextlib.ExitStack() as stack:
         if sum(part.nbytes for part in near) >= DIRECT_BYTES:
             sockets = stack.enter_context(direct.connected(previous, following))
-            digests += _moved(near, tensors, sockets, previous, following, check)
+            digests += moved(near, sockets)
             near_here = set(map(id, near))
             slices = [part for part in slices if id(part) not in near_here]
-        digests += _moved(slices, tensors, direct.Transport(previous, following), previous, following, check)
+        digests += moved(slices, direct.Transport(previous, following))
         mine = torch.tensor(digests, dtype=torch.int64)
         theirs = mine.clone()
         if previous is not None:
@@ -132,19 +138,6 @@ def compare(mine: torch.Tensor, theirs: torch.Tensor) -> None:
     """Raises CorruptError if digests differ."""
     if wrong := (mine != theirs).nonzero().flatten().tolist():
         raise CorruptError(f"{len(wrong)} of {len(mine)} slices of the state arrived damaged, the first is {wrong[0]}")
-
-
-def _moved(
-    slices: Sequence[Slice],
-    tensors: Sequence[torch.Tensor],
-    transport: direct.Transport,
-    previous: int | None,
-    following: int | None,
-    check: Callable[[], None],
-) -> list[int]:
-    if previous is not None:
-        return _receive(slices, tensors, transport, following is not None, check)
-    return _send(slices, tensors, transport, check) if following is not None else []
 
 
 def _send(

@@ -264,13 +264,13 @@ def _but_order(kept: LoopPlan, numbers: Mapping[str, Any]) -> bool:
 
 
 def _another_order(kept: LoopPlan, now: LoopPlan) -> str:
-    what = f"{now.numbers.get('sampler') or now.numbers.get('loader')} gives another order for epoch {now.epoch}"
     if "length" in now.numbers:
         was = f"{now.numbers.get('loader')} has {now.numbers['length']} batches, and had {kept.numbers.get('length')}"
         return (
             f"{was} before the job went on: to train longer, give job.steps more epochs= or steps= and a loader of the "
             "length before, or one without an end (itertools.count()). allow_changed=True goes on with another length"
         )
+    what = f"{now.numbers.get('sampler') or now.numbers.get('loader')} gives another order for epoch {now.epoch}"
     return (
         f"{what} than before the job went on: it may depend on set_epoch(epoch), on the random generators of Python, "
         "numpy and torch, which are seeded for it, and on what the State keeps unchanged during an epoch, and on "
@@ -285,15 +285,12 @@ def _in_another_world(kept: LoopPlan, now: LoopPlan) -> str:
     )
 
 
-def _differences(kept: LoopPlan, now: LoopPlan) -> str:
-    names = [name for name in kept.numbers | now.numbers if kept.numbers.get(name) != now.numbers.get(name)]
-    return ", ".join(f"{name} = {now.numbers.get(name)!r} rather than {kept.numbers.get(name)!r}" for name in names)
-
-
 def _changed(kept: LoopPlan, now: Sequence[LoopPlan], step: int) -> str:
-    whose = f"job.{kept.numbers.get('loop', 'batches')}"
+    whose, was, now_is = f"job.{kept.numbers.get('loop', 'batches')}", kept.numbers, now[0].numbers
+    names = [name for name in was | now_is if was.get(name) != now_is.get(name)]
+    differences = ", ".join(f"{name} = {now_is.get(name)!r} rather than {was.get(name)!r}" for name in names)
     return (
-        f"{whose} begins with {_differences(kept, now[0])} as in the steps so far: step {step} would be another place "
+        f"{whose} begins with {differences} as in the steps so far: step {step} would be another place "
         "in the data, and samples would be taken twice or never. Use the same again, or begin a new job; between two "
         "rounds of job.epochs data may grow; allow_changed=True goes on at this step all the same"
     )

@@ -28,7 +28,8 @@ class CannotEncodeError(MisuseTypeError):
     """A value has no exact form in JSON. The message names its path and the remedies."""
 
     def __init__(self, path: str, value: Any) -> None:
-        self.path, self.kind = path, f"{'nested ' * _is_nested(value)}{type(value).__name__}"
+        nested = isinstance(value, torch.Tensor) and value.is_nested
+        self.path, self.kind = path, f"{'nested ' * nested}{type(value).__name__}"
         super().__init__(f"state.{path} is {self.kind}, which JSON cannot hold: {_fix(value)}")
 
 
@@ -58,10 +59,6 @@ def _fix(value: Any) -> str:
         return convert(kind, "dataclasses.asdict", f"lambda held: {kind}(**held)")
     own = "leave it out, make it an object with state_dict() and load_state_dict(), or "
     return own + convert(kind, "to_json", "from_json")
-
-
-def _is_nested(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_nested
 
 
 def encode(value: Any, path: str, tensors: dict[str, torch.Tensor], codecs: Codecs) -> Any:

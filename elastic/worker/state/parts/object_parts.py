@@ -15,18 +15,16 @@ from elastic.worker.torch_internals import torch_private
 from .copies import Copy, warn_if_not_restored
 from .described import fitting
 from .json_codec import encode
-from .parts import Coming, Infos, Named, Slot, Watched
+from .parts import Coming, Infos, Named, Part, Watched
 
 
-class ObjectPart:
+class ObjectPart(Part):
     """Anything with state_dict and load_state_dict, whose state_dict is JSON except for tensors."""
 
     kind = "object"
 
     def __init__(self, name: str, value: Any, codecs: Codecs) -> None:
-        self.name = name
-        self.value = value
-        self._codecs = codecs
+        super().__init__(name, value, codecs)
         self._coming: Coming | None = None
 
     def held(self) -> tuple[Named, Any]:
@@ -45,12 +43,6 @@ class ObjectPart:
         if coming is not None:
             self._put(coming.value)
             self._compare(coming.extra, coming.tensors)
-
-    def to(self, device: torch.device) -> None:
-        pass  # left to the object; most hold no tensors
-
-    def slots(self) -> list[Slot]:
-        return []
 
     def rest(self, before: Copy | None, watched: Watched) -> Copy | None:
         return Copy(self._get(), self.name, self._codecs, before, watched)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -36,29 +36,40 @@ class Slot(msgspec.Struct, frozen=True):
     is_buffer: bool
 
 
-class Part(Protocol):
+class Part:
     kind: str  # what plain torch would load it into; see `checkpoint.plain`
-    name: str
-    value: Any
+
+    def __init__(self, name: str, value: Any, codecs: Codecs) -> None:
+        self.name = name
+        self.value = value
+        self._codecs = codecs
 
     def held(self) -> tuple[Named, Any]:
         """(tensors, everything else as JSON), from one walk: with thousands of tensors a second one costs."""
+        raise NotImplementedError
 
     def adopt(self, infos: Infos, extra: Any) -> Mapping[str, torch.Tensor]:
         """The tensors to fill, by name; those of `infos` that have no place here are missing. A module returns those
         alone that were not in `held()` before."""
+        raise NotImplementedError
 
-    def filled(self) -> None: ...
-    def to(self, device: torch.device) -> None: ...
+    def filled(self) -> None:
+        pass
+
+    def to(self, device: torch.device) -> None:
+        pass  # left to an object; most hold no tensors
 
     def slots(self) -> list[Slot]:
         """The entries that hold its tensors; none for tensors that have no fixed entry."""
+        return []
 
     def rest(self, before: Copy | None, watched: Watched) -> Copy | None:
         """A copy of everything that is in no slot; None: there is nothing."""
+        raise NotImplementedError
 
     def put_back(self, held: Any) -> None:
         """Load what `Copy.restored` returns for a `rest`."""
+        raise NotImplementedError
 
 
 class Coming(NamedTuple):
@@ -84,16 +95,15 @@ class Coming(NamedTuple):
         return Coming(extra, decode(extra, target, codecs), tensors)
 
 
-class ModulePart:
+class ModulePart(Part):
     """Parameters and persistent buffers, in place. Anything else in `state_dict()`, such as extra state and what a
     hook or a metric makes, is loaded by `load_state_dict`: writing into those tensors would change nothing."""
 
     kind = "module"
+    value: torch.nn.Module
 
     def __init__(self, name: str, value: torch.nn.Module, codecs: Codecs) -> None:
-        self.name = name
-        self.value = value
-        self._codecs = codecs
+        super().__init__(name, value, codecs)
         self._coming: Coming | None = None
         self._makes: tuple[bool, dict[str, torch.nn.Module]] | None = None
 
@@ -208,23 +218,59 @@ class OptimizerTensors(msgspec.Struct, frozen=True):
     """The same tensors by full name."""
 
 
-class OptimizerPart:
+class OptimizerPart(Part):
     """Per-parameter tensors as `optimizer.state.<index>.<key>`; everything else as JSON. An optimizer that has not
     stepped yet has no state: `adopt` creates it, with the memory layout of its parameter."""
 
     kind = "optimizer"
+    value: torch.optim.Optimizer
 
     def __init__(self, name: str, value: torch.optim.Optimizer, codecs: Codecs) -> None:
-        self.name = name
-        self.value = value
-        self._codecs = codecs
+        super().__init__(name, value, codecs)
         self._rest: tuple[Copy | None, list[tuple[Any, ...]], list[Any]] = None, [], []
         """A `rest`, if all of it is immutable, the keys and the items that it is of: the same objects are equal."""
 
     def held(self) -> tuple[Named, Any]:
-        found: dict[str, torch.Tensor] = {}
-        encoded = self._walk(found)
-        return list(found.items()), encoded
+        tensors: dict[str, torch.Tensor] = {}
+        groups = []
+        for number, group in enumerate(self.value.param_groups):
+            options = {key: item for key, item in group.items() if key != "params"}
+            encoded = encode(options, f"{self.name}.groups.{number}", tensors, self._codecs)
+            groups.append({"params": len(group["params"]), "options": encoded})
+        on: dict[str, str] = {}
+        rest: dict[str, Any] = {}
+        state = {id(param): entries for param, entries in self.value.state.items()}
+        sorts: dict[tuple[Any, ...], list[Any]] = {}
+        order, last = dict[str, list[str]](), ()
+        numbers: dict[int, int] = {}
+        for index, param in enumerate(self._params()):
+            if (entries := state.get(id(param))) is None:
+                continue
+            numbers[id(param)] = index
+            if not entries:
+                continue
+            path = f"{self.name}.state.{index}"
+            if (keys := sorts.get(kinds := tuple(entries))) is None:
+                keys = sorts[kinds] = _texts(entries, path)
+            if kinds != last:
+                order[str(index)], last = list(kinds), kinds
+            on_cpu, others = param.is_cpu, list[str]()
+            for key in keys:
+                item = entries[key]
+                if isinstance(item, torch.Tensor):
+                    tensors[f"{path}.{key}"] = item
+                    if not (on_cpu and item.is_cpu) and item.device.type != param.device.type:
+                        on[key] = item.device.type
+                else:
+                    others.append(key)
+            for key in others:  # last: a name that one of the tensors has is not given to a tensor within these
+                rest.setdefault(str(index), {})[key] = encode(entries[key], f"{path}.{key}", tensors, self._codecs)
+        extra: dict[str, Any] = {"groups": groups, "on": on, "state": rest, "order": order}
+        if list(numbers) != list(state):  # by numbers, and by names, as the optimizer has met them
+            extra["sequence"] = [numbers.get(id(key), key) for key in self.value.state]
+        if common := self._common():
+            extra["common"] = encode(common, f"{self.name}.common", tensors, self._codecs)
+        return list(tensors.items()), extra
 
     def make(self, infos: Infos, devices: Mapping[str, str]) -> OptimizerTensors | None:
         """What `adopt` is to fill for `infos`, whose tensors are on `devices` by name. Changes nothing. None: nothing
@@ -290,17 +336,11 @@ class OptimizerPart:
             place[key] = came[name] = like.empty(info, device) if here is None else fitting(here, info, device, param)
         return OptimizerTensors(state, came)
 
-    def filled(self) -> None:
-        pass
-
     def to(self, device: torch.device) -> None:
         for param, entries in self.value.state.items():
             for key, item in entries.items() if isinstance(param, torch.Tensor) else ():
                 if isinstance(item, torch.Tensor) and (key != "step" or item.device.type != "cpu"):
                     entries[key] = item.to(param.device)
-
-    def slots(self) -> list[Slot]:
-        return []
 
     def rest(self, before: Copy | None, watched: Watched) -> Copy | None:
         groups, items = self.groups(), list[Any]()
@@ -333,47 +373,6 @@ class OptimizerPart:
 
     def _params(self) -> list[torch.Tensor]:
         return [param for group in self.value.param_groups for param in group["params"]]
-
-    def _walk(self, tensors: dict[str, torch.Tensor]) -> Any:
-        groups = []
-        for number, group in enumerate(self.value.param_groups):
-            options = {key: item for key, item in group.items() if key != "params"}
-            encoded = encode(options, f"{self.name}.groups.{number}", tensors, self._codecs)
-            groups.append({"params": len(group["params"]), "options": encoded})
-        on: dict[str, str] = {}
-        rest: dict[str, Any] = {}
-        state = {id(param): entries for param, entries in self.value.state.items()}
-        sorts: dict[tuple[Any, ...], list[Any]] = {}
-        order, last = dict[str, list[str]](), ()
-        numbers: dict[int, int] = {}
-        for index, param in enumerate(self._params()):
-            if (entries := state.get(id(param))) is None:
-                continue
-            numbers[id(param)] = index
-            if not entries:
-                continue
-            path = f"{self.name}.state.{index}"
-            if (keys := sorts.get(kinds := tuple(entries))) is None:
-                keys = sorts[kinds] = _texts(entries, path)
-            if kinds != last:
-                order[str(index)], last = list(kinds), kinds
-            on_cpu, others = param.is_cpu, list[str]()
-            for key in keys:
-                item = entries[key]
-                if isinstance(item, torch.Tensor):
-                    tensors[f"{path}.{key}"] = item
-                    if not (on_cpu and item.is_cpu) and item.device.type != param.device.type:
-                        on[key] = item.device.type
-                else:
-                    others.append(key)
-            for key in others:  # last: a name that one of the tensors has is not given to a tensor within these
-                rest.setdefault(str(index), {})[key] = encode(entries[key], f"{path}.{key}", tensors, self._codecs)
-        extra: dict[str, Any] = {"groups": groups, "on": on, "state": rest, "order": order}
-        if list(numbers) != list(state):  # by numbers, and by names, as the optimizer has met them
-            extra["sequence"] = [numbers.get(id(key), key) for key in self.value.state]
-        if common := self._common():
-            extra["common"] = encode(common, f"{self.name}.common", tensors, self._codecs)
-        return extra
 
     def _common(self) -> dict[str, Any]:
         """State that the optimizer keeps for all parameters together, by name. Raises TypeError for other keys."""
