@@ -347,7 +347,8 @@ class Store:
         local, count = form.local_rank, form.local_world_size
         mine = [(each.key, at) for at, each in self._others if at and each.key % count == local]
         found = self._disk.saved() if self._disk else Saved()
-        return found._replace(snapshot=newest, older=older, others=tuple(dict.fromkeys(mine)))
+        others = tuple(dict.fromkeys(mine))
+        return Saved(newest, found.checkpoint, found.unusable_step, found.storage_id, found.look_again, older, others)
 
     def kept_for(self, key: int, version: Version) -> Arena:
         """A snapshot that `saved` has named among `others`."""
