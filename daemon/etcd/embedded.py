@@ -76,16 +76,18 @@ class EmbeddedEtcd:
         """Find the running etcd, or start one. Returns its endpoint at once; it may take a moment to answer. Raises
         CannotStart."""
         check_socket(str(self.dir / CLIENT), str(self.dir / CLIENT), CannotStart)
-        user = self._user()
         try:
-            _own(self.dir, user)
-            self._closing.prepare()
-        except OSError as error:
-            raise CannotStart(f"{self.dir}: {error.strerror or error}") from error
-        try:
-            pid = launch.holder(self.dir / "lock")
+            return self._find_or_launch()
         except launch.HeldElsewhere as error:
             raise CannotStart(str(error)) from None
+        except OSError as error:
+            raise CannotStart(f"{error.filename or self.dir}: {error.strerror or error}") from error
+
+    def _find_or_launch(self) -> str:
+        user = self._user()
+        _own(self.dir, user)
+        self._closing.prepare()
+        pid = launch.holder(self.dir / "lock")
         as_another = user is not None and pid is not None and host.uid_of(pid) != user.uid
         if pid is not None and ((listens := _listens(pid)) != self._urls() or as_another):
             if listens:
@@ -209,13 +211,15 @@ class EmbeddedEtcd:
                 return
             code = self._child.wait(1) if self._child is not None else None
             self._child = None
-            pause_s = BACKOFF_S[0] if time.monotonic() - since_s > 60 else min(pause_s * 2, BACKOFF_S[1])
+            if time.monotonic() - since_s > 60:
+                pause_s = BACKOFF_S[0]
             last = ""
             with contextlib.suppress(OSError):
                 last = last_line(self.dir / "etcd.log", 600)
             self._log.error("etcd.died", pid=self._pid, exit_code=code, again_in_s=pause_s, last=last)
             if self._closed.wait(pause_s):
                 return
+            pause_s = min(pause_s * 2, BACKOFF_S[1])
             try:
                 self._pid = launch.holder(self.dir / "lock") or self._launch()
             except (CannotStart, OSError) as error:

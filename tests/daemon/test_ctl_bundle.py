@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import pathlib
 import socket
 import tarfile
@@ -84,6 +86,19 @@ def test_no_bundle_is_written_of_a_job_that_does_not_exist(daemon: None, tmp_pat
     target = tmp_path / "b.tar.gz"
     done = CliRunner().invoke(ctl.main, ["bundle", "wrong", "-o", str(target)])
     assert (done.exit_code, done.output) == (1, "elasticctl: there is no job 'wrong'; there are: train, old\n")
+    assert not target.exists()
+
+
+def test_half_a_bundle_is_not_left_behind(
+    daemon: None, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(tarfile.TarFile, "addfile", full)
+    target = tmp_path / "b.tar.gz"
+    done = CliRunner().invoke(ctl.main, ["bundle", "-o", str(target)])
+    assert (done.exit_code, done.output) == (1, f"elasticctl: {target}: No space left on device\n")
     assert not target.exists()
 
 

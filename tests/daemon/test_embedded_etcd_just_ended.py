@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from elasticd.base.errors import CannotStart
 from elasticd.base.settings import EtcdSettings, Settings
 from elasticd.etcd import embedded as embedded_etcd
 from elasticd.etcd.embedded import EmbeddedEtcd
@@ -35,3 +38,16 @@ def test_embedded_etcd_that_exits_during_adoption_is_started_anew(
     etcd.start()
     assert etcd._pid == 7
     assert embedded_etcd._listens(2**22 + 1) == ""
+
+
+def test_a_lock_that_cannot_be_opened_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_descriptors(lock: Path) -> int | None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(lock))
+
+    monkeypatch.setattr(launch, "holder", no_descriptors)
+    log: Any = Quiet()
+    etcd = EmbeddedEtcd(
+        Settings(state_dir=str(tmp_path), etcd=EtcdSettings(embedded_binary="/bin/true")), Starts(), log
+    )
+    with pytest.raises(CannotStart, match=f"^{tmp_path}/etcd/lock: Too many open files$"):
+        etcd.start()

@@ -64,21 +64,24 @@ def bundle(client: Client, job: str | None, output: Path | None, with_logs: bool
     missing: dict[str, list[str]] = {}
     kept, away = [], False
     try:
-        # For this user only: the masks are a guess, and another user's logs may be in it.
-        private = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        with open(private, "wb") as whole, tarfile.open(fileobj=whole, mode="w:gz") as archive:
-            for file, make in parts(client, job, with_logs):
-                try:
-                    content = make()
-                    kept.append(file)
-                except (Failed, Unreachable, OSError, ValueError, subprocess.SubprocessError) as error:
-                    content = f"not to be had: {error}\n"
-                    missing.setdefault(str(error), []).append(file)
-                    away = away or isinstance(error, Unreachable)
-                raw = without_secrets(content).encode(errors="backslashreplace")
-                entry = tarfile.TarInfo(f"elasticd-{stamp}/{file}")
-                entry.size, entry.mtime, entry.mode = len(raw), int(time.time()), 0o600
-                archive.addfile(entry, io.BytesIO(raw))
+        with contextlib.ExitStack() as cut:
+            # For this user only: the masks are a guess, and another user's logs may be in it.
+            private = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            cut.callback(target.unlink, missing_ok=True)  # half of one would be taken for a whole one
+            with open(private, "wb") as whole, tarfile.open(fileobj=whole, mode="w:gz") as archive:
+                for file, make in parts(client, job, with_logs):
+                    try:
+                        content = make()
+                        kept.append(file)
+                    except (Failed, Unreachable, OSError, ValueError, subprocess.SubprocessError) as error:
+                        content = f"not to be had: {error}\n"
+                        missing.setdefault(str(error), []).append(file)
+                        away = away or isinstance(error, Unreachable)
+                    raw = without_secrets(content).encode(errors="backslashreplace")
+                    entry = tarfile.TarInfo(f"elasticd-{stamp}/{file}")
+                    entry.size, entry.mtime, entry.mode = len(raw), int(time.time()), 0o600
+                    archive.addfile(entry, io.BytesIO(raw))
+            cut.pop_all()
     except FileExistsError:
         raise Failed(409, f"{target} is there already: name another with -o") from None
     except OSError as error:
