@@ -91,7 +91,12 @@ class Actions:
         check_spec(spec)
         self._take(peer, record, self.published.now.cluster.jobs)
         state = JobState(phase=Phase.PENDING, since_wall_s=now_s)
-        self._heed_ending(keys.spec)
+        try:  # so that this record's stamp is higher than that of the deletion, by a daemon whose clock may be ahead
+            self.etcd.get(self.keys.ended(keys.spec))
+        except EtcdForged:
+            pass  # it ends nothing
+        except EtcdError as error:
+            raise _unavailable(error) from error
         # What agents of an earlier job have written since that was forgotten, or have restored in part, goes as well.
         ops = [*_all_but_spec_and_state(keys), Put(keys.spec, encode(record)), Put(keys.state, encode(state))]
         if not self._txn([Absent(keys.spec)], ops):
@@ -338,16 +343,6 @@ class Actions:
             raise _unavailable(error) from error
         except (ProtocolVersionMismatch, msgspec.DecodeError, UnicodeDecodeError) as error:
             raise Refused(409, f"{key}: {error}") from error
-
-    def _heed_ending(self, key: str) -> None:
-        """So that the stamp of a new record is higher than that of the deletion, perhaps by a daemon whose clock is
-        ahead."""
-        try:
-            self.etcd.get(self.keys.ended(key))
-        except EtcdForged:
-            pass  # it ends nothing
-        except EtcdError as error:
-            raise _unavailable(error) from error
 
     def _txn(self, compares: Sequence[Compare], then: Sequence[Op], seen: bool = True) -> bool:
         """Whether the transaction was applied; if so, this daemon's view contains it, unless the watch is slow."""

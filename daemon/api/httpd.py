@@ -43,7 +43,6 @@ RETRY_S = 0.2
 CHUNK_BYTES = 64 * 1024
 MAX_ARRIVING = 256
 """Connections whose request has not arrived. Of more, the oldest of the owner with the most is closed."""
-LATE = "the request was not complete after {:g} s"
 NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 
@@ -62,8 +61,10 @@ class ClientConnection:
     """One accepted connection: its request, then its answer. Methods that send raise OSError if the client is gone or
     does not read."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, owner: Hashable) -> None:
         self.sock = sock
+        self.owner = owner
+        self.end_s = time.monotonic() + REQUEST_S
         self.status = 0
         """HTTP status of the answer, once it has begun; 0 before."""
         self.streams = False
@@ -80,12 +81,8 @@ class ClientConnection:
         return self._http.our_state in (h11.IDLE, h11.SEND_RESPONSE)
 
     def receive(self) -> HttpRequest:
-        """The whole request. Raises Refused (400, 408, 413, 431, 501), OSError if the client disconnects."""
-        end_s, news = time.monotonic() + REQUEST_S, select.poll()
-        news.register(self.sock, select.POLLIN)
-        while not self.advance():
-            if (left_s := end_s - time.monotonic()) <= 0 or not news.poll(left_s * 1000):
-                self.request = Refused(408, LATE.format(REQUEST_S))
+        """The request, once it has arrived. Raises Refused (400, 413, 431, 501), OSError if the client disconnected."""
+        self.advance()
         if isinstance(self.request, Exception):
             raise self.request
         assert self.request is not None
@@ -221,13 +218,6 @@ class RequestLimits:
                 del self._taken[owner]
 
 
-@dataclass(frozen=True, slots=True)
-class Arriving:
-    connection: ClientConnection
-    owner: Hashable
-    end_s: float
-
-
 @dataclass(eq=False)
 class Server:
     """Accepts connections on `listener`; `handle` reads the request and answers it, in a thread of its own. `apart`:
@@ -242,7 +232,7 @@ class Server:
 
     def __post_init__(self) -> None:
         self._pause = threading.Event()
-        self._arriving: dict[int, Arriving] = {}
+        self._arriving: dict[int, ClientConnection] = {}
         """By descriptor, oldest first."""
         self._refused: int | None = None
         """Errno of the failure at accept that is logged already."""
@@ -259,16 +249,18 @@ class Server:
             news = select.poll()
             for descriptor in (listens, *self._arriving):
                 news.register(descriptor, select.POLLIN)
-            now_s, ends = time.monotonic(), [arriving.end_s for arriving in self._arriving.values()]
+            now_s, ends = time.monotonic(), [connection.end_s for connection in self._arriving.values()]
             for descriptor, _ in news.poll(max(0.0, min(ends) - now_s) * 1000 + 1 if ends else None):
                 if descriptor == listens:
                     self.serve_one()
                 else:
                     self._look(descriptor)
-            for descriptor in [d for d, a in self._arriving.items() if a.end_s <= time.monotonic()]:
-                turn_away(self._arriving.pop(descriptor).connection.sock, LATE.format(REQUEST_S), 408)
-        for arriving in self._arriving.values():
-            arriving.connection.sock.close()
+            for descriptor in [d for d, c in self._arriving.items() if c.end_s <= time.monotonic()]:
+                turn_away(
+                    self._arriving.pop(descriptor).sock, f"the request was not complete after {REQUEST_S:g} s", 408
+                )
+        for connection in self._arriving.values():
+            connection.sock.close()
 
     def serve_one(self) -> None:
         try:
@@ -282,43 +274,42 @@ class Server:
             return
         self._refused = None
         if len(self._arriving) >= MAX_ARRIVING:
-            most = Counter(a.owner for a in self._arriving.values()).most_common(1)[0][0]
-            oldest = next(d for d, a in self._arriving.items() if a.owner == most)
-            turn_away(self._arriving.pop(oldest).connection.sock, "elasticd is busy, and this request did not arrive")
-        arriving = Arriving(ClientConnection(sock), self.owner(sock), time.monotonic() + REQUEST_S)
-        self._arriving[sock.fileno()] = arriving
+            most = Counter(c.owner for c in self._arriving.values()).most_common(1)[0][0]
+            oldest = next(d for d, c in self._arriving.items() if c.owner == most)
+            turn_away(self._arriving.pop(oldest).sock, "elasticd is busy, and this request did not arrive")
+        self._arriving[sock.fileno()] = ClientConnection(sock, self.owner(sock))
         self._look(sock.fileno())
 
     def _look(self, descriptor: int) -> None:
         """Start the thread of a request that has arrived."""
-        arriving = self._arriving.get(descriptor)
-        if arriving is None or not arriving.connection.advance():
+        connection = self._arriving.get(descriptor)
+        if connection is None or not connection.advance():
             return None
         del self._arriving[descriptor]
-        connection, owner, request = arriving.connection, arriving.owner, arriving.connection.request
+        request = connection.request
         if isinstance(request, OSError):
             self.log.debug("api.client_gone", why=str(request))
             return connection.sock.close()
         places = self.apart.get(request.path, self.places) if isinstance(request, HttpRequest) else self.places
-        if why := places.admit(owner):
-            self.log.warning("api.full", owner=str(owner), why=why)
+        if why := places.admit(connection.owner):
+            self.log.warning("api.full", owner=str(connection.owner), why=why)
             return turn_away(connection.sock, f"elasticd is busy: {why}; try again")
         try:
-            threading.Thread(target=self._run, args=(connection, owner, places), name="request", daemon=True).start()
+            threading.Thread(target=self._run, args=(connection, places), name="request", daemon=True).start()
         except RuntimeError as error:
-            places.free(owner)
+            places.free(connection.owner)
             self.log.error("api.no_thread", why=str(error))
             turn_away(connection.sock, f"elasticd can start no thread: {error}; try again")
         return None
 
-    def _run(self, connection: ClientConnection, owner: Hashable, places: RequestLimits) -> None:
+    def _run(self, connection: ClientConnection, places: RequestLimits) -> None:
         try:
             self._answer(connection)
         except OSError as error:
             self.log.debug("api.client_gone", why=str(error))
         finally:
             connection.close()
-            places.free(owner)
+            places.free(connection.owner)
 
     def _answer(self, connection: ClientConnection) -> None:
         try:

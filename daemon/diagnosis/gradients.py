@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from elastic.contract.records.rank_records import RanksRecord, Sample
 from elasticd.base import phrases
-
-Json = dict[str, Any]
+from elasticd.base.answers import Json
 
 NAMED = 4
 

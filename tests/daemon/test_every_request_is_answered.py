@@ -262,4 +262,4 @@ def test_http_parser_error_is_a_refused_request() -> None:
     with ours, theirs:
         theirs.sendall(b"rubbish\r\n\r\n")
         with pytest.raises(Refused, match="no HTTP request"):
-            httpd.ClientConnection(ours).receive()
+            httpd.ClientConnection(ours, "").receive()

@@ -6,7 +6,6 @@ A receiver that is away or slow costs nothing but its own notifications: the loo
 from __future__ import annotations
 
 import contextlib
-import functools
 import http.client
 import json
 import os
@@ -17,7 +16,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -191,9 +190,20 @@ class _Receiver:
         self._lost = 0
 
     def deliver(self, body: Mapping[str, Any], closed: threading.Event) -> None:
-        raw = json.dumps(body).encode()
+        import tenacity
+
+        pauses_s = () if self._lost else self._pauses_s
+        attempts = tenacity.Retrying(
+            retry=tenacity.retry_if_exception(lambda error: isinstance(error, NotSent) and error.again),
+            stop=tenacity.stop_any(
+                tenacity.stop_after_attempt(len(pauses_s) + 1), tenacity.stop_when_event_set(closed)
+            ),
+            wait=tenacity.wait_chain(*map(tenacity.wait_fixed, pauses_s)) if pauses_s else tenacity.wait_none(),
+            sleep=tenacity.sleep_using_event(closed),
+            reraise=True,
+        )
         try:
-            _attempt(functools.partial(self._channel.send, raw), () if self._lost else self._pauses_s, closed)
+            attempts(self._channel.send, json.dumps(body).encode())
         except NotSent as error:
             if not self._lost:
                 self._log.error("notify.failed", way=self._channel.name, id=body["id"], error=masked_text(str(error)))
@@ -202,16 +212,3 @@ class _Receiver:
         if self._lost:
             self._log.info("notify.back", way=self._channel.name, lost=self._lost)
         self._lost = 0
-
-
-def _attempt(send: Callable[[], None], pauses_s: Sequence[float], closed: threading.Event) -> None:
-    """Raises NotSent. `pauses_s`: before each further attempt."""
-    import tenacity
-
-    tenacity.Retrying(
-        retry=tenacity.retry_if_exception(lambda error: isinstance(error, NotSent) and error.again),
-        stop=tenacity.stop_any(tenacity.stop_after_attempt(len(pauses_s) + 1), tenacity.stop_when_event_set(closed)),
-        wait=tenacity.wait_chain(*(tenacity.wait_fixed(s) for s in pauses_s)) if pauses_s else tenacity.wait_none(),
-        sleep=tenacity.sleep_using_event(closed),
-        reraise=True,
-    )(send)

@@ -115,15 +115,14 @@ class Page:
         connection.answer(200, HTML, page.encode("utf-8", "replace"), HEADERS)
 
     def _stream(self, connection: ClientConnection, job: str) -> None:
-        owner = host_of(connection.sock)
-        if why := self._streams.admit(owner):
+        if why := self._streams.admit(connection.owner):
             raise Refused(503, f"no further live page: {why}")
         try:
             connection.begin_stream("text/event-stream", HEADERS)
             self._send_changes(connection, job)
             connection.end_stream()
         finally:
-            self._streams.free(owner)
+            self._streams.free(connection.owner)
 
     def _send_changes(self, connection: ClientConnection, job: str) -> None:
         end_s, sent, sent_s, token = time.monotonic() + STREAM_S, "", 0.0, self._token()

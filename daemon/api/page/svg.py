@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -116,22 +117,14 @@ def curve(
     for at, kind in marks:
         x = axis.at(at)
         parts.append(f'<line class="mark {kind}" x1="{x:.1f}" x2="{x:.1f}" y1="{top:g}" y2="{bottom:g}"/>')
-    for part in _unbroken(points):
-        drawn = " ".join(f"{axis.at(x):.1f},{y(value):.1f}" for x, value in part)
-        parts.append(f'<polyline class="line" points="{drawn}"/>')
-        if len(part) == 1:
-            parts.append(f'<circle class="dot" cx="{axis.at(part[0][0]):.1f}" cy="{y(part[0][1]):.1f}" r="2.5"/>')
+    for _, part in itertools.groupby(points, lambda point: point[1] is None):
+        drawn = [(axis.at(x), y(value)) for x, value in part if value is not None]
+        if drawn:
+            line = " ".join(f"{x:.1f},{at:.1f}" for x, at in drawn)
+            parts.append(f'<polyline class="line" points="{line}"/>')
+        if len(drawn) == 1:
+            parts.append(f'<circle class="dot" cx="{drawn[0][0]:.1f}" cy="{drawn[0][1]:.1f}" r="2.5"/>')
     return _svg(height, parts, title)
-
-
-def _unbroken(points: Points) -> list[list[tuple[float, float]]]:
-    pieces: list[list[tuple[float, float]]] = [[]]
-    for x, value in points:
-        if value is None:
-            pieces.append([])
-        else:
-            pieces[-1].append((x, value))
-    return [part for part in pieces if part]
 
 
 def stacked(shares: Sequence[tuple[str, float, str]], title: str) -> str:

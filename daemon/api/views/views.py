@@ -164,10 +164,7 @@ def job_detail(
         places=[_as(answers.Place, place) for place in (job.generation.nodes if job.generation else ())],
         why_generation=str(job.generation.why) if job.generation else "",
         member_nodes={
-            name: answers.Member(
-                ready=list(m.record.ready), slots=m.record.slots, address=f"{m.record.host}:{m.record.port}",
-                draining=in_words(m.record.draining),
-            )
+            name: msgspec.structs.replace(_as(answers.Member, m.record), address=f"{m.record.host}:{m.record.port}")
             for name, m in job.members.items()
         },
         ranks=[] if job.over else rank_rows(snapshot, job, still=still, wall_s=now.wall_s),
