@@ -64,8 +64,11 @@ UNLIKE = (
 
 
 class History:
-    """Trainer's log and the callbacks' states, as JSON. An object and no plain value, which ranks are compared by: each
-    has measured its own times of an evaluation, and callbacks are compared by `Recovery.compare`."""
+    """Trainer's log and the callbacks' states, as JSON. Each rank has measured its own times of an evaluation, and
+    callbacks are compared by `Recovery.compare`."""
+
+    ranks_differ = True
+    """For `checks.replicas`."""
 
     def __init__(self, text: str = "", callbacks: str = "") -> None:
         self.text = text

@@ -101,6 +101,7 @@ def step(job: Job, state: State, model: Any, criterion: Any, how: str) -> None:
     if how.endswith("best on rank 0 only") and not job.rank:
         state.best = {"weight": torch.zeros(2) + state.step}
     if how.endswith("samples of its own"):
+        state.replay.ranks_differ = "as is known" in how
         state.replay.seen.append(torch.full((3,), 1.0 + job.rank))
     if how.endswith("a hidden state of its own"):
         state.best = torch.full((3,), 1.0 + job.rank)
@@ -223,6 +224,12 @@ def test_a_value_that_one_rank_alone_keeps_is_said_once() -> None:
     assert first[2].count("state.best is not the same on each rank after step 1 (rank 1 from rank 0)") == 1
     assert first[2].count("elastic:") == 1
     assert second[2] == ""
+
+
+@pytest.mark.slow
+def test_an_object_of_which_the_ranks_differences_are_known_is_not_named() -> None:
+    first, second = run_ranks(on_ranks, world_size=2, how="wrapped, as is known, samples of its own", steps=5)
+    assert first == second == ["", 5, ""]
 
 
 @pytest.mark.slow

@@ -197,10 +197,12 @@ def _table(state: State) -> Rows:
 
 
 def _plain(state: State) -> Rows:
-    """Plain values, generators and objects with a `state_dict`, and some elements of each tensor within them."""
+    """Plain values, generators and objects with a `state_dict`, and some elements of each tensor within them; not of
+    objects that say `ranks_differ`."""
     extra: dict[str, Any] = {}
     tensors = {info.name: tensor for info, tensor in state.tensors(extra, own=False) if _comparable(tensor)}
     values = {name: part for name, part in extra["parts"].items() if extra["kinds"][name] in SINGLE}
+    values = {name: part for name, part in values.items() if not getattr(getattr(state, name), "ranks_differ", False)}
     inner = {name: sorted(tensors_named(value) & tensors.keys()) for name, value in values.items()}
     samples = _values({name: tensors[name] for names in inner.values() for name in names})
     looks = {name: repr((value, [samples[each] for each in inner[name]])) for name, value in values.items()}
