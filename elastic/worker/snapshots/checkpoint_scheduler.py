@@ -166,7 +166,9 @@ class CheckpointScheduler:
         policy.cost.exchanged(agreed.cost_us)
         self._copies = agreed.copies
         if not take:
-            self._prepare(state)
+            if not self._prepared:  # once per process, after two steps: by then an optimizer has all its state
+                self._prepared = True
+                self._backend.prepare(self._part(state, save=True))
             return differ or drift
         if agreed.busy or differ:
             policy.passed(save=save)
@@ -242,12 +244,6 @@ class CheckpointScheduler:
         self._stall_s = None
         with contextlib.suppress(RuntimeError):
             self._backend.leave()
-
-    def _prepare(self, state: State) -> None:
-        """Once per process, after two steps: by then an optimizer has all its state."""
-        if not self._prepared:
-            self._prepared = True
-            self._backend.prepare(self._part(state, save=True))
 
     def _put(self, state: State, *, save: bool) -> bool:
         self._prepared = True
@@ -343,12 +339,7 @@ class CheckpointScheduler:
         return mine, (*others, *apart) if shard and not self._place.local_index else others
 
     def _own_boxes(
-        self,
-        table: Table,
-        cuts: Sequence[Sequence[int]],
-        apart: Sequence[int],
-        shard: int,
-        buffers: Collection[str],
+        self, table: Table, cuts: Sequence[Sequence[int]], apart: Sequence[int], shard: int, buffers: Collection[str]
     ) -> Numbers:
         """Each rank keeps all that it has. The lowest of each key saves its boxes and what it may have other values of
         than the ranks of other keys: buffers, values and objects. All else is alike, and rank 0 saves it."""

@@ -31,11 +31,8 @@ def refuse_sharded(name: str, module: torch.nn.Module) -> None:
         )
     if Accepted.sharded:
         return
-    found = "FSDPModule" if "FSDPModule" in kinds else ""
-    if not found:
-        found = "DTensor" if any(type(p).__name__ == "DTensor" for p in module.parameters()) else ""
-    if found:
-        raise MisuseTypeError(sharded_module(name, found))
+    if "FSDPModule" in kinds or any(map(is_sharded, module.parameters())):
+        raise MisuseTypeError(sharded_module(name, "FSDPModule" if "FSDPModule" in kinds else "DTensor"))
 
 
 def refuse_other_boxes(part: OptimizerPart) -> None:
@@ -111,8 +108,6 @@ def _groups(extra: Mapping[str, Any]) -> dict[str, list[int]]:
     return {name: [group["params"] for group in held.get("groups", ())] for name, held in found.items()}
 
 
-NOTHING: Mapping[str, OptimizerTensors] = {}
-
 FAILURES = (ValueError, TypeError, RuntimeError, AssertionError)
 """Of tensors for another model, or for a device that is not here or is full: torch raises any of these."""
 
@@ -132,7 +127,7 @@ class ReceivePlan(msgspec.Struct, frozen=True):
     """What optimizers need for it, by part."""
 
     def expecting(
-        self, table: Table, parts: Mapping[str, Part], made: Mapping[str, OptimizerTensors] = NOTHING
+        self, table: Table, parts: Mapping[str, Part], made: Mapping[str, OptimizerTensors] | None = None
     ) -> ReceivePlan:
         """One for `table`, with what has been made for it. Raises ValueError for an entry of no part."""
         if self.table is table:
@@ -143,7 +138,7 @@ class ReceivePlan(msgspec.Struct, frozen=True):
             if (held := infos.get(name.partition(".")[0])) is None:
                 raise ValueError(f"{name} belongs to no part of this state: {listed(parts)}")
             held[name] = info
-        return replace(self, table=table, infos=infos, made=dict(made))
+        return replace(self, table=table, infos=infos, made=dict(made or {}))
 
     def prepared(self, table: Table, devices: Sequence[str], parts: Mapping[str, Part]) -> ReceivePlan:
         """One for `table`, whose tensors are on `devices`, with storage for what optimizers do not have yet. Unchanged

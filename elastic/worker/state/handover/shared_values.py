@@ -143,14 +143,13 @@ def gather(value: Any, *, rank: int, world_size: int, device: torch.device) -> l
     padded[: flat.numel()] = flat
     received = [torch.empty_like(padded) for _ in range(world_size)]
     complete(dist.all_gather(received, padded, async_op=True), control)
-    headers = []
+    arrived = []
     for numbers, data in zip(everywhere, received, strict=True):
         header = msgspec.json.decode(data[: int(numbers[0])].cpu().numpy().tobytes(), type=ValueHeader)
         if header.error:
             raise MisuseTypeError(header.error)
-        headers.append(header)
-    pieces = [data[int(numbers[0]) :].cpu() for numbers, data in zip(everywhere, received, strict=True)]
-    return [_from_bytes(header, data) for header, data in zip(headers, pieces, strict=True)]
+        arrived.append((header, data[int(numbers[0]) :].cpu()))
+    return [_from_bytes(header, data) for header, data in arrived]
 
 
 def _from_bytes(header: ValueHeader, data: torch.Tensor) -> Any:

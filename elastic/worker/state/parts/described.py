@@ -38,8 +38,10 @@ class Described:
     def place(self, tensor: torch.Tensor) -> object:
         """A key that is equal for tensors with the same memory and the same view of it. `tensor`: the described
         tensor."""
-        if self._place is None:
-            self._place = _place(tensor)
+        if self._place is None and (tensor.numel() == 0 or tensor.device.type == "meta"):
+            self._place = id(tensor)
+        elif self._place is None:
+            self._place = tensor.data_ptr(), tensor.device, tensor.dtype, tuple(tensor.shape), tensor.stride()
         return self._place
 
     def still(self, tensor: torch.Tensor) -> bool:
@@ -72,12 +74,6 @@ def _info(name: str, tensor: torch.Tensor, box: Box) -> TensorInfo:
             f"and make the other form of it where it is used"
         )
     return TensorInfo(name, code_of(tensor.dtype), tuple(tensor.shape), tensor.nbytes, *box)
-
-
-def _place(tensor: torch.Tensor) -> object:
-    if tensor.numel() == 0 or tensor.device.type == "meta":
-        return id(tensor)
-    return tensor.data_ptr(), tensor.device, tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
 def fitting(own: torch.Tensor | None, info: TensorInfo, device: str, like: torch.Tensor | None = None) -> torch.Tensor:

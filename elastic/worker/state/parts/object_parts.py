@@ -23,10 +23,6 @@ class ObjectPart(Part):
 
     kind = "object"
 
-    def __init__(self, name: str, value: Any, codecs: Codecs) -> None:
-        super().__init__(name, value, codecs)
-        self._coming: Coming | None = None
-
     def held(self) -> tuple[Named, Any]:
         encoded, found = self._encoded()
         return list((found if self._coming is None else self._coming.tensors).items()), encoded

@@ -43,6 +43,7 @@ class Part:
         self.name = name
         self.value = value
         self._codecs = codecs
+        self._coming: Coming | None = None
 
     def held(self) -> tuple[Named, Any]:
         """(tensors, everything else as JSON), from one walk: with thousands of tensors a second one costs."""
@@ -104,7 +105,6 @@ class ModulePart(Part):
 
     def __init__(self, name: str, value: torch.nn.Module, codecs: Codecs) -> None:
         super().__init__(name, value, codecs)
-        self._coming: Coming | None = None
         self._makes: tuple[bool, dict[str, torch.nn.Module]] | None = None
 
     def held(self) -> tuple[Named, Any]:
