@@ -30,13 +30,10 @@ NO_ETCD = 503
 
 def unanswered(node: str, answer: Json) -> Finding:
     """Of a node that has answered with an error. Where etcd is what fails, that node may be well."""
-    if answer.get("status") == CLOCKS:
-        fix = f"synchronise the clocks of this node and of {node} by NTP: timedatectl on both tells which one is wrong"
-        return Finding(check="clock", level=ERROR, node=node, text=str(answer["error"]), fix=fix)
-    fix = f"on {node}: systemctl status elasticd"
-    if answer.get("status") == NO_ETCD:
-        fix = "first what is said of etcd; then ask again"
-    return Finding(check="node", level=ERROR, node=node, text=str(answer["error"]), fix=fix)
+    clocks = f"synchronise the clocks of this node and of {node} by NTP: timedatectl on both tells which one is wrong"
+    by_status = {CLOCKS: ("clock", clocks), NO_ETCD: ("node", "first what is said of etcd; then ask again")}
+    check, fix = by_status.get(answer.get("status", 0), ("node", f"on {node}: systemctl status elasticd"))
+    return Finding(check=check, level=ERROR, node=node, text=str(answer["error"]), fix=fix)
 
 
 def known_faults(versions: Sequence[str]) -> Iterator[Finding]:

@@ -173,15 +173,10 @@ def _check_webhook(url: str) -> None:
 
 def host_port(field: str, text: str, zero_ok: bool = False) -> tuple[str, int]:
     """'10.0.0.1:2379' or '[::1]:2379' -> (host, port). Raises ValueError naming `field`."""
-    host, _, port = text.rpartition(":")
-    if (
-        not host
-        or not re.fullmatch("[0-9]{1,5}", port)
-        or not (0 if zero_ok else 1) <= int(port) <= 65535
-        or "/" in host
-    ):
+    match = re.fullmatch("([^/]+):([0-9]{1,5})", text)
+    if not match or not (0 if zero_ok else 1) <= int(match[2]) <= 65535:
         raise ValueError(f"{field} = {text!r}: write host:port, as in '10.0.0.1:2379'")
-    return host.strip("[]"), int(port)
+    return match[1].strip("[]"), int(match[2])
 
 
 def is_loopback(host: str) -> bool:
@@ -198,10 +193,9 @@ def port_range(text: str) -> tuple[int, int]:
     """'29400-29500' -> (29400, 29500); '' -> (0, 0), any port. Raises ValueError."""
     if not text:
         return 0, 0
-    first, _, last = text.partition("-")
-    if not (first.isascii() and first.isdigit() and last.isascii() and last.isdigit()):
+    if not (match := re.fullmatch("([0-9]+)-([0-9]+)", text)):
         raise ValueError(f"ports = {text!r}: write first-last, as in '29400-29500'")
-    low, high = int(first), int(last)
+    low, high = int(match[1]), int(match[2])
     if not (1 <= low <= high <= 65535 and high - low + 1 >= FEWEST_PORTS):
         raise ValueError(
             f"ports = {text!r}: from 1 to 65535, the smaller first, and at least {FEWEST_PORTS} of them, as each job "

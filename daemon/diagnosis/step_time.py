@@ -30,7 +30,7 @@ def slow_ranks(records: Mapping[str, RanksRecord], generation: int) -> list[Slow
 
 
 def row(
-    progress: ProgressRecord | None, records: Mapping[str, RanksRecord] = {}, generation: int = 0
+    progress: ProgressRecord | None, records: Mapping[str, RanksRecord], generation: int
 ) -> answers.StepTime | None:
     """Means over the ranks whose parts are known; None: none are. `records`: by node."""
     rows: Iterable[RankRow] = progress.ranks if progress else ()

@@ -62,19 +62,6 @@ def missed(cluster: Cluster, seen: Sequence[EventRecord] = (), since_wall_s: flo
     return [*untold, *events]
 
 
-def of_members(before: Members, after: Members, wall_s: float) -> list[EventRecord]:
-    """etcd members that went down or came back; none for the first answer."""
-    were_up = {member.endpoint: member.ok for member in before}
-    events = []
-    for member in after:
-        if were_up.get(member.endpoint, member.ok) == member.ok:
-            continue
-        good = sum(one.ok for one in after)
-        text = f"{member.endpoint}{'' if member.ok else f': {member.error}'}; {good} of {len(after)} members are up"
-        events.append(_event(wall_s, "etcd.member_up" if member.ok else "etcd.member_down", text=text))
-    return events
-
-
 def read(events: Mapping[str, bytes]) -> Iterator[EventRecord]:
     """Those that this version can read, oldest first."""
     for key in sorted(events):
@@ -249,7 +236,12 @@ class Timeline:
         if members and not any(member.ok for member in members):
             return
         if self._before is not None and reconcile.is_oldest(self._before, self._node):
-            self._add(of_members(self._members, members, wall_s))
+            were_up = {member.endpoint: member.ok for member in self._members}  # none for the first answer
+            for member in members:
+                if were_up.get(member.endpoint, member.ok) != member.ok:
+                    kind, error = ("etcd.member_up", "") if member.ok else ("etcd.member_down", f": {member.error}")
+                    good = f"{sum(one.ok for one in members)} of {len(members)} members are up"
+                    self._add([_event(wall_s, kind, text=f"{member.endpoint}{error}; {good}")])
         self._members = members
 
     def send(self, write: Callable[[Sequence[Put]], bool]) -> None:

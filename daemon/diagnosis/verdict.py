@@ -161,14 +161,9 @@ def _match(rule: Rule, texts: _Texts) -> Evidence | None:
     for pattern, where in ((rule.says, texts.says), (rule.logs, logs), (rule.stacks, texts.stacks[:1])):
         for evidence in where if pattern else ():
             if hit := re.search(pattern, evidence.line):
-                return replace(evidence, line=_line_of(evidence.line, hit.start()))
+                before, after = evidence.line[: hit.start()], evidence.line[hit.start() :]
+                return replace(evidence, line=(before.rpartition("\n")[2] + after.partition("\n")[0]).strip())
     return None
-
-
-def _line_of(text: str, at: int) -> str:
-    begin = text.rfind("\n", 0, at) + 1
-    end = text.find("\n", at)
-    return text[begin : end if end >= 0 else None].strip()
 
 
 def _held(seen: VerdictContext) -> tuple[Rule, str] | None:

@@ -57,11 +57,8 @@ def of_cluster(
         yield f"this node stays out of the cluster: {snapshot.stays_out}"
     elif not snapshot.registered:
         yield "this node is not registered in the cluster (yet)"
-    unread = {} if snapshot.stays_out else snapshot.cluster.foreign
-    for what, keys in (
-        ("what this elasticd cannot read", unread),
-        ("a record that is refused", snapshot.cluster.refused),
-    ):
+    unread, refused = {} if snapshot.stays_out else snapshot.cluster.foreign, snapshot.cluster.refused
+    for what, keys in (("what this elasticd cannot read", unread), ("a record that is refused", refused)):
         if keys:
             more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
             yield f"etcd holds {what}: {min(keys)}{more}: {keys[min(keys)]}"

@@ -22,7 +22,7 @@ from prometheus_client.registry import Collector
 from elastic.contract.records.job_records import Phase
 from elastic.contract.records.ledger import STALL_S, STEP_S, Bucket, Ledger, Spread
 from elasticd.api.views import instant, views
-from elasticd.api.views.instant import Identity, Now
+from elasticd.api.views.instant import Identity
 from elasticd.base import answers
 from elasticd.cluster import reconcile
 from elasticd.cluster.published_state import Snapshot
@@ -46,7 +46,11 @@ class FromSnapshot(Collector):
         labels = {"version": status.version, "cluster": status.cluster, "node": status.node,
                   "python": platform.python_version(), "torch": doctor.installed("torch")}  # fmt: skip
         yield _gauges("elasticd_build_info", "Constant 1, with versions as labels.", labels, [(labels.values(), 1)])
-        yield from _daemon(snapshot, status, now)
+        age_s = now.monotonic_s - snapshot.turned_s
+        yield _gauge("elasticd_registered", "1 while this node is in the cluster.", int(snapshot.registered))
+        yield _gauge("elasticd_agents", "Agents that run on this node.", len(snapshot.agents))
+        yield _gauge("elasticd_problems", "Active problems that status lists.", len(status.problems))
+        yield _gauge("elasticd_loop_age_seconds", "Since the last turn of the loop.", age_s)
         yield from _etcd(status.etcd)
         left = (([each.file], each.expires_wall_s - now.wall_s) for each in snapshot.contact.certificates)
         text = "Until a certificate that this node uses expires."
@@ -68,13 +72,6 @@ def exporter(snapshot: Snapshot, job: str) -> str:
     places = current.generation.nodes if current.generation and not current.over else ()
     there = (place.node for place in places if place.node in snapshot.cluster.nodes)
     return next(there, "") or next(iter(snapshot.cluster.oldest_first), "")
-
-
-def _daemon(snapshot: Snapshot, status: answers.Status, now: Now) -> Iterator[Any]:
-    yield _gauge("elasticd_registered", "1 while this node is in the cluster.", int(snapshot.registered))
-    yield _gauge("elasticd_agents", "Agents that run on this node.", len(snapshot.agents))
-    yield _gauge("elasticd_problems", "Active problems that status lists.", len(status.problems))
-    yield _gauge("elasticd_loop_age_seconds", "Since the last turn of the loop.", now.monotonic_s - snapshot.turned_s)
 
 
 def _etcd(etcd: answers.EtcdContact) -> Iterator[Any]:

@@ -69,11 +69,9 @@ class TokenFile:
         return self._value
 
     def _look(self) -> tuple[int, ...]:
-        if not self._settings.token_file:
-            return ()
         try:
             entry = os.stat(self._settings.token_file)
-        except OSError:
+        except OSError:  # also where none is set
             return ()
         return entry.st_ino, entry.st_mtime_ns, entry.st_ctime_ns, entry.st_size
 

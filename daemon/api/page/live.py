@@ -16,7 +16,7 @@ import msgspec
 
 from elasticd.api.views import columns
 from elasticd.api.views.columns import Column
-from elasticd.base.answers import Event, History, Incident, Job, JobDetail, Node, Status, printable
+from elasticd.base.answers import Event, History, Incident, JobDetail, Status, printable
 from elasticd.base.safe_text import shown
 
 from . import report
@@ -120,7 +120,12 @@ def cluster(status: Status, events: Sequence[Event]) -> str:
     )
     problems = "".join(f"<p>{text(problem)}</p>" for problem in status.problems)
     problems = f"<div class=problems>{problems}</div>" if problems else ""
-    tables = ["<h2>Jobs</h2>", _jobs(status.jobs), "<h2>Nodes</h2>", _nodes(status.nodes)]
+    jobs = "<p class=dim>none: submit one with elasticctl run</p>"
+    if status.jobs:
+        jobs = table([_linked(column) for column in JOBS], status.jobs, MOST_JOBS, why=lambda row: row.why)
+    ordered = sorted(status.nodes, key=lambda row: (row.state == "ready", row.node))  # first what needs attention
+    nodes = table([_linked(column) for column in NODES], ordered, MOST_NODES, why=lambda row: row.why)
+    tables = ["<h2>Jobs</h2>", jobs, "<h2>Nodes</h2>", nodes]
     return "\n".join([head, problems, *tables, "<h2>Newest events</h2>", _events(events)]) + "\n"
 
 
@@ -172,18 +177,6 @@ def _linked(column: Column) -> Column:
         "jobs": lambda row: Html(", ".join(map(_link, row.jobs))),
     }
     return msgspec.structs.replace(column, cell=cells[column.title], spare=0) if column.title in cells else column
-
-
-def _jobs(rows: Sequence[Job]) -> str:
-    if not rows:
-        return "<p class=dim>none: submit one with elasticctl run</p>"
-    return table([_linked(column) for column in JOBS], rows, MOST_JOBS, why=lambda row: row.why)
-
-
-def _nodes(rows: Sequence[Node]) -> str:
-    """Those that need attention first."""
-    ordered = sorted(rows, key=lambda row: (row.state == "ready", row.node))
-    return table([_linked(column) for column in NODES], ordered, MOST_NODES, why=lambda row: row.why)
 
 
 def _events(rows: Sequence[Event]) -> str:

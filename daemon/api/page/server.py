@@ -19,7 +19,6 @@ from elasticd.base.folders import Folder
 from elasticd.base.log import Log
 from elasticd.base.settings import PageSettings
 from elasticd.cluster.published_state import PublishedState, Snapshot
-from elasticd.diagnosis import timeline
 
 from . import access, live
 
@@ -60,18 +59,17 @@ class PageSource:
     def fragment(self, job: str) -> str:
         """`job` empty: the cluster's. Raises Refused (404)."""
         snapshot, instant = self.published.now, now()
+        events = event_routes.listed(snapshot.cluster, job, "", 0.0, live.LAST_EVENTS)
         if not job:
-            newest = sorted(snapshot.cluster.events)[-live.LAST_EVENTS :]
-            events = timeline.read({key: snapshot.cluster.events[key] for key in newest})
             status = views.status(snapshot, self.identity, instant)
             status.jobs = [masking.job(row) for row in status.jobs]
-            return live.cluster(status, [timeline.answer(event) for event in events])
+            return live.cluster(status, events)
         current = job_of(snapshot, job)
         return live.job(
             masking.job(views.job_detail(snapshot, current, instant)),
             [masking.incident(row) for row in views.incidents(snapshot, job, instant)],
             job_routes.history(self.logs(job), current.spec),
-            event_routes.listed(snapshot.cluster, job, "", 0.0, live.LAST_EVENTS),
+            events,
             instant.wall_s,
         )
 
