@@ -322,8 +322,6 @@ class ManagedWorker:
                 step=self._state.step,
                 origin=synced.origin,
                 source=synced.source,
-                seconds=synced.seconds,
-                nbytes=synced.nbytes,
                 reached=synced.reached,
             )
         )

@@ -22,6 +22,7 @@ MAX_WAITING = 32
 MAX_COPIES = 4
 """Remote copies in flight at a time: a hanging copy must leave room for local writes."""
 _KILL_S = 2.0
+_NICER = 5
 
 
 class Busy(CheckpointError):
@@ -73,8 +74,10 @@ class WriterProcess:
         try:
             with theirs:
                 fd = theirs.fileno()
-                command = [sys.executable, "-P", "-m", writer.__name__, str(fd), "--parent", str(os.getpid())]
-                self._process = subprocess.Popen(command, pass_fds=(fd,), stdin=subprocess.DEVNULL)
+                words = (writer.__name__, str(fd), "--parent", str(os.getpid()), "--nice", str(_NICER))
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", *words], pass_fds=(fd,), stdin=subprocess.DEVNULL
+                )
         except OSError:
             ours.close()
             raise

@@ -76,7 +76,6 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     """Commit: the checkpoint's directory; CopyUp: its URL; Write: the shard's file."""
     missing: tuple[int, ...] = ()
     """Commit: shards that no process has written."""
-    nbytes: int = 0
     seconds: float = 0.0
     notes: tuple[str, ...] = ()
     """Commit: old checkpoints that could not be removed after the previous commit, and why."""

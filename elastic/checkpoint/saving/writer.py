@@ -32,7 +32,6 @@ from .write import commit, shards_missing, write_shard
 MAX_PACKET_BYTES = 64 * 1024
 _LOOK_EVERY_S = 0.05
 _FAILED_KEPT = 32
-_NICER = 5
 
 
 @dataclass(slots=True)
@@ -123,7 +122,7 @@ class CheckpointWriter:
             self._failed = {**dict(list(self._failed.items())[-_FAILED_KEPT:]), (order.step, order.generation): why}
             return replace(result, error=why, seconds=time.monotonic() - started_s)
         self._failed.pop((order.step, order.generation), None)
-        return replace(result, path=shard.file, nbytes=shard.nbytes, seconds=time.monotonic() - started_s)
+        return replace(result, path=shard.file, seconds=time.monotonic() - started_s)
 
     def _arena(self, fd: int) -> Arena:
         inode = os.fstat(fd).st_ino
@@ -205,21 +204,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="elastic.checkpoint.saving.writer")
     parser.add_argument("fd", type=int)
     parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("--nice", type=int, default=0)
     args = parser.parse_args()
     if not die_with(args.parent):
         return
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole process group; the parent decides
-    _step_back()
+    _step_back(args.nice)
     parent_closes = contextlib.suppress(BrokenPipeError, ConnectionResetError)
     with parent_closes, socket.socket(fileno=args.fd) as channel:
         CheckpointWriter(channel).run()
 
 
-def _step_back() -> None:
+def _step_back(nice: int) -> None:
     """Lower CPU and disk priority, so that a save slows the training as little as possible."""
     import psutil
 
-    os.nice(_NICER)
+    os.nice(nice)
     with contextlib.suppress(OSError, psutil.Error):  # not supported here, and optional
         psutil.Process().ionice(psutil.IOPRIO_CLASS_BE, 7)
 

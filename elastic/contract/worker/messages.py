@@ -212,8 +212,6 @@ class Synced(FromWorker, frozen=True, kw_only=True):
     origin: Origin
     source: str
     """The same in words, as 'checkpoint step 40 at PATH'."""
-    seconds: float = 0.0
-    nbytes: int = 0
     reached: int = 0
     """The newest step known to any rank, or to any rank's agent, to have been committed before this generation."""
 

@@ -41,7 +41,6 @@ class SyncResult(msgspec.Struct, frozen=True):
     origin: Origin
     source: str
     """The same in words, as 'checkpoint step 40 at PATH'."""
-    seconds: float
     nbytes: int
     """Bytes received by this rank; 0 if it had the state."""
     source_rank: int
@@ -132,7 +131,7 @@ class Handover:
         """If this raises half-way, `state.clean()` is False and the rank needs the state from another one. Raises
         NoStateError (StateLostError: on all ranks), ValueError (this rank's model differs), broadcast.CorruptError, and
         what `load` raises."""
-        begun_s, state = time.monotonic(), self.state
+        state = self.state
         offer = Offer(
             rank=self.rank,
             key=state.shard_key(),
@@ -170,7 +169,6 @@ class Handover:
             step=state.step,
             origin=choice.origin,
             source=source,
-            seconds=time.monotonic() - begun_s,
             nbytes=nbytes,
             source_rank=choice.source,
             logged=rows,
