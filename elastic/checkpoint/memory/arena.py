@@ -44,7 +44,7 @@ _VERSION = 3
 _FIELDS = 16
 (_MAGIC_AT, _VERSION_AT, _CAPACITY, _SEQUENCE, _STATE, _STEP, _GENERATION, _NBYTES, _DATA_AT, _SHARD, _SHARDS, _PART,
  _PARTS, _TABLE, _EXTRA, _BESIDE) = range(_FIELDS)  # fmt: skip
-_POPULATE_READ, _POPULATE_WRITE = 22, 23  # madvise, Linux 5.14
+_POPULATE_WRITE = 23  # madvise, Linux 5.14
 _madvise = ctypes.CDLL(None, use_errno=True).madvise
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _FAULT_IN_BYTES = 16 * 1024 * 1024
@@ -149,7 +149,7 @@ class Arena:
         try:
             memory = mmap.mmap(fd, PAGE_BYTES + head[_CAPACITY])
             if warm:
-                _fault_in(memory, _POPULATE_WRITE)
+                _fault_in(memory)
         except OSError as error:
             raise ArenaError(
                 f"no shared memory for {head[_CAPACITY] / 1e6:.0f} MB of state: {error.strerror}"
@@ -162,7 +162,7 @@ class Arena:
         `progress` is called with the bytes populated since the last call.
         """
         try:
-            _fault_in(self._memory, _POPULATE_WRITE, progress)
+            _fault_in(self._memory, progress)
         except OSError as error:
             raise ArenaError(f"no shared memory for {self.capacity / 1e6:.0f} MB of state: {error.strerror}") from error
 
@@ -439,7 +439,7 @@ class Arena:
         }
 
 
-def _fault_in(memory: mmap.mmap, how: int, progress: Progress = unreported) -> None:
+def _fault_in(memory: mmap.mmap, progress: Progress = unreported) -> None:
     """Populate every page now: the first touch of a fresh page costs several times a copy into a resident one."""
     with contextlib.suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -447,7 +447,7 @@ def _fault_in(memory: mmap.mmap, how: int, progress: Progress = unreported) -> N
     for start in range(0, len(memory), _FAULT_IN_BYTES):
         nbytes = min(_FAULT_IN_BYTES, len(memory) - start)
         # Not mmap.madvise, which holds the GIL.
-        if _madvise(ctypes.addressof(held) + start, nbytes, how):
+        if _madvise(ctypes.addressof(held) + start, nbytes, _POPULATE_WRITE):
             if (code := ctypes.get_errno()) != errno.EINVAL:
                 raise OSError(code, os.strerror(code))
             # An older kernel: touch each page. Reading suffices, since pages of a memfd are shared.
