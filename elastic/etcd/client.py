@@ -138,10 +138,6 @@ class Etcd:
         """Delete one key; returns whether it existed."""
         return bool(self._call("KV.DeleteRange", lambda pb: pb.DeleteRangeRequest(key=key.encode())).deleted)
 
-    def delete_prefix(self, prefix: str) -> int:
-        """Delete all keys that begin with `prefix`; returns their number."""
-        return int(self._call("KV.DeleteRange", lambda pb: pb.DeleteRangeRequest(**protobuf.span(prefix))).deleted)
-
     def txn(self, compares: Sequence[Compare], then: Sequence[Op], otherwise: Sequence[Op] = ()) -> TxnResult:
         """Apply `then` if all compares hold, else `otherwise`; at most 128 operations each.
 
@@ -321,10 +317,6 @@ class Etcd:
         """Alarms raised by etcd: 'NOSPACE' (no writes accepted), 'CORRUPT'. A local read of one member."""
         errors = self._call("Maintenance.Status", lambda pb: pb.StatusRequest(), repeat=True).errors
         return tuple(sorted({found[1] for error in errors if (found := re.search(r"alarm:(\w+)", error))}))
-
-    def version(self) -> str:
-        """Version of the etcd member in use."""
-        return str(self._call("Maintenance.Status", lambda pb: pb.StatusRequest(), repeat=True).version)
 
     # Calls
 

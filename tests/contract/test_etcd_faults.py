@@ -128,7 +128,7 @@ def test_the_server_killed_again_and_again_under_a_watch(server: EtcdServer, etc
             written += 1
         server.kill()
         server.start()
-        eventually(lambda: etcd.version(), 3)
+        eventually(lambda: etcd.revision("/t/"), 3)
         eventually(all_are_there, 5)
     counts = [len(view.kvs) for view in views]
     assert counts == sorted(counts), "no key ever went away"

@@ -61,7 +61,7 @@ class Side:
             case ("delete", str(key)):
                 return etcd.delete(self.prefix + key)
             case ("delete_prefix",):
-                return etcd.delete_prefix(self.prefix)
+                return self._mark(etcd.txn([], [Delete(self.prefix, prefix=True)]).revision)
             case ("grant",):
                 self.held = etcd.grant(60)
                 return None

@@ -12,7 +12,7 @@ from support.wait import eventually
 
 from elastic.contract.agent_files import EtcdAccess
 from elastic.etcd import admin, login
-from elastic.etcd.client import Etcd, EtcdDenied, EtcdError
+from elastic.etcd.client import Delete, Etcd, EtcdDenied, EtcdError
 from elasticd.etcd.closing import AGAIN_S, PREFIX, Closing
 
 pytestmark = pytest.mark.etcd
@@ -59,7 +59,7 @@ def test_only_its_logins_are_served_and_the_agents_one_administers_nothing(embed
     for forbidden in (
         lambda: agent.put("/other", b"1"),
         lambda: agent.get_prefix("/"),
-        lambda: agent.delete_prefix("/"),
+        lambda: agent.txn([], [Delete("/", prefix=True)]),
     ):
         with pytest.raises(EtcdDenied):
             forbidden()

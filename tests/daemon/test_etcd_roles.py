@@ -18,7 +18,7 @@ from elastic.contract.agent_files import EtcdAccess
 from elastic.contract.job.spec import JobSpec
 from elastic.contract.keys import ClusterKeys
 from elastic.contract.records.job_records import JobState, SpecRecord, encode
-from elastic.etcd.client import Etcd, EtcdDenied, EtcdError
+from elastic.etcd.client import Delete, Etcd, EtcdDenied, EtcdError
 from elasticd.node.asks import answers_to, asks_of
 
 pytestmark = pytest.mark.etcd
@@ -90,7 +90,7 @@ def test_a_thief_of_the_login_runs_nothing_and_reaches_no_other_keys(node: Node,
     holds(lambda: not (node.state / "jobs" / "pwn").exists(), 1.5)
     with pytest.raises(EtcdDenied):
         thief.put("/elastic/other/x", b"")
-    thief.delete_prefix(KEYS.job("pwn").root)
+    thief.txn([], [Delete(KEYS.job("pwn").root, prefix=True)])
     eventually(lambda: not node.get("/v1/status")["etcd"]["refused"], 30)
 
 

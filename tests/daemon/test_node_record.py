@@ -18,7 +18,7 @@ from elastic.contract.keys import ClusterKeys
 from elastic.contract.records.job_records import JobState, Phase, SpecRecord, decode, encode
 from elastic.contract.records.node_records import NodeRecord
 from elastic.contract.records.reasons import Code, codes
-from elastic.etcd.client import Etcd
+from elastic.etcd.client import Delete, Etcd
 from elasticd.agents.agents import Agents, Running
 from elasticd.base.sd_notify import Notify
 from elasticd.base.settings import Settings
@@ -164,7 +164,7 @@ def test_node_publishes_which_jobs_it_does_not_run_and_starts_no_agent_of_them(d
     assert codes(daemon.record.refuses["hers"]) == {Code.OTHER_ACCOUNT}
     assert not daemon.loop.agents.running
     assert not daemon.loop.agents.trouble, "no agent was tried"
-    daemon.client.delete_prefix(keys.root)
+    daemon.client.txn([], [Delete(keys.root, prefix=True)])
     daemon.settle()
     assert daemon.record.refuses == {}
 

@@ -19,7 +19,7 @@ from elastic.contract.job.spec import JobSpec
 from elastic.contract.keys import ClusterKeys
 from elastic.contract.records.job_records import JobState, Phase, SpecRecord, encode
 from elastic.contract.records.node_records import DrainRecord
-from elastic.etcd.client import ClusterSigner, Etcd, JobSigner, Put, View
+from elastic.etcd.client import ClusterSigner, Delete, Etcd, JobSigner, Put, View
 
 pytestmark = pytest.mark.etcd
 KEYS = ClusterKeys("main")
@@ -88,7 +88,7 @@ def test_a_job_put_into_etcd_without_the_key_is_not_run_and_status_says_so(node:
     holds(lambda: not runs(node, "pwn"), 1.5)
     assert any("refused" in problem for problem in node.get("/v1/status")["problems"])
     assert "records signed, key" in node.ctl("status").stdout
-    thief.delete_prefix(KEYS.job("pwn").root)
+    thief.txn([], [Delete(KEYS.job("pwn").root, prefix=True)])
     eventually(lambda: not etcd_of(node)["refused"], 20)
 
 
@@ -101,7 +101,7 @@ def test_signed_records_of_one_job_start_no_job_of_another_name(node: Node, thie
         thief.put(key.replace("/mine/", "/stolen/"), value)
     eventually(lambda: KEYS.job("stolen").spec in etcd_of(node)["refused"], 20)
     holds(lambda: not runs(node, "stolen"), 1.5)
-    thief.delete_prefix(KEYS.job("stolen").root)
+    thief.txn([], [Delete(KEYS.job("stolen").root, prefix=True)])
 
 
 def test_forged_orders_and_states_move_nothing(node: Node, thief: Thief) -> None:
@@ -118,7 +118,7 @@ def test_forged_orders_and_states_move_nothing(node: Node, thief: Thief) -> None
     node.post("/v1/jobs/stays/stop")
     eventually(lambda: node.job("stays")["phase"] in ("stopping", "stopped"), 20)
     thief.delete(KEYS.drain("honest"))
-    thief.delete_prefix(KEYS.job("stays").root)
+    thief.txn([], [Delete(KEYS.job("stays").root, prefix=True)])
 
 
 def test_the_state_of_a_finished_job_that_is_deleted_or_written_again_starts_nothing(node: Node, thief: Thief) -> None:
@@ -135,7 +135,7 @@ def test_the_state_of_a_finished_job_that_is_deleted_or_written_again_starts_not
     thief.delete(keys.state)
     procs.kill(agent)
     holds(lambda: (node.job("done")["agent"] or {}).get("pid") in (agent, None), 2.0)
-    thief.delete_prefix(keys.root)
+    thief.txn([], [Delete(keys.root, prefix=True)])
 
 
 def test_nothing_that_is_put_back_has_an_effect_also_after_a_restart(node: Node, thief: Thief) -> None:
@@ -160,7 +160,7 @@ def test_nothing_that_is_put_back_has_an_effect_also_after_a_restart(node: Node,
     for key, value in old.items():
         if not key.startswith(KEYS.events):
             thief.put(key, value, lease if KEYS.is_leased(key) else 0)
-    thief.delete_prefix(KEYS.endings)
+    thief.txn([], [Delete(KEYS.endings, prefix=True)])
     node.start(wait_s=0)
 
     def repaired() -> bool:
@@ -198,7 +198,7 @@ def test_the_key_of_a_job_that_its_user_has_is_good_for_that_job_only(node: Node
         holds(lambda: not runs(node, "root"), 1.0)
     finally:
         own.close()
-        thief.delete_prefix(KEYS.job("root").root)
+        thief.txn([], [Delete(KEYS.job("root").root, prefix=True)])
 
 
 def test_a_node_without_the_key_stays_out_and_says_what_to_do(nodes: Nodes, node: Node, server: EtcdServer) -> None:
@@ -251,7 +251,7 @@ def test_watch_reads_what_was_refused_again_when_the_spec_arrives(server: EtcdSe
         client.put(keys.spec, second[keys.spec])
         eventually(lambda: {keys.spec, keys.state} == views[-1].kvs.keys() and not views[-1].refused, 20)
     finally:
-        client.delete_prefix(keys.root)
+        client.txn([], [Delete(keys.root, prefix=True)])
         client.close()
         reader.close()
 

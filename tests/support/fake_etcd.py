@@ -409,15 +409,9 @@ class FakeClient:
         return self._do(lambda: self.server.put_all([Put(key, value, lease)]))
 
     def delete(self, key: str) -> bool:
-        return bool(self._delete([key]))
-
-    def delete_prefix(self, prefix: str) -> int:
-        return self._delete([key for key in self.server.kvs if key.startswith(prefix)])
-
-    def _delete(self, keys: Sequence[str]) -> int:
-        there = [key for key in keys if key in self.server.kvs]
-        self._do(lambda: self.server.put_all([Delete(key) for key in there]))
-        return len(there)
+        there = key in self.server.kvs
+        self._do(lambda: self.server.put_all([Delete(key)] if there else []))
+        return there
 
     def txn(self, compares: Sequence[Compare], then: Sequence[Op], otherwise: Sequence[Op] = ()) -> TxnResult:
         return self._do(lambda: self.server.txn(compares, then, otherwise))
@@ -456,10 +450,6 @@ class FakeClient:
     def members(self, within_s: float = 0.0) -> list[MemberHealth]:
         error = "" if self.in_contact else "cut off"
         return [MemberHealth("fake", "3.5.1" if self.in_contact else "", self.in_contact, error)]
-
-    def version(self) -> str:
-        self._ask()
-        return "3.5.1"
 
     def anonymous_endpoint(self) -> str | None:
         return ""
