@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.contract.job import env_file
+from elastic.contract.job.spec_values import parse_env_file
 
 
 @pytest.mark.parametrize(
@@ -21,11 +21,11 @@ from elastic.contract.job import env_file
     ],
 )
 def test_a_line(line: str, value: str) -> None:
-    assert env_file.parse(f"# what it is for\n\n{line}\n") == {"X": value}
+    assert parse_env_file(f"# what it is for\n\n{line}\n") == {"X": value}
 
 
 @pytest.mark.parametrize("line", ["secret", "=secret", "a b=secret", "1A=secret", "X=secret\0"])
 def test_a_wrong_line_is_named_by_its_number_without_its_value(line: str) -> None:
     with pytest.raises(ValueError, match="line 2") as error:
-        env_file.parse(f"A=1\n{line}")
+        parse_env_file(f"A=1\n{line}")
     assert "secret" not in str(error.value)

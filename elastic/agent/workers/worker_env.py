@@ -12,8 +12,8 @@ from pathlib import Path
 import msgspec
 
 from elastic.contract.agent_files import KEPT_CODE, MARK_ENV, SYSTEMD_VARIABLES, AgentConfig, mark
-from elastic.contract.job.env_file import parse
 from elastic.contract.job.spec import Checkpoint, JobSpec
+from elastic.contract.job.spec_values import parse_env_file
 from elastic.contract.records.job_records import GenerationRecord
 from elastic.contract.worker import messages
 from elastic.contract.worker.worker_config import ERROR_FILE, JOB, RankVariables, WorkerConfig
@@ -91,7 +91,7 @@ def secrets(path: str) -> dict[str, str]:
     if not path:
         return {}
     try:
-        return parse(Path(path).read_text())
+        return parse_env_file(Path(path).read_text())
     except OSError as error:
         raise InvalidEnvFile(f"env_file = {path!r}: cannot be read on this node: {error.strerror}") from error
     except UnicodeDecodeError:
