@@ -81,6 +81,12 @@ class Header:
         return self.state is Fullness.COMPLETE
 
 
+class _Keyed(msgspec.Struct):
+    """Of an arena's extra, which may be large."""
+
+    key: int = 0
+
+
 class Image(msgspec.Struct, frozen=True):
     """What a complete arena holds, but for the bytes of its tensors: enough to fill another one with those."""
 
@@ -330,13 +336,16 @@ class Arena:
         raw = os.pread(self.fd, self._ints[_BESIDE], self._tail_at + self._ints[_TABLE])
         return msgspec.json.decode(raw, type=ReplicaTensors) if raw else NO_REPLICAS
 
+    def _extra_json(self) -> bytes:
+        return os.pread(self.fd, self._ints[_EXTRA], self._extra_at) or b"{}"
+
     def extra(self) -> dict[str, Any]:
         """The state other than tensors, as JSON; empty if there is none."""
-        return msgspec.json.decode(os.pread(self.fd, self._ints[_EXTRA], self._extra_at) or b"{}", type=dict[str, Any])
+        return msgspec.json.decode(self._extra_json(), type=dict[str, Any])
 
     def key(self) -> int:
         """Which part of a sharded state it holds (`State.shard_key`); 0: the state is not sharded."""
-        return int(self.extra().get("key", 0))
+        return msgspec.json.decode(self._extra_json(), type=_Keyed).key
 
     def image(self) -> tuple[Image, memoryview]:
         """(image, the bytes of its tensors), valid until the arena is filled again. Raises IncompleteSnapshot."""
