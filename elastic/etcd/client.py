@@ -238,14 +238,8 @@ class Etcd:
             return pb.RangeRequest(**protobuf.span(prefix, before), limit=1, keys_only=True, **by_mod)
 
         answer = self._call("KV.Range", request, repeat=True)
-        kv = protobuf.kv(answer.kvs[0]) if answer.kvs else None
-        return Newest(
-            cluster=answer.header.cluster_id,
-            revision=answer.header.revision,
-            count=answer.count,
-            key=kv.key if kv else "",
-            mod_revision=kv.mod_revision if kv else 0,
-        )
+        kv = protobuf.kv(answer.kvs[0]) if answer.kvs else KV("", b"", 0, 0, 0)
+        return Newest(answer.header.cluster_id, answer.header.revision, answer.count, kv.key, kv.mod_revision)
 
     def revision(self, key: str) -> int:
         """etcd's current revision, confirmed by a quorum. `key`: any key that the user may read."""

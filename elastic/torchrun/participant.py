@@ -244,25 +244,18 @@ class RendezvousParticipant:
         if view.generation is None and current is not None:
             self._restore(current)
             return
-        now_s, last_call_s = time.monotonic(), self._limits.join_wait_s
+        now_s, limits = time.monotonic(), self._limits
+        last_call_s = limits.join_wait_s
         complete = current is not None and not self._gone(current)
         seated = {(p.node, p.incarnation) for p in current.nodes} if current else set()
         newcomers = [m for m in view.members.values() if m.id not in seated]
-        enough = len(view.members) >= self._limits.min_nodes
+        enough = len(view.members) >= limits.min_nodes
         self._enough_since_s = (self._enough_since_s or now_s) if enough else None
         self._newcomers_since_s = (self._newcomers_since_s or now_s) if newcomers else None
-        enough_for_s = now_s - (self._enough_since_s or now_s)
-        settled = (
-            len(view.members) >= self._limits.max_nodes or now_s - (self._newcomers_since_s or now_s) >= last_call_s
-        )
+        waited_s = now_s - (self._enough_since_s or now_s)
+        settled = len(view.members) >= limits.max_nodes or now_s - (self._newcomers_since_s or now_s) >= last_call_s
         situation = membership.Situation(
-            view,
-            current,
-            self._limits,
-            frozenset(),
-            steps_advance=complete,
-            settled=settled,
-            min_reached_for_s=enough_for_s,
+            view, current, limits, frozenset(), steps_advance=complete, settled=settled, min_reached_for_s=waited_s
         )
         decision = membership.next_generation(situation)
         if isinstance(decision, Change):

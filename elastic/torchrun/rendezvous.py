@@ -92,12 +92,8 @@ class EtcdRendezvousHandler(RendezvousHandler):
         self._party.active = generation
         place = generation.node_of(self._party.node, self._party.incarnation)
         assert place is not None
-        return RendezvousInfo(
-            store,
-            generation.nodes.index(place),
-            len(generation.nodes),
-            RendezvousStoreInfo(generation.store_host, generation.store_port),
-        )
+        bootstrap = RendezvousStoreInfo(generation.store_host, generation.store_port)
+        return RendezvousInfo(store, generation.nodes.index(place), len(generation.nodes), bootstrap)
 
     def num_nodes_waiting(self) -> int:
         """Above 0 when the workers must be restarted: for new nodes, and for a lost node or worker.

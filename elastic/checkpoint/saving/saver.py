@@ -352,20 +352,15 @@ class Saver:
         if result.error:
             self.fail(result.generation, result.step, result.error)
             return
-        last = self.last
+        last, rules = self.last, self.rules
         last.generation, last.step = result.generation, result.step
         last.wall_s, last.seconds = time.time(), result.seconds
         last.failing = FailuresInRow()
         self.report(Saved(result.generation, result.step, result.path, result.seconds, result.notes))
-        if self.rules.remote and copies:
-            order = orders.CopyUp(
-                path=result.path,
-                url=self.rules.remote,
-                keep=self.rules.keep,
-                keep_every_steps=self.rules.keep_every_steps,
-            )
+        if rules.remote and copies:
+            keep, every = rules.keep, rules.keep_every_steps
             try:
-                self.writer.submit(order)
+                self.writer.submit(orders.CopyUp(path=result.path, url=rules.remote, keep=keep, keep_every_steps=every))
             except (Busy, OSError) as error:
                 self._copy_failed(result.generation, result.step, str(error))
 
