@@ -119,22 +119,16 @@ class ManagedWorker:
         self._trains = False
         """The script's `train` runs: this rank may take part in a step."""
         snapshots = settings.snapshots != "off"
-        self._disk = (
-            Disk(settings.checkpoint_dir, settings.job, settings.checkpoint_remote) if settings.checkpoint_dir else None
-        )
+        self._disk: Disk | None = None
+        if settings.checkpoint_dir:
+            self._disk = Disk(settings.checkpoint_dir, settings.job, settings.checkpoint_remote)
         self._snapshots = AgentSnapshots(session, keep_newest=sharded, required=settings.snapshots == "required")
-        self._checkpoint_scheduler = (
-            CheckpointScheduler(
-                self._snapshots,
-                IntervalRule(every_steps=settings.checkpoint_every_steps, every_s=settings.checkpoint_every_s)
-                if self._disk
-                else None,
-                shared=settings.checkpoint_shared,
-                snapshots=snapshots,
+        self._checkpoint_scheduler: CheckpointScheduler | None = None
+        if self._disk or snapshots:
+            rule = IntervalRule(every_steps=settings.checkpoint_every_steps, every_s=settings.checkpoint_every_s)
+            self._checkpoint_scheduler = CheckpointScheduler(
+                self._snapshots, rule if self._disk else None, shared=settings.checkpoint_shared, snapshots=snapshots
             )
-            if self._disk or snapshots
-            else None
-        )
 
     def run(self) -> State:
         try:
@@ -169,7 +163,7 @@ class ManagedWorker:
             # threads of its pool.
             torch.set_num_threads(torch.get_num_threads())
         else:
-            self._build(job)
+            self._state = build(self._setup, job)
         session.beat(Doing.WAITING)
         session.send(messages.Ready())
         try:
@@ -340,7 +334,7 @@ class ManagedWorker:
             self._build_in_group(job, form, anew=True)
         elif self._state.established or not self._state.clean():
             self._drop(job)
-            self._build(job)
+            self._state = build(self._setup, job)
         self._state.to(job.device)
         return self._synchronise(job, form)
 
@@ -372,10 +366,6 @@ class ManagedWorker:
         finally:
             if store:
                 store.close()
-
-    def _build(self, job: Job) -> None:
-        """Run `setup`."""
-        self._state = build(self._setup, job)
 
     def _tell_protection(self, form: messages.Form, synced: SyncResult) -> None:
         """Say, once and before the first step, what a failure costs this job if it is sharded, and the memory that this
@@ -461,7 +451,7 @@ class ManagedWorker:
         try:
             self._session.beat(Doing.STARTING)
             with self._groups.recorded(state_is_there=self._state_is_there and not anew):
-                self._build(job)
+                self._state = build(self._setup, job)
             self._session.beat(Doing.SYNCING)
         except (RuntimeError, ValueError) as error:
             if form.world_size >= before or self._session.over(form.generation) or is_communication_error(error):

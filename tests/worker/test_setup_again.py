@@ -11,7 +11,7 @@ import torch
 from elastic.contract.worker import messages
 from elastic.contract.worker.worker_config import WorkerConfig
 from elastic.worker import run
-from elastic.worker.job.job import Job
+from elastic.worker.job.job import Job, build
 from elastic.worker.state.state import State
 from elastic.worker.state.state_source import StateLostError
 
@@ -37,7 +37,7 @@ def test_setup_that_fails_the_second_time_is_named_also_where_the_generation_is_
     worker = run.ManagedWorker(session, setup, lambda job, state: None, settings)
     monkeypatch.setattr(worker, "_group_kind", MagicMock())
     job = Job(name="j", device=torch.device("cpu"), local_rank=0, link=worker._link)
-    worker._build(job)
+    worker._state = build(worker._setup, job)
     worker._state.establish(1)
     form = messages.Form(
         generation=1, rank=0, world_size=2, local_rank=0, local_world_size=2, group_rank=0, group_world_size=1,
