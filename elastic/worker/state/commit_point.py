@@ -152,9 +152,7 @@ class CommitPoint:
         for name, kept in self._rests.items():
             rest = now[name]
             value = isinstance(self._parts[name], ValuePart)  # its tensors are other objects only if they were set
-            if (kept is None) != (rest is None) or (
-                kept is not None and rest is not None and not kept.same(rest, wait=value)
-            ):
+            if not (kept is rest if kept is None or rest is None else kept.same(rest, wait=value)):
                 return name
         return None
 

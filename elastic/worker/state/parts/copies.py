@@ -116,16 +116,16 @@ class Copy:
         elif self.raw is None or pickler.unusual:
             self.tree = encode(value, path, self._named, codecs)
         self.tensors = pickler.tensors if self.raw is not None else list(self._named.values())
-        kept = dict(zip(map(id, before.tensors), before.saved, strict=True)) if before is not None else {}
-        marks = dict(zip(map(id, before.tensors), before.marks, strict=True)) if before is not None else {}
+        was = zip(before.tensors, before.saved, before.marks, strict=True) if before is not None else ()
+        kept = {id(tensor): (saved, then) for tensor, saved, then in was}
         self.marks: list[Mark] = [mark(tensor) for tensor in self.tensors]
         self.saved: list[torch.Tensor | None] = []
         for tensor, now in zip(self.tensors, self.marks, strict=True):
             if watched(tensor):
                 self.saved.append(None)
                 continue
-            old = kept.get(id(tensor))
-            still = old is not None and marks[id(tensor)] == now and counted(tensor)
+            old, then = kept.get(id(tensor), (None, None))
+            still = old is not None and then == now and counted(tensor)
             self.saved.append(old if still else tensor.detach().clone())
 
     def same(self, other: Copy, *, wait: bool = True) -> bool:
