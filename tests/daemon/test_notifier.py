@@ -121,11 +121,12 @@ def test_redirect_is_a_failure_and_is_not_followed(receiver: Receiver) -> None:
     assert len(receiver.got) == 1
 
 
-def test_closed_port_and_a_silent_receiver_are_failures() -> None:
+def test_closed_port_and_a_silent_receiver_are_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notifier, "DEADLINE_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"http://127.0.0.1:{server.getsockname()[1]}/"
         with pytest.raises(NotSent, match="timed out") as error:
-            Webhook(url, deadline_s=0.1).send(BODY)
+            Webhook(url).send(BODY)
         assert error.value.again
     with pytest.raises(NotSent, match="refused"):
         Webhook(url).send(BODY)
@@ -147,7 +148,10 @@ def test_receiver_that_speaks_no_http_is_a_failure() -> None:
         thread.join()
 
 
-def test_receiver_whose_answer_never_ends_holds_up_one_attempt_until_its_deadline() -> None:
+def test_receiver_whose_answer_never_ends_holds_up_one_attempt_until_its_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(notifier, "DEADLINE_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as server:
         enough = threading.Event()
 
@@ -160,7 +164,7 @@ def test_receiver_whose_answer_never_ends_holds_up_one_attempt_until_its_deadlin
 
         thread = threading.Thread(target=drip)
         thread.start()
-        webhook = Webhook(f"http://127.0.0.1:{server.getsockname()[1]}/", deadline_s=0.2)
+        webhook = Webhook(f"http://127.0.0.1:{server.getsockname()[1]}/")
         for _ in range(2):
             with pytest.raises(NotSent, match="no whole answer") as error:
                 webhook.send(BODY)
@@ -201,10 +205,13 @@ def test_command_that_vanished_after_the_start_is_a_failure(tmp_path: pathlib.Pa
         command.send(BODY)
 
 
-def test_command_is_killed_at_its_deadline_with_its_children(tmp_path: pathlib.Path) -> None:
+def test_command_is_killed_at_its_deadline_with_its_children(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notifier, "DEADLINE_S", 0.5)
     program = script(tmp_path, f"sleep 60 & echo $! > {tmp_path}/child; wait")
     with pytest.raises(NotSent, match=r"killed after 0\.5 s"):
-        Command([program], deadline_s=0.5).send(BODY)
+        Command([program]).send(BODY)
     child = int((tmp_path / "child").read_text())
     eventually(lambda: not _lives(child), 5.0, "the child is killed too")
 

@@ -15,7 +15,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -53,9 +53,8 @@ class NotSent(Exception):
 class Webhook:
     name = "webhook"
 
-    def __init__(self, url: str, deadline_s: float = DEADLINE_S) -> None:
+    def __init__(self, url: str) -> None:
         self._url = url
-        self._deadline_s = deadline_s
         self._opener = urllib.request.build_opener(_NoRedirect())
         self._late: threading.Thread | None = None
 
@@ -70,10 +69,10 @@ class Webhook:
             thread.start()
         except RuntimeError as error:  # at a limit of threads
             raise NotSent(str(error), True) from None
-        thread.join(self._deadline_s)
+        thread.join(DEADLINE_S)
         if thread.is_alive():
             self._late = thread
-            raise NotSent(f"timed out: no whole answer within {self._deadline_s:g} s", True)
+            raise NotSent(f"timed out: no whole answer within {DEADLINE_S:g} s", True)
         if refused:
             raise refused[0]
 
@@ -81,7 +80,7 @@ class Webhook:
         headers = {"Content-Type": "application/json", "User-Agent": "elasticd"}
         request = urllib.request.Request(self._url, data=body, headers=headers, method="POST")
         try:
-            with self._opener.open(request, timeout=self._deadline_s):
+            with self._opener.open(request, timeout=DEADLINE_S):
                 pass
         except urllib.error.HTTPError as error:
             with error:
@@ -112,9 +111,8 @@ def _response_excerpt(error: urllib.error.HTTPError) -> str:
 class Command:
     name = "command"
 
-    def __init__(self, argv: Sequence[str], deadline_s: float = DEADLINE_S) -> None:
+    def __init__(self, argv: Sequence[str]) -> None:
         self._argv = list(argv)
-        self._deadline_s = deadline_s
 
     def send(self, body: bytes) -> None:
         environment = {name: value for name in PASSED_ON if (value := os.environ.get(name)) is not None}
@@ -126,13 +124,13 @@ class Command:
         except OSError as error:
             raise NotSent(f"{self._argv[0]}: {error.strerror}", False) from None
         try:
-            process.communicate(body + b"\n", self._deadline_s)
+            process.communicate(body + b"\n", DEADLINE_S)
         except subprocess.TimeoutExpired:
             with contextlib.suppress(PermissionError):  # it has become another user's
                 os.killpg(process.pid, signal.SIGKILL)  # not reaped yet, so the id is still its own
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(KILLED_S)
-            raise NotSent(f"{self._argv[0]}: killed after {self._deadline_s:g} s", False) from None
+            raise NotSent(f"{self._argv[0]}: killed after {DEADLINE_S:g} s", False) from None
         if process.returncode:
             how = f"exit code {process.returncode}" if process.returncode > 0 else f"signal {-process.returncode}"
             raise NotSent(f"{self._argv[0]}: {how}", False)
@@ -161,7 +159,8 @@ class Notifier:
     pauses_s: Sequence[float] = PAUSES_S
 
     def __post_init__(self) -> None:
-        self._receivers = [_Receiver(channel, self.log, self.pauses_s) for channel in self.channels]
+        self._lost: Counter[str] = Counter()
+        """Of each channel that does not work now: an outage is logged when it begins and when it is over."""
         self._memory = Memory(time.time())
         self._pending: deque[Occurrence] = deque(maxlen=PENDING)
 
@@ -175,40 +174,31 @@ class Notifier:
             self.log.warning("notify.dropped", lost=excess, why=f"more than {PENDING} were waiting")
         if self._pending:
             body = as_json(self._pending.popleft(), self.cluster, self.node)
-            for receiver in self._receivers:
-                receiver.deliver(body, self.closed)
+            for channel in self.channels:
+                self._deliver(channel, body)
         return 0.0 if self._pending else LOOK_EVERY_S
 
-
-class _Receiver:
-    """One channel, and whether it works: an outage is logged when it begins and when it is over."""
-
-    def __init__(self, channel: Channel, log: Log, pauses_s: Sequence[float]) -> None:
-        self._channel = channel
-        self._log = log
-        self._pauses_s = pauses_s
-        self._lost = 0
-
-    def deliver(self, body: Mapping[str, Any], closed: threading.Event) -> None:
+    def _deliver(self, channel: Channel, body: Mapping[str, Any]) -> None:
         import tenacity
 
-        pauses_s = () if self._lost else self._pauses_s
+        lost = self._lost[channel.name]
+        pauses_s = () if lost else self.pauses_s
         attempts = tenacity.Retrying(
             retry=tenacity.retry_if_exception(lambda error: isinstance(error, NotSent) and error.again),
             stop=tenacity.stop_any(
-                tenacity.stop_after_attempt(len(pauses_s) + 1), tenacity.stop_when_event_set(closed)
+                tenacity.stop_after_attempt(len(pauses_s) + 1), tenacity.stop_when_event_set(self.closed)
             ),
             wait=tenacity.wait_chain(*map(tenacity.wait_fixed, pauses_s)) if pauses_s else tenacity.wait_none(),
-            sleep=tenacity.sleep_using_event(closed),
+            sleep=tenacity.sleep_using_event(self.closed),
             reraise=True,
         )
         try:
-            attempts(self._channel.send, json.dumps(body).encode())
+            attempts(channel.send, json.dumps(body).encode())
         except NotSent as error:
-            if not self._lost:
-                self._log.error("notify.failed", way=self._channel.name, id=body["id"], error=masked_text(str(error)))
-            self._lost += 1
+            if not lost:
+                self.log.error("notify.failed", way=channel.name, id=body["id"], error=masked_text(str(error)))
+            self._lost[channel.name] += 1
             return
-        if self._lost:
-            self._log.info("notify.back", way=self._channel.name, lost=self._lost)
-        self._lost = 0
+        if lost:
+            self.log.info("notify.back", way=channel.name, lost=lost)
+        self._lost[channel.name] = 0

@@ -92,10 +92,9 @@ def _follow(h: Request, tail: Tail, query: Query, job: str, submission: str | No
     reported, waits = _incident_messages(published.now, job), Waits(job)
     progress = ProgressReports(job) if request.flag(query, "progress") else None
     while follow and h.still_there() and not _name_is_reused(published.now, job, submission):
-        if note := waits.look(published.now, time.monotonic()):
-            h.stream({"note": note})
+        waited = waits.look(published.now, time.monotonic())
         before, reported = reported, _incident_messages(published.now, job)
-        for note in new_messages(before, reported):
+        for note in filter(None, (waited, *new_messages(before, reported))):
             h.stream({"note": note})
         if progress and (row := progress.look(published.now, time.monotonic())):
             h.stream({"progress": msgspec.to_builtins(row)})
