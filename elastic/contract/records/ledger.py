@@ -15,6 +15,7 @@ import enum
 import msgspec
 
 from elastic.contract.numbers import Int
+from elastic.contract.structs import replace
 
 
 class Bucket(enum.StrEnum):
@@ -103,7 +104,7 @@ def advance(ledger: Ledger, before: Seen, after: Seen, now_ms: int, stall_ms: in
     passed_ms = max(0, now_ms - ledger.until_ms)
     spent_ms = passed_ms * before.ranks
     stepping = before.bucket is Bucket.STEPPING
-    ledger = msgspec.structs.replace(
+    ledger = replace(
         ledger,
         until_ms=ledger.until_ms + passed_ms,
         wall_ms=ledger.wall_ms + passed_ms,
@@ -132,7 +133,7 @@ def _settled(ledger: Ledger, before: Seen, after: Seen) -> Ledger:
 
 def _uncounted(ledger: Ledger) -> Ledger:
     """What is open is stepping, unless the script turns out to commit its steps."""
-    return _close(msgspec.structs.replace(ledger, plain_ms=ledger.plain_ms + ledger.open_ms), Bucket.STEPPING)
+    return _close(replace(ledger, plain_ms=ledger.plain_ms + ledger.open_ms), Bucket.STEPPING)
 
 
 def _called(ledger: Ledger) -> Ledger:
@@ -140,7 +141,7 @@ def _called(ledger: Ledger) -> Ledger:
     stepping_ms = ledger.ranks_ms.get(Bucket.STEPPING, 0)
     plain_ms = min(ledger.plain_ms, stepping_ms)
     ranks_ms = {name: spent_ms for name, spent_ms in ledger.ranks_ms.items() if name != Bucket.STEPPING}
-    called = msgspec.structs.replace(ledger, ranks_ms=ranks_ms, plain_ms=0, open_ms=0, stall_ms=0)
+    called = replace(ledger, ranks_ms=ranks_ms, plain_ms=0, open_ms=0, stall_ms=0)
     return _booked(_booked(called, Bucket.STEPPING, stepping_ms - plain_ms), Bucket.SETUP, plain_ms + ledger.open_ms)
 
 
@@ -156,25 +157,19 @@ def _committed(ledger: Ledger, before: int, after: int, ranks: int) -> Ledger:
     each_s, stalls = trained_ms / ranks / (after - before) / 1000, ledger.stalls
     if stall_ms >= ranks:
         stalls = stalls.with_more(STALL_S, stall_ms / ranks / 1000, 1, stall_ms // ranks)
-    return msgspec.structs.replace(
-        ledger,
-        open_ms=0,
-        stall_ms=0,
-        step=max(ledger.step, after),
-        steps=ledger.steps.with_more(STEP_S, each_s, after - before, trained_ms // ranks),
-        stalls=stalls,
-    )
+    steps = ledger.steps.with_more(STEP_S, each_s, after - before, trained_ms // ranks)
+    return replace(ledger, open_ms=0, stall_ms=0, step=max(ledger.step, after), steps=steps, stalls=stalls)
 
 
 def _close(ledger: Ledger, bucket: Bucket) -> Ledger:
-    return msgspec.structs.replace(_booked(ledger, bucket, ledger.open_ms), open_ms=0, stall_ms=0)
+    return replace(_booked(ledger, bucket, ledger.open_ms), open_ms=0, stall_ms=0)
 
 
 def _booked(ledger: Ledger, bucket: Bucket, spent_ms: int) -> Ledger:
     if spent_ms <= 0:
         return ledger
     booked = ledger.ranks_ms
-    return msgspec.structs.replace(ledger, ranks_ms={**booked, bucket.value: booked.get(bucket.value, 0) + spent_ms})
+    return replace(ledger, ranks_ms={**booked, bucket.value: booked.get(bucket.value, 0) + spent_ms})
 
 
 def shares(ledger: Ledger) -> dict[str, float]:
