@@ -270,50 +270,37 @@ class Saver:
         self._look_for_kept()
         if not message.save:
             return
-        if self.rules.shared and (why := self.apart()):  # nothing is written that no node could commit
-            self._free(slot, message.step, message.buffer, str(why))
+        generation, step, rules = message.generation, message.step, self.rules
+        if rules.shared and (why := self.apart()):  # nothing is written that no node could commit
+            self._free(slot, step, message.buffer, str(why))
             if lead:
-                self.fail(message.generation, message.step, why)
+                self.fail(generation, step, why)
             return
-        buffers.to_disk[message.buffer] = (message.generation, message.step)
+        buffers.to_disk[message.buffer] = (generation, step)
         if copies:
-            self._to_copy = (message.generation, message.step)
+            self._to_copy = (generation, step)
         try:
             order = orders.Write(
-                directory=self.rules.dir,
-                job=self.job,
-                step=message.step,
-                generation=message.generation,
-                alone=not self.rules.shared,
+                directory=rules.dir, job=self.job, step=step, generation=generation, alone=not rules.shared
             )
             ticket = self.writer.submit(order, buffers.arenas[message.buffer])
         except (Busy, OSError) as error:
-            self.fail(message.generation, message.step, str(error))
-            self._free(slot, message.step, message.buffer, str(error))
+            self.fail(generation, step, str(error))
+            self._free(slot, step, message.buffer, str(error))
             return
-        self._writes[ticket] = (slot, message.step, message.buffer)
-        if lead and (message.generation, message.step) not in self._committing:
+        self._writes[ticket] = (slot, step, message.buffer)
+        if lead and (generation, step) not in self._committing:
+            commit = orders.Commit(
+                directory=rules.dir, job=self.job, step=step, generation=generation, shards=message.shards,
+                world_size=world_size, versions=self._versions, keep=rules.keep,
+                keep_every_steps=rules.keep_every_steps,
+            )  # fmt: skip
             try:
-                self._commit(message, world_size, copies)
+                self.writer.submit(commit)
+                self._committing[generation, step] = copies
             except (Busy, OSError) as error:
                 # The buffer is freed when its write has ended.
-                self.fail(message.generation, message.step, reason(Code.NOT_ORDERED, str(error)))
-
-    def _commit(self, message: messages.Filled, world_size: int, copies: bool) -> None:
-        self.writer.submit(
-            orders.Commit(
-                directory=self.rules.dir,
-                job=self.job,
-                step=message.step,
-                generation=message.generation,
-                shards=message.shards,
-                world_size=world_size,
-                versions=self._versions,
-                keep=self.rules.keep,
-                keep_every_steps=self.rules.keep_every_steps,
-            )
-        )
-        self._committing[message.generation, message.step] = copies
+                self.fail(generation, step, reason(Code.NOT_ORDERED, str(error)))
 
     # ── results from the writer ─────────────────────────────────────────────────────────────────────────────
 
@@ -340,9 +327,8 @@ class Saver:
 
     def _free(self, slot: int, step: int, buffer: int, error: str, seconds: float = 0.0) -> None:
         if buffers := self._slots.get(slot):
-            self.tell(
-                buffers.worker_id, messages.SaveResult(step=step, buffer=buffer, error=error, seconds=seconds), ()
-            )
+            result = messages.SaveResult(step=step, buffer=buffer, error=error, seconds=seconds)
+            self.tell(buffers.worker_id, result, ())
 
     def _committed(self, result: orders.Result) -> None:
         copies = self._committing.pop((result.generation, result.step), True)
