@@ -18,9 +18,12 @@ JOB = {"name": "j", "script": "/t.py"}
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"workers_per_node": 10**18}, "workers_per_node = 1000000000000000000: a number from 1 to 1024, or 'auto'"),
-        ({"workers_per_node": "many"}, "workers_per_node = 'many': a number from 1 to 1024, or 'auto'"),
-        ({"workers_per_node": 10**30}, "a number from 1 to 1024"),
+        (
+            {"workers_per_node": 10**18},
+            "workers_per_node = 1000000000000000000: a whole number from 1 to 1024, or 'auto'",
+        ),
+        ({"workers_per_node": "many"}, "workers_per_node = 'many': a whole number from 1 to 1024, or 'auto'"),
+        ({"workers_per_node": 10**30}, "a whole number from 1 to 1024"),
         ({"on_loss": "x"}, "on_loss = 'x': 'wait' or 'shrink'"),
         ({"backend": 7}, "backend = 7: 'auto', 'gloo' or 'nccl'"),
         ({"standby": -1}, "standby = -1: a whole number from 0 to 8"),

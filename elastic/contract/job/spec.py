@@ -154,7 +154,7 @@ class JobSpec(SpecTable, frozen=True, kw_only=True):
     that have done their imports (and `setup`, where it needs no group), but no ranks. One takes the place of a lost or
     drained node at once, which else waits for the loss to be sure, and for an agent and workers to start."""
 
-    workers_per_node: int | Literal["auto"] = "auto"
+    workers_per_node: Annotated[int, msgspec.Meta(ge=1, le=MAX_WORKERS_PER_NODE)] | Literal["auto"] = "auto"
     """Workers on each node; 'auto': one per GPU, else one per CPU slot."""
 
     backend: Literal["auto", "gloo", "nccl"] = "auto"
@@ -238,14 +238,6 @@ def node_range(text: str) -> tuple[int, int]:
     return least, most
 
 
-def _workers_complaint(workers: object) -> str:
-    if workers == "auto" or not isinstance(workers, str | int) or isinstance(workers, bool):
-        return ""  # what is neither a text nor a number is refused by its type
-    if isinstance(workers, int) and 1 <= workers <= MAX_WORKERS_PER_NODE:
-        return ""
-    return f"workers_per_node = {workers!r}: a number from 1 to {MAX_WORKERS_PER_NODE}, or 'auto'"
-
-
 _CHECKS: tuple[tuple[Callable[[JobSpec], object], Callable[[JobSpec], str]], ...] = (
     (lambda s: sum(map(bool, (s.script, s.module, s.program))) != 1,
      lambda s: f"script = {s.script!r}, module = {s.module!r}, program = {s.program!r}: give exactly one of them"),
@@ -268,8 +260,7 @@ _CHECKS: tuple[tuple[Callable[[JobSpec], object], Callable[[JobSpec], str]], ...
 def parse_job(raw: Mapping[str, Any]) -> JobSpec:
     """Validate a job's description (as read from TOML or JSON). Raises InvalidSpec."""
     refuse_unknown(JobSpec, raw)
-    wrong = environment_complaint(env) if isinstance(env := raw.get("env"), Mapping) else ""
-    if wrong := wrong or _workers_complaint(raw.get("workers_per_node", "auto")):
+    if isinstance(env := raw.get("env"), Mapping) and (wrong := environment_complaint(env)):
         raise InvalidSpec(wrong)
     try:
         spec = msgspec.convert(raw, JobSpec)
