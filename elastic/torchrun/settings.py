@@ -8,11 +8,12 @@ import os
 import re
 import stat
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
 from elastic.contract.agent_files import EtcdAccess
+from elastic.contract.job.field_words import explained
 from elastic.contract.keys import NAME, check_name
 
 if TYPE_CHECKING:
@@ -27,16 +28,16 @@ class Conf(msgspec.Struct, frozen=True, kw_only=True):
     cluster: str = "torchrun"
     """First part of the keys in etcd; runs with the same id in different clusters do not meet."""
 
-    timeout: float = 600.0
+    timeout: Annotated[float, msgspec.Meta(gt=0)] = 600.0
     """Seconds to wait for enough nodes. torchrun always sets it (to 900, unless told)."""
 
-    join_timeout: float = 0.0
+    join_timeout: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     """The same under torch's other name; above 0 it takes precedence over `timeout`."""
 
-    last_call_timeout: float = 1.0
+    last_call_timeout: Annotated[float, msgspec.Meta(ge=0)] = 1.0
     """Seconds to wait for more nodes once the minimum is reached, and for more new nodes after the first."""
 
-    read_timeout: float = 60.0
+    read_timeout: Annotated[float, msgspec.Meta(gt=0)] = 60.0
     """Time-out of the agents' store, in seconds."""
 
     lease_ttl: float = 5.0
@@ -113,14 +114,8 @@ def parse_conf(raw: Mapping[str, Any]) -> Conf:
     try:
         conf = msgspec.convert(dict(raw), Conf, strict=False)
     except msgspec.ValidationError as error:
-        raise ValueError(f"--rdzv-conf: {error}") from None
+        raise ValueError(f"--rdzv-conf {explained(error, Conf, raw)}") from None
     check_name("--rdzv-conf cluster", conf.cluster)
-    for name in ("timeout", "read_timeout"):
-        if getattr(conf, name) <= 0:
-            raise ValueError(f"--rdzv-conf {name}={getattr(conf, name):g}: must be above 0")
-    for name in ("join_timeout", "last_call_timeout"):
-        if getattr(conf, name) < 0:
-            raise ValueError(f"--rdzv-conf {name}={getattr(conf, name):g}: must not be negative")
     if conf.lease_ttl < 2:
         raise ValueError(f"--rdzv-conf lease_ttl={conf.lease_ttl:g}: etcd grants no less than 2")
     if bool(conf.user) != bool(conf.password_file):

@@ -43,9 +43,9 @@ def test_strings_become_numbers_and_names_reach_etcd(tmp_path: Path) -> None:
     [
         ({"last_call_timout": "3"}, "did you mean 'last_call_timeout'"),
         ({"nonsense": "3"}, "known: .*lease_ttl"),
-        ({"timeout": "soon"}, "timeout"),
-        ({"timeout": "0"}, "above 0"),
-        ({"last_call_timeout": "-1"}, "negative"),
+        ({"timeout": "soon"}, "timeout = 'soon': a number above 0"),
+        ({"timeout": "0"}, "timeout = '0': a number above 0"),
+        ({"last_call_timeout": "-1"}, "last_call_timeout = '-1': a number from 0"),
         ({"lease_ttl": "1"}, "no less than 2"),
         ({"cluster": "Lab/1"}, "cluster"),
         ({"user": "me"}, "belong together"),
