@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import os
 import re
@@ -14,6 +13,7 @@ import msgspec
 
 from elastic.contract.agent_files import EtcdAccess
 from elastic.contract.job.field_words import explained
+from elastic.contract.job.spec import refuse_unknown
 from elastic.contract.keys import NAME, check_name
 
 if TYPE_CHECKING:
@@ -105,12 +105,7 @@ def settings(params: RendezvousParameters) -> TorchrunSettings:
 
 def parse_conf(raw: Mapping[str, Any]) -> Conf:
     """Numbers arrive as strings. Raises ValueError for an unknown name or an invalid value."""
-    names = {field.name for field in msgspec.structs.fields(Conf)}
-    for name in raw:
-        if name not in names:
-            near = difflib.get_close_matches(name, names, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(names))}"
-            raise ValueError(f"--rdzv-conf {name}={raw[name]}: no such setting; {hint}")
+    refuse_unknown(Conf, raw, "--rdzv-conf ")
     try:
         conf = msgspec.convert(dict(raw), Conf, strict=False)
     except msgspec.ValidationError as error:
