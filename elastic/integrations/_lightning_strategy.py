@@ -25,7 +25,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 
 from elastic.contract.timeouts import QUIET_S
 from elastic.worker.data.samplers import drawn
-from elastic.worker.data.seeds import seed_everything
+from elastic.worker.data.seeds import seed_everything, seed_turn, word
 from elastic.worker.job.job import Job
 from elastic.worker.link.misuse import MisuseValueError
 from elastic.worker.run import run
@@ -288,7 +288,7 @@ class _EpochLoop(_TrainingEpochLoop):
             self._finish_batch(late, data_fetcher)
             return
         before = self.batch_progress.total.ready
-        seed_everything(strategy.seed, 1, before, trainer.global_rank)
+        seed_turn(word(strategy.seed, 1, before, trainer.global_rank))
         with _shadowed(late, "on_train_batch_end", lambda *_, **__: None):  # `_finish_batch` has their part
             super().advance(data_fetcher)
         if self.batch_progress.total.ready > before:  # else it has only found its place in a file's counters

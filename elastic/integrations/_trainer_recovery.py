@@ -20,7 +20,7 @@ import xxhash
 from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import ExportableState
 
-from elastic.worker.data.seeds import seed_everything
+from elastic.worker.data.seeds import seed_turn, word
 from elastic.worker.job.job import Job
 from elastic.worker.link.misuse import MisuseTypeError
 
@@ -187,7 +187,7 @@ class Recovery(TrainerCallback):  # type: ignore[misc]
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         run = self.trainer._run
         if run is not None:
-            seed_everything(args.seed, 1, state.global_step, run.job.rank)
+            seed_turn(word(args.seed, 1, state.global_step, run.job.rank))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
         """Do again what follows a commit: logs, evaluation, checkpoint, and the end of the epoch."""

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 import elastic
-from elastic.worker.data.seeds import seed_everything
+from elastic.worker.data.seeds import seed_turn, word
 from elastic.worker.job.job import Job
 from elastic.worker.link.misuse import MisuseRuntimeError, MisuseValueError
 
@@ -137,7 +137,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 f"the loop over the training data was left within step {step}, which has {steps.parts} batches: leave "
                 "it where accelerator.sync_gradients is true, after accelerator.commit(loss)"
             )
-        seed_everything(self._seed, 1, step, self._job.rank, part)
+        seed_turn(word(self._seed, 1, step, self._job.rank, part))
         if self._weigh or not size:
             self._scale = size * steps.parts * steps.world_size / steps.whole(step).size
         else:

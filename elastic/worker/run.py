@@ -291,6 +291,7 @@ class ManagedWorker:
         state.begin()
         with kept_group():
             self._trains = True
+            job.generators.enter()
             self._train(job, state)
             self._trains = False
         job.left(state)

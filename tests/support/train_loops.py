@@ -130,6 +130,7 @@ def train(job, state):
         state.model[0].weight.register_hook(lambda gradient: gradient * 0.5)
         state.model[1].register_forward_hook(lambda module, inputs, output: output * 0.9)
         state.optimizer.register_step_post_hook(lambda optimizer, args, kwargs: state.model[2].weight.data.mul_(0.99))
+    noise = torch.randn(16, 1)  # drawn before the loop: the same at each entry
     while LOOP == "closure" and state.step < STEPS:
         x = torch.randn(8, 6, generator=torch.Generator().manual_seed(2 * state.step + job.rank))
         with contextlib.suppress(Exception):
@@ -140,6 +141,8 @@ def train(job, state):
     for end in {"late": range(10, STEPS + 1, 10), "epochs": ()}.get(LOOP, [STEPS]):
         for batch in job.batches(Sums(), state, batch_size=16, steps=end):
             with contextlib.suppress(Exception if LOOP == "skips" else ()):
+                if LOOP == "calls":
+                    batch.x.add_(noise[: len(batch.x)])
                 loss = turn(job, state, model, other, optimizer, batch)
                 job.commit(state, loss=loss)
         if LOOP == "late":

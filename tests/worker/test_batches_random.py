@@ -83,6 +83,7 @@ def test_a_collate_function_draws_as_ever() -> None:
 def test_a_dataset_that_draws_nothing_is_not_seeded_for_each_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     seeds: list[int] = []
     monkeypatch.setattr(reading, "seed_from", seeds.append)
+    monkeypatch.setattr(reading, "seed_turn", seeds.append)
     read(Drawing(KINDS["never"]), seeded=False)
     assert len(seeds) == 1 + 2 * COUNT // BATCH, "for the first sample, which is looked at closely, and for each step"
 

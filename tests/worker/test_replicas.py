@@ -134,6 +134,8 @@ def train(job: Job, how: str, steps: int, backend: NoBackend | None = None) -> S
     if how == "frozen for good":
         state.criterion.requires_grad_(False)
     for number in range(steps):
+        if how.endswith("a rate of its own"):
+            state.optimizer.param_groups[0]["lr"] = 0.01 / (1 + job.rank)
         if how.startswith("unfrozen"):
             criterion = nn.Identity()
             if number == 2:
@@ -215,6 +217,13 @@ def test_where_nothing_is_known_to_exchange_gradients_it_is_said_once(how: str, 
     assert first[:2] == second[:2] == ["", 5]
     assert first[2].count(said) == first[2].count("elastic:") == 1
     assert second[2] == ""
+
+
+@pytest.mark.slow
+def test_a_rate_that_each_rank_sets_by_itself_is_refused() -> None:
+    for error, _, _ in run_ranks(on_ranks, world_size=2, how="wrapped, a rate of its own", steps=3):
+        assert "state.optimizer.param_groups[0]['lr'] is not the same on each rank after step 1" in error
+        assert "State(…, scheduler=…)" in error
 
 
 @pytest.mark.slow

@@ -78,7 +78,7 @@ class Replicas:
             return unlike_here if _unlike(everyone) else 0, unlike_here if _drifted(everyone) else 0
         unexchanged = _unexchanged(state, self._gradients.exchanged)
         only_warned = {**_values(self._window(state)), **({} if self._warned_plain else _plain(state))}
-        return _digest({**_values(unexchanged), **_table(state)}), _digest(only_warned)
+        return _digest({**_values(unexchanged), **_table(state), **_rates(state)}), _digest(only_warned)
 
     def refuse(self, state: State, *, rank: int, world_size: int, step: int) -> None:
         """The digests of `state` differ. All ranks call. Raises RuntimeError, the same on all, that names what differs;
@@ -94,7 +94,9 @@ class Replicas:
         table = _differing(_table(state), rank, world_size)
         drift = values if values.names else _differing(_values(self._window(state)), rank, world_size, unexchanged)
         # State that a rank lacks may be that of parameters which it has not stepped yet: their values then differ too.
-        if table.names and (table.unlike or not values.own):
+        if (rates := _differing(_rates(state), rank, world_size)).names:
+            text, error = rates.text(RATES, step), self._gradients.exchanges
+        elif table.names and (table.unlike or not values.own):
             reason = SHARDED + STEPPED_ON_SOME * (not table.unlike)
             text, error = table.text(reason, step), table.unlike or self._gradients.exchanges
         elif values.own:
@@ -109,9 +111,9 @@ class Replicas:
         else:
             return
         if error and not self._only_say:
-            raise RuntimeError(text)
+            raise MisuseRuntimeError(text)
         self._warned_drift = True
-        self._warned = bool(table.names or values.own)
+        self._warned = bool(rates.names or table.names or values.own)
         if rank == 0:
             print(f"elastic: {text}", file=sys.stderr, flush=True)
 
@@ -127,7 +129,11 @@ class Replicas:
         # Over a mesh of one rank nothing is exchanged: each rank that holds the whole trains it for itself.
         alone = {name: local(param) for name, param in parts.items() if mesh_size(param) == 1}
         exchanged = {name: local(param) for name, param in parts.items() if name not in alone}
-        alike = {**_table(state), **_values({**_unexchanged(state, self._gradients.exchanged), **frozen})}
+        alike = {
+            **_table(state),
+            **_rates(state),
+            **_values({**_unexchanged(state, self._gradients.exchanged), **frozen}),
+        }
         by_replica = {**_values({**rest, **alone}), **_plain(state)}
         drift = {} if self._warned_drift else _values(exchanged)
         return state.shard_key(), state.shard_names(), alike, by_replica, drift
@@ -135,7 +141,7 @@ class Replicas:
     def _refuse_parts(self, state: State, step: int) -> None:
         everyone = _gathered(self._parts(state))
         if unlike := _unlike(everyone):
-            message, self._warned = PARTS, True
+            message, self._warned = RATES if {*unlike.names} <= state.rates().keys() else PARTS, True
         elif unlike := _drifted(everyone):
             message, self._warned_drift = DRIFTS, True
         else:
@@ -194,6 +200,10 @@ def _table(state: State) -> Rows:
     """Of a DTensor the shape is that of the whole. Where each rank has a part, also the names of all other tensors."""
     rows = {name: f"{tensor.dtype} {list(tensor.shape)}" for name, tensor in state.optimizer_tensors()}
     return {**{info.name: "" for info in state.table()}, **rows} if state.is_sharded else rows
+
+
+def _rates(state: State) -> Rows:
+    return {name: repr(rate) for name, rate in state.rates().items()}
 
 
 def _plain(state: State) -> Rows:
@@ -296,6 +306,13 @@ DRIFTS = (
     "replaced begins with the weights of one other rank, so after a failure the weights are not those of an "
     "undisturbed run. Draw the same numbers on all ranks, or change the parameter on rank 0 and send it: "
     "job.broadcast. fingerprint_every_steps makes this a failure"
+)
+
+RATES = (
+    "state.{names} is not the same on each rank after step {step} ({ranks} from rank {other}): a rank sets it by what "
+    "it alone knows, its own loss or a counter that is lost with a process, and the weights of the ranks drift apart. "
+    "Set it by state.step, or keep what sets it in the state: State(…, scheduler=…); a metric for it: job.gather or "
+    "job.total"
 )
 
 SHARDED = (

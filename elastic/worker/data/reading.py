@@ -15,7 +15,7 @@ from elastic.worker.torch_internals import torch_private
 
 from .containers import collated
 from .draws import draws
-from .seeds import held_by, scatter, seed_from, seed_held, word
+from .seeds import held_by, scatter, seed_from, seed_held, seed_turn, word
 from .sharding import BatchPlan, SampleOrder, rank_range
 
 CPU = torch.device("cpu")
@@ -89,7 +89,7 @@ class Reader:
     def seed_loop(self, step: int) -> None:
         """Seed the generators of this process for the training loop of `step`, unless they are."""
         if self._seeded_for != step:
-            seed_from(scatter(self._loop ^ step))
+            seed_turn(scatter(self._loop ^ step))
 
     def __getitem__(self, key: int | Chosen) -> tuple[tuple[int, ...], Any]:
         if isinstance(key, Chosen):
@@ -167,7 +167,7 @@ class Reader:
             if drawn.any():
                 self._random = True
                 return samples + self._seeded(start + 1, indices[1:])
-        seed_from(scatter(self._loop ^ step))
+        seed_turn(scatter(self._loop ^ step))
         drawn.mark()
         dataset = self._dataset
         samples += [dataset[index] for index in indices[len(samples) :]]

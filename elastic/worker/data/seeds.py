@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from .draws import Draws
 from .sharding import derive
 
 _WORD = 0xFFFFFFFFFFFFFFFF
@@ -37,6 +38,52 @@ def seed_from(word: int) -> None:
     torch.default_generator.manual_seed(word)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed_all(word)
+
+
+def seed_turn(word: int) -> None:
+    """`seed_from`, for one turn of a loop: what the script draws in it depends on nothing before."""
+    Generators.seeded = True
+    seed_from(word)
+
+
+class Generators:
+    """The global generators of this process, over its entries of `train`. See `draws` for how a draw is seen."""
+
+    seeded = False
+    """Whether a loop that seeds each of its turns has begun."""
+
+    def __init__(self) -> None:
+        self._first: list[Any] = []
+        self._draws: Draws | None = None
+
+    def enter(self) -> None:
+        """`train` is entered. Where a loop seeds its turns, with the states of the first entry: what it draws before
+        that loop (an order, noise that is kept) is the same on survivors and replacements. Not where nothing seeds:
+        there each entry would draw the same batches."""
+        if not self._first:
+            on_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+            self._first = [random.getstate(), np.random.get_state(), torch.get_rng_state(), on_cuda]
+            self._draws = Draws()
+            self._draws.mark()
+        elif self.seeded:
+            python, numpy, cpu, on_cuda = self._first
+            random.setstate(python)
+            np.random.set_state(numpy)
+            torch.set_rng_state(cpu)
+            if on_cuda:
+                torch.cuda.set_rng_state_all(on_cuda)
+
+    def unseeded(self) -> str:
+        """To be asked after a step: what to say of a loop that draws and is not seeded, once."""
+        drawn, self._draws = self._draws, None
+        return UNSEEDED if drawn is not None and not self.seeded and drawn.any() else ""
+
+
+UNSEEDED = (
+    "train() draws random numbers (a shuffle, dropout) in a loop whose steps nothing seeds: after a failure its ranks "
+    "go on with other numbers than undisturbed, and a replacement with others than its predecessor. Loop over "
+    "job.batches(…), or over job.steps(range(N), state), which seed each step"
+)
 
 
 def scatter(word: int) -> int:

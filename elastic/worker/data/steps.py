@@ -21,7 +21,7 @@ from .arguments import LoopOptions
 from .batches import refuse_uncommitted
 from .reading import Reader
 from .samplers import drawn, set_epoch, whole_indices
-from .seeds import seed_everything
+from .seeds import seed_everything, seed_turn, word
 from .turns import Loop, own
 
 _OPTIONS = ("timeout", "multiprocessing_context", "prefetch_factor", "persistent_workers")
@@ -134,4 +134,4 @@ class _Draws:
         return (), self._item
 
     def seed_loop(self, step: int) -> None:
-        seed_everything(self._seed, 1, step, self._rank)
+        seed_turn(word(self._seed, 1, step, self._rank))

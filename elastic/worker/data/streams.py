@@ -33,7 +33,7 @@ from .batches import Batch, refuse_uncommitted
 from .columns import joined
 from .containers import moved
 from .reading import CPU, as_is
-from .seeds import seed_everything
+from .seeds import seed_turn, word
 from .sharding import most_of, rank_range
 
 _END = object()
@@ -95,7 +95,7 @@ def streams(
                 gradient_weight=gradient_weight,
                 own_collate=collate not in (None, default_collate),
             )
-            seed_everything(seed, 1, step, rank)
+            seed_turn(word(seed, 1, step, rank))
             if gradient_weight is not None:
                 gradient_weight.take(batch.weight, batch)
             yield batch

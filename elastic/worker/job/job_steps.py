@@ -24,6 +24,7 @@ from elastic.worker.comm.errors import GroupAborted, is_communication_error
 from elastic.worker.comm.fence import Fence
 from elastic.worker.data import batches as data
 from elastic.worker.data.arguments import refuse_unknown
+from elastic.worker.data.seeds import Generators
 from elastic.worker.link.link import Link
 from elastic.worker.link.misuse import MisuseError, MisuseIgnored, MisuseRuntimeError, MisuseValueError
 from elastic.worker.snapshots.checkpoint_scheduler import CheckpointScheduler
@@ -96,6 +97,7 @@ class JobSteps:
         self._quiet_until_s = 0.0
         self._scaled = ScaledSteps()
         self._state: State | None = None
+        self.generators = Generators()
         self.rows = JobLog(link.logged)
         self.sampler = GradientSampler(debug[0], link.sampled)
         self._every_layer = debug[1]
@@ -303,6 +305,7 @@ class JobSteps:
         step = state.step
         self._gradient_weight.committed()
         self._print_once(self._kept.committed(state, step, applied=not skipped))
+        self._print_once(self.generators.unseeded())
         now_s = time.monotonic()
         step_s, self._began_s = now_s - self._began_s, now_s
         self._link.committed(step, step_s, value)

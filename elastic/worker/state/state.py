@@ -346,6 +346,15 @@ class State:
         """What the optimizers keep, by name."""
         return [each for part in self._optimizer_parts() for each in part.held()[0]]
 
+    def rates(self) -> dict[str, float]:
+        """The learning rate of each parameter group, by name."""
+        return {
+            f"{part.name}.param_groups[{number}]['lr']": float(group["lr"])
+            for part in self._optimizer_parts()
+            for number, group in enumerate(part.value.param_groups)
+            if "lr" in group
+        }
+
     def _optimizer_parts(self) -> list[OptimizerPart]:
         return [part for part in self._parts.values() if isinstance(part, OptimizerPart)]
 
