@@ -236,4 +236,6 @@ def count(query: Query, name: str, default: int) -> int:
 
 
 def flag(query: Query, name: str) -> bool:
-    return query.get(name, "0") in ("1", "true", "")
+    if (text := query.get(name, "0")) not in ("0", "1", "false", "true", ""):
+        raise Refused(400, f"{name} = {text!r}: 1 or 0")
+    return text in ("1", "true", "")

@@ -314,6 +314,8 @@ class RendezvousParticipant:
 def _own_address(endpoint: str) -> str:
     """The address at which others reach this host: the source address of its route to etcd, or its host name if etcd
     runs here."""
+    if endpoint.startswith("unix:"):
+        return _own_name()
     host = endpoint.rpartition("//")[2].rpartition(":")[0].strip("[]")
     try:
         family, kind, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]

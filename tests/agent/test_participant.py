@@ -10,7 +10,7 @@ from support.fake_etcd import FakeClient, FakeServer
 from elastic.contract.agent_files import EtcdAccess
 from elastic.contract.records.job_records import GenerationNode, GenerationRecord, decode, encode
 from elastic.etcd.client import EtcdUnavailable
-from elastic.torchrun.participant import RendezvousParticipant
+from elastic.torchrun.participant import RendezvousParticipant, _own_address, _own_name
 from elastic.torchrun.settings import Conf, TorchrunSettings
 
 
@@ -125,3 +125,7 @@ def test_a_record_that_cannot_be_read_and_goes_again_leaves_no_trace(node: Node)
     node.settle()
     assert node.party.fault == ""
     assert node.generation() is not None
+
+
+def test_an_etcd_at_a_unix_socket_is_on_this_host() -> None:
+    assert _own_address("unix:/run/etcd.sock") == _own_name()

@@ -12,7 +12,7 @@ import pytest
 
 from elastic.contract.records.job_records import Phase
 from elasticd.agents.logs import FAR_BYTES, Tail
-from elasticd.api.request import Captured
+from elasticd.api.request import Captured, flag
 from elasticd.api.routes import log_routes
 from elasticd.base.errors import Refused
 from elasticd.base.folders import Folder
@@ -166,3 +166,13 @@ def test_lines_left_out_are_said(tmp_path: Path) -> None:
     assert first["cut"]
     assert first["note"].startswith(f"{40 - len(lines)} earlier lines are left out")
     assert lines[-1]["number"] == 39
+
+
+@pytest.mark.parametrize(("given", "is_on"), [({}, False), ({"f": "0"}, False), ({"f": "1"}, True), ({"f": ""}, True)])
+def test_a_flag_of_a_query(given: dict[str, str], is_on: bool) -> None:
+    assert flag(given, "f") is is_on
+
+
+def test_a_flag_that_is_neither_is_refused() -> None:
+    with pytest.raises(Refused, match=r"^follow = 'yes': 1 or 0$"):
+        flag({"follow": "yes"}, "follow")

@@ -14,7 +14,7 @@ from elastic.worker.job.job import Job
 from elastic.worker.link.link import Link
 from elastic.worker.state.guards.optimizer_marks import WINDOW as COMPARED
 from elastic.worker.state.guards.optimizer_marks import OptimizerMarks
-from elastic.worker.state.guards.watch import WINDOW, TensorWatch
+from elastic.worker.state.guards.watch import WINDOW, TensorWatch, _Window
 from elastic.worker.state.state import State
 
 
@@ -1025,3 +1025,9 @@ def test_an_optimizer_whose_own_state_changes_before_its_closure_is_noticed(
         state.optimizer.step(fails)
     assert state.rewind() is None
     assert state.clean() == clean
+
+
+def test_a_tensor_on_a_device_that_has_another_shape_or_type_now_counts_as_changed() -> None:
+    window = _Window([7], [torch.ones(3, device="meta")])
+    assert window.differing((b"", [torch.ones(5, device="meta")])) == {7}
+    assert window.differing((b"", [])) == {7}

@@ -153,7 +153,7 @@ def register(address: int, nbytes: int, device: torch.device, progress: Progress
         thread.join(REPORT_EVERY_S)
         progress(0)
     thread.join()
-    return refusal[0]
+    return refusal[0] if refusal else "the thread that registers memory has failed, as its error above says"
 
 
 def unregister(address: int) -> None:

@@ -160,7 +160,12 @@ class _Window:
                 if spans[start:stop] != before[0][start:stop]:
                     changed.add(place)
                 start = stop
+        if len(gathered) != len(before[1]):  # one has another type
+            return {*self.places}
         for (places, views), now, then in zip(self._groups, gathered, before[1], strict=True):
+            if now.numel() != then.numel():  # one has another shape
+                changed.update(places)
+                continue
             if torch.equal(now, then):
                 continue
             sizes = [view.numel() for view in views]
