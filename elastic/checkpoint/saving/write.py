@@ -40,9 +40,11 @@ def write_shard(
     before = arena.header()
     data = arena.view(padded=True)
     folder = os.path.join(directory, tmp_name(before.step, before.generation, job))
-    same = {name: getattr(before, name) for name in ("shard", "shards", "step", "generation", "nbytes", "data_at")}
-    file, tensors, extra = m.shard_file(before.shard, before.shards), arena.table(), arena.extra()
-    shard = m.Shard(job=job, file=file, piece_nbytes=piece_nbytes, tensors=tensors, extra=extra, **same)
+    shard = m.Shard(
+        job=job, file=m.shard_file(before.shard, before.shards), shard=before.shard, shards=before.shards,
+        step=before.step, generation=before.generation, nbytes=before.nbytes, data_at=before.data_at,
+        piece_nbytes=piece_nbytes, tensors=arena.table(), extra=arena.extra(),
+    )  # fmt: skip
     path = os.path.join(folder, shard.file)
     note = os.path.join(folder, m.shard_note(shard.shard, shard.shards))
     _make_folder(directory)

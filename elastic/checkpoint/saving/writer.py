@@ -148,8 +148,10 @@ class CheckpointWriter:
             if missing and now_s - pending.waits_since_s < order.wait_s:
                 return False
         try:
-            same = {name: getattr(order, name) for name in ("step", "generation", "shards", "world_size", "versions")}
-            path = commit(order.directory, order.job, created_wall_s=time.time(), **same)
+            path = commit(
+                order.directory, order.job, step=order.step, generation=order.generation, shards=order.shards,
+                world_size=order.world_size, versions=order.versions, created_wall_s=time.time(),
+            )  # fmt: skip
             result = replace(result, path=path, notes=self._notes)
         except (OSError, CheckpointError) as error:
             missing = error.missing if isinstance(error, ShardsMissing) else ()
