@@ -93,7 +93,7 @@ def test_every_millisecond_of_every_rank_is_in_exactly_one_bucket(
             assert row.since_ms == began_ms
             assert set(row.ranks_ms) <= set(Bucket)
             assert all(row.ranks_ms[name] >= spent for name, spent in before.get(row.slot, {}).items())
-            shown = goodput.of_ranks({"a": told}, None, still=False)["a", row.slot]
+            shown = goodput.of_ranks({"a": told}, still=False)["a", row.slot]
             assert sum(shown.seconds.values()) + shown.open_seconds == pytest.approx(
                 shown.until_wall_s - shown.since_wall_s
             )
@@ -126,7 +126,7 @@ def test_the_accounts_of_all_ranks_of_all_nodes_sum_to_the_time_of_all_ranks(
         ledgers.turned(STEPS, seen(STEPS), now_ms + 7)
         told[name] = msgspec.structs.replace(record(ledgers, turns[-1][0]), node=name)
     lasted_ms = sum(row.until_ms - row.since_ms for one in told.values() for row in one.ranks)
-    summed = goodput.summed(told, told.get("a"), each=each, still=False)
+    summed = goodput.summed(told, each=each, still=False)
     assert summed is not None
     in_buckets_ms = sum(round(spent_s * 1000) for spent_s in summed.rank_seconds.values())
     assert in_buckets_ms + round(summed.open_rank_seconds * 1000) == lasted_ms

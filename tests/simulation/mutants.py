@@ -225,7 +225,7 @@ MUTANTS = (
            "return all(set(place.slots) <= _reported(facts, place) for place in closer.absent if not place.back)",
            "return True"),
     Mutant("an exit of before covers the worker that has replaced it", "contract.records.incident_fold",
-           "if report.generation == place.generation:", "if report.generation <= place.generation:",
+           "if report.generation == place.generation)", "if report.generation <= place.generation)",
            "unit/test_incident_fold.py::test_the_exit_of_an_earlier_worker_says_nothing_of_the_one_that_replaced_it"),
     Mutant("what an agent that was away writes back sets the numbers back", "recovery.leading",
            "return max(number, 1 + saved.generation, ", "return max(number, ",

@@ -51,6 +51,7 @@ def test_after_a_request_that_failed_each_buffer_is_taken_for_the_one_it_is(
         take(message, descriptors)
 
     agent.on(messages.Arena, offer)
+    agent.arenas = [Arena.create(16 * SIZE, warm=False) for _ in range(2)]  # its process has memory
     with monkeypatch.context() as scarce:
         scarce.setattr("elastic.checkpoint.memory.arena.Arena._mapped", no_memory)
         assert not backend.put(part(3, 1))
