@@ -57,7 +57,8 @@ def open_again(endpoint: str, root_password: str) -> None:
 
 @contextmanager
 def _asking(endpoint: str, root_password: str = "") -> Iterator[Callable[..., Any]]:
-    """Makes requests of etcd's service Auth, on a connection of its own; without a password as nobody."""
+    """A function that calls the RPCs of etcd's Auth service over its own connection; without a password the client
+    is not authenticated."""
     from .wire import Connection
 
     access = EtcdAccess(endpoints=(endpoint,), user=ROOT if root_password else "", password=root_password)
