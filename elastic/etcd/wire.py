@@ -285,7 +285,7 @@ class Stream:
 
     def _requests(self) -> Iterator[Any]:
         yield self._request
-        self._over.wait()  # in gRPC's thread: when the requests end, etcd may end the stream
+        self._over.wait()  # in gRPC's thread: etcd's gRPC proxy ends the stream when the requests end
 
     def __iter__(self) -> Iterator[WatchBatch]:
         try:
