@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from support.jobs import changed, generation, member, place, policy, view
 
@@ -17,9 +17,9 @@ class Seen:
     def __init__(self) -> None:
         self.watched: list[set[str]] = []
 
-    def watch(self, wanted: Mapping[tuple[str, str], tuple[str, int]], known: frozenset[str]) -> None:
+    def watch(self, wanted: Mapping[tuple[str, str], tuple[str, int]], known: Callable[[], frozenset[str]]) -> None:
         self.watched.append({node for node, _ in wanted})
-        self.known = known
+        self.known = known()
 
 
 def agent(*nodes: str) -> Agent:

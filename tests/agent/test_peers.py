@@ -493,7 +493,7 @@ def test_no_place_of_the_generation_is_a_stranger(watcher: Peers, monkeypatch: p
     """While the first node of a large job drains, all others connect to it, and it watches few of them."""
     monkeypatch.setattr(peers_module, "MAX_UNKNOWN", 4)
     places = [f"one-{i}" for i in range(12)]
-    watcher.watch({}, frozenset(places))
+    watcher.watch({}, lambda: frozenset(places))
     lines = [dial(watcher.port, place.encode()) for place in places]
     strangers = [dial(watcher.port, b"two") for _ in range(6)]
     try:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import operator
 import random
 import selectors
@@ -71,7 +72,7 @@ class PeerMonitor:
         formed = agent.formed.generation
         seen = watch_list(agent.etcd.view, agent.peers.dead, formed, agent.policy.node, complaints)
         # All of them may take this node for the leader, while it drains and takes another one for it.
-        known = frozenset(map(_incarnation, formed.nodes)) if formed else frozenset()
+        known = lambda: frozenset(map(_incarnation, formed.nodes)) if formed else frozenset()  # noqa: E731
         self._peers.watch({m.id: (m.record.host, m.record.port) for m in seen}, known)
 
 
@@ -192,7 +193,7 @@ class Peers:
         """Incoming connections, oldest first -> incarnation of the dialler; '' until its hello has come."""
         self._silent: dict[socket.socket, float] = {}
         """Those without a hello, oldest first -> when they are closed."""
-        self._known: frozenset[str] = frozenset()
+        self._known: Callable[[], frozenset[str]] = frozenset
         """Incarnations of the watched peers, and of others that may connect."""
         self._deaf_until_s: float | None = None
         """Set when no descriptors were left for incoming connections: none is accepted until then."""
@@ -206,11 +207,11 @@ class Peers:
         self._selector.register(self._wake_read, selectors.EVENT_READ, None)
         self._thread.start()
 
-    def watch(self, wanted: Mapping[Id, Address], known: frozenset[str] = frozenset()) -> None:
+    def watch(self, wanted: Mapping[Id, Address], known: Callable[[], frozenset[str]] = frozenset) -> None:
         """Watch exactly these peers: {(node, incarnation): (host, port)}. `known`: incarnations of agents whose own
-        connections are held beside theirs, however many."""
+        connections are held beside theirs, however many; asked for when there are many."""
         with self._lock:
-            self._known = known.union(incarnation for _, incarnation in wanted)
+            self._known = functools.cache(lambda: known().union(incarnation for _, incarnation in wanted))
             if wanted == self._wanted:
                 return
             self._wanted = dict(wanted)
@@ -444,7 +445,8 @@ class Peers:
             return
         for sock in tuple(self._silent):
             self._inbound_ready(sock)  # its hello may have come, and this thread be late
-        strangers = [sock for sock, hello in self._inbound.items() if hello not in self._known]
+        known = self._known()
+        strangers = [sock for sock, hello in self._inbound.items() if hello not in known]
         for sock in strangers[: max(0, len(strangers) - MAX_UNKNOWN)]:
             self._reject(sock)
 
