@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import random
 import subprocess
 import sys
 import time
@@ -10,7 +12,7 @@ import msgspec
 import pytest
 from support.jobs import changed, generation, member, place, policy, view
 
-from elastic.agent.reports.ledger import LedgerKeeper
+from elastic.agent.reports.ledger import TURNS, LedgerKeeper
 from elastic.contract.records.job_records import Phase, ProgressRecord
 from elastic.contract.records.ledger import Bucket, Ledger
 from elastic.contract.worker.beat import PAGE_BYTES, Beat, BeatPage, Doing
@@ -178,3 +180,18 @@ def test_the_exchange_of_state_begins_when_a_worker_reports_its_group() -> None:
     keeper.turned(agent(Stage.FORMING, group=2), now_s + 3)
     booked = keeper.published(forming).ranks_ms
     assert (booked["form"], booked["sync"]) == (pytest.approx(4000, abs=8), pytest.approx(8000, abs=8))
+
+
+def test_turns_that_are_booked_later_come_out_as_if_booked_at_once() -> None:
+    (later, now_s), chance = begun_now(), random.Random(7)
+    at_once = copy.deepcopy(later)
+    stages = [Stage.RUNNING, Stage.ABORTING, Stage.READY, Stage.FORMING]
+    for turn in range(3 * TURNS + 1):
+        known = agent(chance.choice(stages), step=turn // 5, broken=chance.choice([0, 2]))
+        for keeper in (later, at_once):
+            keeper.turned(known, now_s + turn)
+        at_once.published(known)
+    assert later.published(known) == at_once.published(known)
+    rows = [keeper.ranks.record(known, lambda rank: (), {}).ranks for keeper in (later, at_once)]
+    assert rows[0] == rows[1]
+    assert sum(rows[0][0].ranks_ms.values()) >= 3000 * TURNS - 3000

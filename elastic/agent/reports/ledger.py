@@ -19,6 +19,9 @@ from elastic.recovery.observers.ledger_view import seen, seen_slot
 
 from .status import of_predecessors
 
+TURNS = 32
+"""So many are kept until they are booked, with the views that they were made of."""
+
 
 class LedgerKeeper:
     """Call `turned` after each turn of the state machine, and `looked` when the beat pages were read."""
@@ -34,10 +37,27 @@ class LedgerKeeper:
         self._seen: Ledger | None = None
         """The newest that etcd has shown."""
         self._unbooked_s = 0.0
-        self.ranks = RankLedgers(self._started_ms, before)
+        self._ranks = RankLedgers(self._started_ms, before)
         """Of this node's ranks, each on its own."""
+        self._turns: list[tuple[Agent, float]] = []
+
+    @property
+    def ranks(self) -> RankLedgers:
+        self._book()
+        return self._ranks
 
     def turned(self, agent: Agent, now_s: float) -> None:
+        """It is booked later: what nobody reads yet must not delay a recovery."""
+        self._turns.append((agent, now_s))
+        if len(self._turns) > TURNS:
+            self._book()
+
+    def _book(self) -> None:
+        turns, self._turns = self._turns, []
+        for agent, now_s in turns:
+            self._turned(agent, now_s)
+
+    def _turned(self, agent: Agent, now_s: float) -> None:
         after = seen(agent)
         if self._before is None:
             self._before = after
@@ -46,7 +66,7 @@ class LedgerKeeper:
         stall_ms, now_ms = int(self._unbooked_s * 1000), int((now_s + self._ahead_s) * 1000)
         self._unbooked_s -= stall_ms / 1000
         self._ledger = advance(self._ledger, self._before, after, now_ms, stall_ms)
-        self.ranks.turned(agent, after, now_ms)
+        self._ranks.turned(agent, after, now_ms)
         self._before = after
 
     def looked(self, beats: Mapping[int, Beat]) -> None:
@@ -56,6 +76,7 @@ class LedgerKeeper:
         self._unbooked_s += sum(stalls.values()) / len(stalls) if stalls else 0.0
 
     def published(self, agent: Agent) -> Ledger:
+        self._book()
         self._ledger = msgspec.structs.replace(self._ledger, by=agent.policy.incarnation)
         return self._ledger
 

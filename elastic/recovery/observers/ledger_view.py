@@ -16,14 +16,13 @@ def seen(agent: Agent) -> Seen:
     """Ranks of other nodes are taken to do what those of this node do: all ranks step together, or none does."""
     generation, policy, progress = agent.formed.generation, agent.policy, agent.etcd.view.progress
     ranks = generation.world_size if generation else policy.slots * policy.limits.min_nodes
-    holds = generation is not None and bool(generation.ranks(policy.node))
+    my_ranks = generation.ranks(policy.node) if generation else {}
     step = agent.progress.step
     # The leader may have seen a step sooner than this agent, which its ledger has then.
-    if progress is not None and not (holds and generation and progress.stepped_in < generation.number):
+    if progress is not None and not (my_ranks and generation and progress.stepped_in < generation.number):
         step = max(step, progress.step)
     step = max([step, *(w.step for w in agent.local.workers.values() if w.stage is Stage.DONE)])
     broken = generation is not None and agent.formed.broken >= generation.number
-    my_ranks = set(generation.ranks(policy.node)) if generation else set()
     workers = [w for slot, w in agent.local.workers.items() if slot in my_ranks]
     return Seen(_bucket(agent, workers, broken), ranks, step, broken, policy.managed)
 
