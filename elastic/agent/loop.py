@@ -95,6 +95,8 @@ class AgentLoop:
         for problem in untested(versions()):
             log.warning("versions.untested", problem=problem)
         self._ended: Leave | None = None
+        self._entering: list[events.WorkerSaid] = []
+        """What workers have said that waits for its turn: see `events.WorkersEnter`."""
         self._end_by_s = float("inf")  # set by SIGTERM: the monotonic instant until which this agent may drain
         self.saver = Saver(
             self._spec.checkpoint, config.job, self.pool.tell, self._save_ended,
@@ -142,6 +144,7 @@ class AgentLoop:
         until_s = min(due_s, self._view_reader.throttle.due_s)
         for key, _ in self._selector.select(max(0.0, until_s - time.monotonic())):
             self._readable(key.data)
+        self._enter()
 
     def _save_ended(self, outcome: Outcome) -> None:
         """A failed checkpoint is recorded as an incident too, though it loses no step."""
@@ -193,8 +196,11 @@ class AgentLoop:
             if isinstance(event, View):
                 if event.prefix == self._watch_scope.prefix:
                     newest = event  # views are complete: only the newest counts
+            elif isinstance(event, events.WorkerSaid):
+                self._heard(event)
             else:
                 self._turn(event)
+        self._enter()
         formed = self.agent.formed.generation is not None
         if view := self._view_reader.throttle.pick(newest, formed, time.monotonic()):
             self._viewed(view)
@@ -242,6 +248,8 @@ class AgentLoop:
     # ── events ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def _on_pool_event(self, event: PoolEvent) -> None:
+        if not (isinstance(event, WorkerMessage) and isinstance(event.message, events.ENTERING)):
+            self._enter()
         match event:
             case messages.ZygoteReady(seconds=seconds, problems=problems, preloaded=preloaded):
                 self._reports.zygote_is_up(preloaded)
@@ -263,7 +271,18 @@ class AgentLoop:
                 elif not self._reports.messages.take(slot, worker_id, message, self.agent):
                     if isinstance(message, messages.Done):
                         self._look_at_saver()
-                    self._turn(events.WorkerSaid(slot, worker_id, message))
+                    self._heard(events.WorkerSaid(slot, worker_id, message))
+
+    def _heard(self, said: events.WorkerSaid) -> None:
+        if isinstance(said.message, events.ENTERING):
+            self._entering.append(said)
+        else:
+            self._turn(said)
+
+    def _enter(self) -> None:
+        entering, self._entering = self._entering, []
+        if entering:
+            self._turn(entering[0] if len(entering) == 1 else events.WorkersEnter(tuple(entering)))
 
     def _slot(self, worker_id: int) -> int:
         return next(
@@ -312,6 +331,7 @@ class AgentLoop:
     # ── state machine ───────────────────────────────────────────────────────────────────────────────────────
 
     def _turn(self, event: events.Event) -> None:
+        self._enter()  # it came first
         before = self.agent
         now_s = time.monotonic()
         self.agent, effects = step(before, event, now_s, random.random(), time.time())

@@ -94,6 +94,9 @@ def apply(turn: Turn, event: events.Event) -> None:  # noqa: C901
             _forgive(turn)
         case events.WorkerEvent():
             _take_from_worker(turn, event)
+        case events.WorkersEnter(said):
+            for each in said:
+                _take_from_worker(turn, each)
         case _:
             raise AssertionError(f"no transition on {event!r}")
 

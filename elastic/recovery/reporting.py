@@ -15,12 +15,12 @@ from elastic.contract.records.job_records import Cause, GenerationNode, Generati
 from elastic.contract.records.reasons import Code, Reason, reason
 from elastic.contract.structs import replace
 from elastic.contract.worker.messages import Synced
-from elastic.recovery.facts.incident import KEPT_REPEATS, Incident, account
+from elastic.recovery.facts.incident import KEPT_REPEATS, AccountFacts, Incident, account
 from elastic.recovery.facts.membership import cut_off, unreached
 from elastic.recovery.facts.transitions import Stage
 from elastic.recovery.leading import publishes
 from elastic.recovery.machine.effects import PutBroken, PutIncident
-from elastic.recovery.machine.events import Event, WorkerSaid
+from elastic.recovery.machine.events import Event, WorkerSaid, WorkersEnter
 from elastic.recovery.machine.model import Agent, is_leader
 from elastic.recovery.machine.turn import Turn
 
@@ -45,7 +45,7 @@ def report(turn: Turn, before: Agent, event: Event) -> None:
     elif not leads and turn.formed.generation.number > incident.first and not turn.my_ranks():
         incident = None  # the job goes on without this node, which does not observe the outcome
     elif leads and incident.told != incident.gone and _sees_all(turn):
-        turn.do(_account(turn, incident, Outcome.OPEN))
+        turn.do(_account(turn, _facts(turn, incident, Outcome.OPEN)))
         incident = replace(incident, told=incident.gone)
     if incident is not tracked:
         turn.incidents = replace(turn.incidents, incident=incident)
@@ -63,7 +63,7 @@ def _close(turn: Turn, incident: Incident, outcome: Outcome) -> None:
         incident = _without_leavers(turn, incident)
         if _without_cause(turn, incident):
             return
-    last = _account(turn, incident, outcome)
+    last = _facts(turn, incident, outcome)
     # If the job is stopped just after a failure, the leader may have left already: the reporting node writes, too.
     own = outcome is Outcome.GIVEN_UP and any(report.node == turn.policy.node for report in incident.reports)
     writes = is_leader(turn.agent) or incident.told is not None or own
@@ -76,30 +76,30 @@ def _tell_last(turn: Turn) -> None:
     """As leader, once, unless it is on record how the last incident has ended: who led then may have been lost before
     it wrote that, or none led."""
     last, view = turn.incidents.last, turn.etcd.view
-    if last is None or not turn.incidents.unwritten or not is_leader(turn.agent) or not view.has_all_members:
+    if last is None or not (turn.incidents.unwritten and view.has_all_members and is_leader(turn.agent)):
         return
     turn.incidents = replace(turn.incidents, unwritten=False)
-    if not any(a.outcome is not Outcome.OPEN and a.last == last.account.last for a in view.accounts):
+    if not any(a.outcome is not Outcome.OPEN and a.last == last.newest.number for a in view.accounts):
         _write(turn, last)
 
 
-def _write(turn: Turn, last: PutIncident) -> None:
-    turn.do(last)
+def _write(turn: Turn, last: AccountFacts) -> None:
+    turn.do(_account(turn, last))
     shown = {
         report.generation for report in (*turn.etcd.view.broken_before, turn.etcd.view.broken) if report is not None
     }
-    for report in last.reports:
+    for report in last.incident.reports:
         if report.generation not in shown:  # etcd has lost it
             turn.do(PutBroken(report))
 
 
-def _account(turn: Turn, incident: Incident, outcome: Outcome) -> PutIncident:
+def _facts(turn: Turn, incident: Incident, outcome: Outcome) -> AccountFacts:
     assert turn.formed.generation is not None
-    own = account(
-        incident, turn.formed.generation, outcome, node=turn.policy.node, by=turn.policy.incarnation,
-        stepped_on_at=_reached(turn), counted=_counted(turn, incident),
-    )  # fmt: skip
-    return PutIncident(own, incident.reports)
+    return AccountFacts(incident, turn.formed.generation, outcome, _reached(turn), _counted(turn, incident))
+
+
+def _account(turn: Turn, facts: AccountFacts) -> PutIncident:
+    return PutIncident(account(facts, node=turn.policy.node, by=turn.policy.incarnation), facts.incident.reports)
 
 
 def _without_leavers(turn: Turn, incident: Incident) -> Incident:
@@ -162,8 +162,9 @@ def _opened(turn: Turn, before: Agent) -> Incident | None:
 
 def _repeat(turn: Turn, first: int) -> int:
     """How many false alarms of this generation this agent has seen end."""
-    last = turn.incidents.last.account if turn.incidents.last is not None else None
-    return min(last.repeat + 1, KEPT_REPEATS) if last is not None and last.first == last.last == first else 0
+    last = turn.incidents.last
+    again = last is not None and last.incident.first == last.newest.number == first
+    return min(last.incident.repeat + 1, KEPT_REPEATS) if last is not None and again else 0
 
 
 def _renewed(turn: Turn, before: Agent, incident: Incident) -> Incident:
@@ -242,8 +243,9 @@ def _observed(turn: Turn, before: Agent, event: Event, incident: Incident) -> In
         incident = replace(incident, still_s=round(still_s, 4))
     incident = _with_generation(turn, before, incident)
     incident = incident.with_left(worker.left for worker in turn.local.workers.values())
-    if isinstance(event, WorkerSaid) and isinstance(event.message, Synced):
-        incident = _with_sync(turn, incident, event.message)
+    for said in (event,) if isinstance(event, WorkerSaid) else event.said if isinstance(event, WorkersEnter) else ():
+        if isinstance(said.message, Synced):
+            incident = _with_sync(turn, incident, said.message)
     return _with_marks(turn, incident)
 
 

@@ -196,7 +196,7 @@ MUTANTS = (
            "if own.repeat == account.repeat:", "if True:",
            "unit/test_incident_fold.py::test_each_incident_has_an_id_and_those_of_one_generation_are_counted"),
     Mutant("a leader does not count the false alarm that it has just closed", "recovery.reporting",
-           "return min(last.repeat + 1, KEPT_REPEATS)", "return 0 and (last.repeat)",
+           "return min(last.incident.repeat + 1, KEPT_REPEATS)", "return 0 and (last.incident.repeat)",
            "simulation/test_incidents.py::test_each_of_several_cuts_that_end_has_a_record_of_its_own"),
     Mutant("a cause that is reported after the recovery is not told", "contract.records.incident_fold",
            "reports=tuple(r for r in broken if facts.has(r.generation))", "reports=()",

@@ -20,7 +20,19 @@ from elastic.recovery.facts.membership import leader, living
 from elastic.recovery.facts.transitions import Stage
 from elastic.recovery.leading import PUBLISH_AGAIN_S
 from elastic.recovery.machine.effects import Effect, FindNewestSaved, ForkPlain, ForkWorker, Kill, Leave, SaveNow, Send
-from elastic.recovery.machine.events import Event, NewestSaved, Progress, Saving, Start, Tick, Viewed, WorkerExited
+from elastic.recovery.machine.events import (
+    ENTERING,
+    Event,
+    NewestSaved,
+    Progress,
+    Saving,
+    Start,
+    Tick,
+    Viewed,
+    WorkerExited,
+    WorkerSaid,
+    WorkersEnter,
+)
 from elastic.recovery.machine.model import Agent, Policy, is_leader
 from elastic.recovery.machine.turn import ASK_AGAIN_S
 from elastic.recovery.observers.watch_scope import watches_members
@@ -138,6 +150,7 @@ class Node:
         self._scope: WatchScope | None = None
         self._reader: ViewReader | None = None
         self._queue: list[Event] = []
+        self._entering: list[WorkerSaid] = []
         self._undone: tuple[Effect, ...] = ()
         """What it was about to do when it was stopped."""
         self._lines: dict[tuple[str, int], float] = {}
@@ -168,6 +181,7 @@ class Node:
         self._starts += 1
         self.incarnation = f"{self.name}.{self._starts}"
         self._client, self._view, self._queue, self._undone, self._lines = client, None, [], (), {}
+        self._entering = []
         self.paused, self.effects_left, self._seen, self.watched, self.saves = False, None, (0, 0), set(), 0
         self._tick_due_s = float("inf")
         spec = cluster.spec
@@ -277,10 +291,25 @@ class Node:
         clock.at(at_s, act, *args)
 
     def _arrives(self, incarnation: str, event: Event) -> None:
-        if incarnation == self.incarnation:
+        if incarnation != self.incarnation:
+            return
+        if isinstance(event, WorkerSaid) and isinstance(event.message, ENTERING) and not self.paused:
+            if not self._entering:
+                self.cluster.clock.after(0.0, self._enter, incarnation)
+            self._entering.append(event)
+        else:
             self.take(event)
 
+    def _enter(self, incarnation: str) -> None:
+        """As `AgentLoop` does: what workers say at the same instant on their way into a group is one turn."""
+        if incarnation != self.incarnation:
+            return
+        entering, self._entering = self._entering, []
+        if entering:
+            self.take(WorkersEnter(tuple(entering)) if len(entering) > 1 else entering[0])
+
     def take(self, event: Event) -> None:
+        self._enter(self.incarnation)
         if self.agent is None:
             return
         if self.paused:

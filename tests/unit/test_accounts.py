@@ -12,7 +12,7 @@ from elastic.contract.job.spec import JobSpec
 from elastic.contract.origin import Origin
 from elastic.contract.records.incident_account import IncidentAccount, Outcome, Sync
 from elastic.contract.records.job_records import Cause, Phase, ProgressRecord
-from elastic.recovery.facts.incident import KEPT_REPEATS, Incident
+from elastic.recovery.facts.incident import KEPT_REPEATS, AccountFacts, Incident, account
 from elastic.recovery.facts.view import JobView
 from elastic.recovery.machine.effects import PutBroken, PutIncident, PutState
 from elastic.recovery.machine.events import Tick, Viewed
@@ -23,9 +23,10 @@ FIRST, SECOND, THIRD = (generation(number, [place("a", 0), place("b", 0)]) for n
 LED_BY_B = generation(2, [place("b", 0), place("a", 0)])
 SPEC = JobSpec(name="job", script="train.py", nodes="1:2")
 A, B = member("a", 1, ready=(0,)), member("b", 2, ready=(0,))
-OVER = IncidentAccount(first=1, last=2, outcome=Outcome.STEPPING, by="a.1")
-OPEN = replace_struct(OVER, last=1, outcome=Outcome.OPEN)
 TRACKED = Incident(first=1, generations=(FIRST,), began_s=90.0)
+LAST = AccountFacts(TRACKED, SECOND, Outcome.STEPPING, (2, 7), True)
+OVER = account(LAST, node="a", by="a.1")
+OPEN = replace_struct(OVER, last=1, outcome=Outcome.OPEN)
 
 
 def seen(*accounts: IncidentAccount, leader: str = "a", **facts: object) -> JobView:
@@ -35,7 +36,7 @@ def seen(*accounts: IncidentAccount, leader: str = "a", **facts: object) -> JobV
 
 def agent(**fields: object) -> Agent:
     """Of node a."""
-    known = {"generation": SECOND, "settled": 2, "last": PutIncident(OVER), "joined": True, "connected": True}
+    known = {"generation": SECOND, "settled": 2, "last": LAST, "joined": True, "connected": True}
     return changed(Agent(policy(spec=SPEC)), **known | fields)
 
 
@@ -94,17 +95,15 @@ def test_reports_that_etcd_has_lost_are_written_again_when_the_incident_is_over(
     ("last", "repeat"),
     [
         (None, 0),
-        (OVER, 0),
-        (replace_struct(OVER, first=2, repeat=3), 4),
-        (replace_struct(OVER, first=2, repeat=KEPT_REPEATS), KEPT_REPEATS),
+        (TRACKED, 0),
+        (replace_struct(TRACKED, first=2, repeat=3), 4),
+        (replace_struct(TRACKED, first=2, repeat=KEPT_REPEATS), KEPT_REPEATS),
     ],
 )
-def test_an_agent_counts_the_false_alarms_of_a_generation_up_to_a_limit(
-    last: IncidentAccount | None, repeat: int
-) -> None:
-    now = agent(last=PutIncident(last) if last is not None else None)
-    (account,) = written(now, seen(broken=broken(2, "b", 0)))
-    assert (account.first, account.repeat, account.outcome) == (2, repeat, Outcome.OPEN)
+def test_an_agent_counts_the_false_alarms_of_a_generation_up_to_a_limit(last: Incident | None, repeat: int) -> None:
+    now = agent(last=replace_struct(LAST, incident=last) if last is not None else None)
+    (told,) = written(now, seen(broken=broken(2, "b", 0)))
+    assert (told.first, told.repeat, told.outcome) == (2, repeat, Outcome.OPEN)
 
 
 def test_a_newer_incident_keeps_the_hand_over_that_was_seen_before_it_was_known() -> None:

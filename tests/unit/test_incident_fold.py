@@ -23,7 +23,7 @@ from elastic.contract.records.job_records import (
     Loss,
 )
 from elastic.recovery.facts.evidence import merged
-from elastic.recovery.facts.incident import Incident, account
+from elastic.recovery.facts.incident import AccountFacts, Incident, account
 
 FAILED, FORMED = (generation(n, [place("a", 0), place("b", 0)]) for n in (1, 2))
 COLLECTIVE = BrokenRecord(generation=1, node="a", kind="comm", detail="connection closed by peer", step=20)
@@ -53,7 +53,7 @@ def tells(
     } | seen
     incident = Incident(first=of[0].number, generations=of, began_s=0.0, **given)
     on_at = given["reached"][0], given["reached"][1] + 1
-    return account(incident, of[-1], outcome, node=node, by=f"{node}.1", stepped_on_at=on_at, counted=True)
+    return account(AccountFacts(incident, of[-1], outcome, on_at, True), node=node, by=f"{node}.1")
 
 
 def folded(*reports: BrokenRecord, accounts: tuple[IncidentAccount, ...] = ()) -> IncidentRecord:

@@ -6,7 +6,7 @@ from elastic.contract.records.incident_account import Outcome
 from elastic.contract.records.incident_fold import KEPT_CAUSES, incidents
 from elastic.contract.records.job_records import BrokenRecord, Cause, GenerationRecord, Loss, encode
 from elastic.contract.records.report_size import REPORT_BYTES, fitted
-from elastic.recovery.facts.incident import Incident, account
+from elastic.recovery.facts.incident import AccountFacts, Incident, account
 
 LONG = "é" * 500
 """As long as an error's message may be."""
@@ -28,7 +28,7 @@ def test_incident_of_a_thousand_nodes_and_fifty_generations_fits_in_one_record()
         for i in range(NODES)
     )
     incident = Incident(first=1, generations=(formed,), began_s=0.0, gone=gone)
-    told = account(incident, formed, Outcome.OPEN, node="a", by="a.1", stepped_on_at=(0, 0), counted=True)
+    told = account(AccountFacts(incident, formed, Outcome.OPEN, (0, 0), True), node="a", by="a.1")
     assert fitted(told) == told
     (record,) = incidents((told,), map(broken, range(1, 51)))
     assert len(encode(fitted(record))) < REPORT_BYTES
@@ -41,6 +41,6 @@ def test_an_account_that_is_cut_is_not_certain_of_what_no_agent_has_reported() -
     formed = GenerationRecord(number=1, store_host="h", store_port=1, leader="l", why="", nodes=())
     gone = tuple(Cause(generation=1, node=f"n{i}", kind="lost", ranks=(i,), detail=LONG) for i in range(NODES))
     incident = Incident(first=1, generations=(formed,), began_s=0.0, gone=gone)
-    told = fitted(account(incident, formed, Outcome.OPEN, node="a", by="a.1", stepped_on_at=(0, 0), counted=True))
+    told = fitted(account(AccountFacts(incident, formed, Outcome.OPEN, (0, 0), True), node="a", by="a.1"))
     assert told.absent is None
     assert len(encode(told)) <= REPORT_BYTES

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 
+import msgspec
+
 from elastic.contract.records.incident_account import Absence, IncidentAccount, Outcome, Seen
 from elastic.contract.records.incident_fold import KEPT_CAUSES
 from elastic.contract.records.job_records import BrokenRecord, Cause, GenerationRecord
@@ -60,17 +62,20 @@ class Incident(Seen, frozen=True, kw_only=True):
         return any(name == phase for name, _ in self.timeline_s)
 
 
-def account(
-    incident: Incident,
-    newest: GenerationRecord,
-    outcome: Outcome,
-    *,
-    node: str,
-    by: str,
-    stepped_on_at: tuple[int, int],
-    counted: bool,
-) -> IncidentAccount:
-    """What the agent `by` of `node` tells of it. `stepped_on_at`: how far the job is now."""
+class AccountFacts(msgspec.Struct, frozen=True):
+    """What an account is made from: of a thousand agents that have seen an incident one makes it."""
+
+    incident: Incident
+    newest: GenerationRecord
+    outcome: Outcome
+    stepped_on_at: tuple[int, int]
+    """How far the job is."""
+    counted: bool
+
+
+def account(facts: AccountFacts, *, node: str, by: str) -> IncidentAccount:
+    """What the agent `by` of `node` tells of it."""
+    incident, newest = facts.incident, facts.newest
     first, late_s = incident.generations[0], incident.began_s - incident.stepped_s
     seen = {name: getattr(incident, name) for name in Seen.__struct_fields__}
     seen |= {
@@ -82,9 +87,9 @@ def account(
         **seen,
         by=by,
         last=newest.number,
-        outcome=outcome,
-        stepped_on_at=stepped_on_at,
-        counted=counted,
+        outcome=facts.outcome,
+        stepped_on_at=facts.stepped_on_at,
+        counted=facts.counted,
         witnessed=first.at(node) is not None,
         world_size_before=first.world_size,
         world_size_after=newest.world_size,

@@ -9,7 +9,7 @@ import msgspec
 from elastic.contract.records.job_records import WorkerError
 from elastic.contract.records.reasons import Text
 from elastic.contract.records.standings import Standing
-from elastic.contract.worker.messages import FromWorker
+from elastic.contract.worker import messages
 from elastic.recovery.facts.view import JobView
 
 
@@ -72,7 +72,17 @@ class WorkerStarted(WorkerEvent, frozen=True):
 class WorkerSaid(WorkerEvent, frozen=True):
     """A message of the worker that the agent's state depends on."""
 
-    message: FromWorker
+    message: messages.FromWorker
+
+
+ENTERING = (messages.Formed, messages.Synced, messages.Stepping)
+"""What workers say on their way into a group. Nothing is told to them for one of these alone."""
+
+
+class WorkersEnter(Event, frozen=True):
+    """Such messages that have come together, oldest first: one turn for all."""
+
+    said: tuple[WorkerSaid, ...]
 
 
 class WorkerFailed(WorkerEvent, frozen=True):

@@ -13,12 +13,10 @@ from elastic.contract.records import job_records
 from elastic.contract.records.reasons import Text
 from elastic.contract.records.standings import Standing
 from elastic.contract.timeouts import Timeouts
-from elastic.recovery.facts.incident import Incident
+from elastic.recovery.facts.incident import AccountFacts, Incident
 from elastic.recovery.facts.membership import LEADER_CANDIDATES, NodeLimits, leader
 from elastic.recovery.facts.transitions import Stage
 from elastic.recovery.facts.view import Dead, JobView
-
-from .effects import PutIncident
 
 LARGE_JOB_NODES = 64
 """Default of `Policy.crowd`."""
@@ -234,10 +232,10 @@ class IncidentState(msgspec.Struct, frozen=True):
 
     incident: Incident | None = None
     """The incident in progress, as far as it is known here."""
-    last: PutIncident | None = None
-    """What this agent has to tell of the last one that ended."""
+    last: AccountFacts | None = None
+    """Of the last one that ended."""
     unwritten: bool = False
-    """It has not written that, as it did not lead."""
+    """It has not written its account of that, as it did not lead."""
     left_wall_s: float = 0.0
     """When the previous agent of this node was last known to be alive, by its own clock."""
 
