@@ -23,6 +23,7 @@ from torch.nn.utils import prune
 
 from elastic.checkpoint.format.json_values import decode
 from elastic.contract.worker.tensor_table import TensorInfo
+from elastic.worker.link.misuse import MisuseAttributeError, MisuseTypeError
 from elastic.worker.state.parts.json_codec import CannotEncodeError, encode
 from elastic.worker.state.state import State
 
@@ -91,13 +92,13 @@ def test_parts_and_plain_values_are_attributes() -> None:
     state.best = 1.5
     state.seen.append("b")
     assert (state.best, state.seen, state.step, state.clean()) == (1.5, ["a", "b"], 0, True)
-    with pytest.raises(AttributeError, match=r"no part 'bets': did you mean 'best'\?"):
+    with pytest.raises(MisuseAttributeError, match=r"no part 'bets': did you mean 'best'\?"):
         state.bets = 2
-    with pytest.raises(AttributeError, match="no part 'models'"):
+    with pytest.raises(MisuseAttributeError, match="no part 'models'"):
         _ = state.models
-    with pytest.raises(AttributeError, match="stays the object"):
+    with pytest.raises(MisuseAttributeError, match="stays the object"):
         state.model = nn.Linear(2, 2)
-    with pytest.raises(AttributeError, match="cannot be set"):
+    with pytest.raises(MisuseAttributeError, match="cannot be set"):
         state.step = 3
     with pytest.raises(ValueError, match="name is taken"):
         State(step=3)
@@ -868,7 +869,7 @@ def test_sharded_modules_are_refused_with_the_way_out() -> None:
         state.committed(1)
 
 
-@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor", "ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize(
     ("make", "said"),
     [
@@ -877,11 +878,21 @@ def test_sharded_modules_are_refused_with_the_way_out() -> None:
             lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
             r"state\.odd is quantised .* only dense",
         ),
+        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), r"odd is nested"),
+        (lambda: torch.empty(3, device="meta"), r"state\.odd has no elements yet \(device meta\): .*to_empty"),
+        (
+            lambda: torch.zeros(3, dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
+            r"state\.odd is of torch\.float4_e2m1fn_x2, which no .* tensor\.view\(torch\.uint8\)",
+        ),
     ],
 )
-def test_state_refuses_sparse_and_quantised_tensors_by_kind(make: Any, said: str) -> None:
-    with pytest.raises(TypeError, match=said):
+def test_state_refuses_tensors_without_elements_of_their_own_by_kind(make: Any, said: str) -> None:
+    with pytest.raises(MisuseTypeError, match=said):
         State(odd=make())
+    layer = nn.Module()
+    layer.register_buffer("odd", make())
+    with pytest.raises(MisuseTypeError, match=said.replace("state", "state\\.layer")):
+        State(layer=layer)
 
 
 def test_a_part_name_with_a_dot_is_refused() -> None:

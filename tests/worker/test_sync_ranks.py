@@ -28,6 +28,7 @@ from elastic.worker.state.handover.sync import Handover
 from elastic.worker.state.parts.parts import OptimizerPart
 from elastic.worker.state.state import State
 from elastic.worker.state.state_source import NoStateError, Saved, Version
+from elastic.worker.torch_internals import torch_private
 
 pytestmark = pytest.mark.slow
 
@@ -530,3 +531,17 @@ def damaged(rank: int, world_size: int, port: int) -> Any:
 
 def test_damage_on_the_way_is_found() -> None:
     assert run_ranks(damaged, world_size=3) == ["", "", "4 of 4 slices of the state arrived damaged, the first is 0"]
+
+
+def test_tensors_that_are_conjugated_or_negated_by_a_mark_are_written_to() -> None:
+    """torch writes to none of them at once, and does not say to which."""
+    values = [torch.complex(torch.rand(3), torch.rand(3)) for _ in range(3)]
+    conjugate, negative = values[0].clone().conj(), values[1].clone().conj().imag
+    plain, sign = torch.zeros(3, dtype=torch.complex64), negative.is_neg()
+    what = [values[0], values[1].real, values[2]]
+    torch_private.foreach_copy([conjugate, negative, plain], what)
+    assert all(map(torch.equal, [conjugate, negative, plain], what))
+    assert conjugate.is_conj()
+    assert negative.is_neg() == sign is True
+    with pytest.raises(RuntimeError):
+        torch_private.foreach_copy([plain], [torch.zeros(2)])

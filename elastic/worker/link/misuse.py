@@ -1,7 +1,8 @@
 """Errors for what the script does wrong with elastic's API or state: the next try would do the same.
 
     MisuseError
-      MisuseRuntimeError, MisuseTypeError, MisuseValueError: also what their names say, and documented as that
+      MisuseRuntimeError, MisuseTypeError, MisuseValueError, MisuseAttributeError: also what their names say, and
+        documented as that
       state.json_codec.CannotEncodeError
 
 The first that leaves `elastic.run` is reported to the agent, and ends the job at once. An error that follows from the
@@ -31,6 +32,10 @@ class MisuseTypeError(MisuseError, TypeError):
 
 class MisuseValueError(MisuseError, ValueError):
     """With this value."""
+
+
+class MisuseAttributeError(MisuseError, AttributeError):
+    """Of the state, which has none of this name, or keeps it as it is."""
 
 
 class MisuseIgnored(BaseException):

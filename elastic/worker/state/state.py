@@ -14,7 +14,7 @@ import xxhash
 from elastic.checkpoint.format.json_values import Codecs
 from elastic.checkpoint.format.manifest import ITEM_BYTES
 from elastic.contract.worker.tensor_table import Table, TensorInfo
-from elastic.worker.link.misuse import MisuseRuntimeError, MisuseTypeError, MisuseValueError
+from elastic.worker.link.misuse import MisuseAttributeError, MisuseRuntimeError, MisuseTypeError, MisuseValueError
 from elastic.worker.state.parts.boxes import WHOLE, Accepted, box_of, local
 from elastic.worker.state.parts.data_progress import DataProgress
 from elastic.worker.state.parts.described import Described
@@ -107,7 +107,7 @@ class State:
     def __getattr__(self, name: str) -> Any:
         if (part := self.__dict__.get("_parts", {}).get(name)) is not None:
             return part.value
-        raise AttributeError(self._unknown(name))
+        raise MisuseAttributeError(self._unknown(name))
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name.startswith("_"):
@@ -117,11 +117,13 @@ class State:
             part.held()
             self._parts[name] = part
         elif name in self._parts:
-            raise AttributeError(f"state.{name} stays the object it was built with: load into it instead")
+            raise MisuseAttributeError(
+                f"state.{name} stays the object it was built with: load into it, or let setup() build all that is used"
+            )
         elif hasattr(type(self), name):
-            raise AttributeError(f"state.{name} cannot be set")
+            raise MisuseAttributeError(f"state.{name} cannot be set")
         else:
-            raise AttributeError(self._unknown(name))
+            raise MisuseAttributeError(self._unknown(name))
 
     def _unknown(self, name: str) -> str:
         near = difflib.get_close_matches(name, self._parts, n=1)

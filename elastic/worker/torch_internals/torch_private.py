@@ -32,7 +32,15 @@ def default_generator_address() -> int:
     return int(torch.default_generator._cdata)  # type: ignore[attr-defined]
 
 
-foreach_copy = torch._foreach_copy_
+def foreach_copy(into: list[torch.Tensor], what: list[torch.Tensor]) -> None:
+    """Copy each of `what` into the tensor of `into` at its place."""
+    try:
+        torch._foreach_copy_(into, what)
+    except RuntimeError:  # it writes to none that is conjugated or negated by a mark alone
+        for to, each in zip(into, what, strict=True):
+            to.copy_(each)
+
+
 foreach_mul = torch._foreach_mul_
 
 # ── process groups ──────────────────────────────────────────────────────────────────────────────────────────

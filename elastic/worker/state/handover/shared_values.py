@@ -15,7 +15,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from elastic.checkpoint.format.dtypes import code_of, dtype_of
+from elastic.checkpoint.format.dtypes import CODES, dtype_of
 from elastic.checkpoint.format.json_values import decode
 from elastic.contract.worker.tensor_table import Table, TensorInfo
 from elastic.worker.comm import p2p
@@ -164,12 +164,13 @@ def _from_bytes(header: ValueHeader, data: torch.Tensor) -> Any:
 
 def _described(name: str, tensor: torch.Tensor, device: torch.device) -> TensorInfo:
     """Raises TypeError."""
-    if tensor.is_quantized or tensor.layout is not torch.strided or type(tensor).__name__ == "DTensor":
-        raise MisuseTypeError(
-            f"cannot be sent: {name} is {type(tensor).__name__} ({tensor.layout}); send dense tensors"
-        )
+    kind = type(tensor).__name__
+    if tensor.is_nested or tensor.is_quantized or tensor.layout is not torch.strided or kind == "DTensor":
+        raise MisuseTypeError(f"cannot be sent: {name} is {kind} ({tensor.layout}); send dense tensors")
     if tensor.device.type not in ("cpu", device.type):
         raise MisuseTypeError(
             f"cannot be sent: {name} lies on {tensor.device}; move it to job.device ({device}) or the CPU"
         )
-    return TensorInfo(name, code_of(tensor.dtype), tuple(tensor.shape), tensor.nbytes)
+    if (code := CODES.get(tensor.dtype)) is None:
+        raise MisuseTypeError(f"cannot be sent: {name} is of {tensor.dtype}; send its bytes, tensor.view(torch.uint8)")
+    return TensorInfo(name, code, tuple(tensor.shape), tensor.nbytes)

@@ -7,7 +7,7 @@ import weakref
 
 import torch
 
-from elastic.checkpoint.format.dtypes import CODES, code_of, dtype_of
+from elastic.checkpoint.format.dtypes import CODES, dtype_of
 from elastic.checkpoint.memory.memcpy import device_type, movable
 from elastic.contract.worker.tensor_table import TensorInfo
 from elastic.worker.link.misuse import MisuseTypeError
@@ -61,19 +61,37 @@ class Described:
 
 
 def _info(name: str, tensor: torch.Tensor, box: Box) -> TensorInfo:
-    if (code := CODES.get(tensor.dtype)) is not None and type(tensor) in _PLAIN and tensor.layout is torch.strided:
-        return TensorInfo(name, code, tuple(tensor.shape), tensor.nbytes, *box)
-    # A subclass that dispatches by itself has its bytes elsewhere: DTensor, 8-bit optimizer states, NF4 weights.
-    other = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-    if tensor.is_quantized or tensor.layout is not torch.strided or other:
-        odd = "quantised" if tensor.is_quantized else "sparse" if tensor.layout is not torch.strided else ""
-        kind = type(tensor).__name__
+    if odd := _odd(tensor):
         raise MisuseTypeError(
-            f"state.{name} is {odd or f'a {kind}'} ({kind}, {tensor.layout}, {tensor.dtype}): only dense tensors that "
-            f"are whole on each rank can be kept; keep it dense (tensor.to_dense(), tensor.dequantize()) in the state "
-            f"and make the other form of it where it is used"
+            f"state.{name} is {odd} ({type(tensor).__name__}, {tensor.layout}, {tensor.dtype}): only dense tensors "
+            f"that are whole on each rank can be kept; keep it dense (tensor.to_dense(), tensor.dequantize()) in the "
+            f"state and make the other form of it where it is used"
         )
-    return TensorInfo(name, code_of(tensor.dtype), tuple(tensor.shape), tensor.nbytes, *box)
+    if tensor.device.type == "meta":
+        raise MisuseTypeError(
+            f"state.{name} has no elements yet (device meta): let setup() give it memory and initialise it, as by "
+            f"module.to_empty(device=...), before it builds the State"
+        )
+    if (code := CODES.get(tensor.dtype)) is None:
+        raise MisuseTypeError(
+            f"state.{name} is of {tensor.dtype}, which no checkpoint can hold: keep its bytes in the "
+            f"state, tensor.view(torch.uint8)"
+        )
+    return TensorInfo(name, code, tuple(tensor.shape), tensor.nbytes, *box)
+
+
+def _odd(tensor: torch.Tensor) -> str:
+    """What it is that has no bytes of its own in one piece; empty: it has."""
+    if tensor.is_nested:
+        return "nested"
+    if tensor.is_quantized:
+        return "quantised"
+    if tensor.layout is not torch.strided:
+        return "sparse"
+    kind = type(tensor)
+    # A subclass that dispatches by itself has its bytes elsewhere: DTensor, 8-bit optimizer states, NF4 weights.
+    other = kind not in _PLAIN and kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    return f"a {kind.__name__}" if other else ""
 
 
 def fitting(own: torch.Tensor | None, info: TensorInfo, device: str, like: torch.Tensor | None = None) -> torch.Tensor:
