@@ -18,6 +18,7 @@ def test_agent_without_descriptors_costs_its_job_no_more_than_the_time() -> None
     with Job(nodes="2:2", workers=1, args={"steps": 5000, "step-ms": 8}) as job:
         job.wait_step(20)
         pid = job.agents["n1"].pid
+        eventually(lambda: all(row.pid for row in job.statuses()["n1"].ranks), 10.0, "its last status has the process")
         before = resource.prlimit(pid, resource.RLIMIT_NOFILE, (8, resource.prlimit(pid, resource.RLIMIT_NOFILE)[1]))
         killed = next(row.rank for row in job.statuses()["n1"].ranks)
         job.kill_rank(killed)
