@@ -96,7 +96,7 @@ class AgentLoop:
             log.warning("versions.untested", problem=problem)
         self._ended: Leave | None = None
         self._entering: list[events.WorkerSaid] = []
-        """What workers have said that waits for its turn: see `events.WorkersEnter`."""
+        """Messages of workers that wait for a turn together: see `events.WorkersEnter`."""
         self._end_by_s = float("inf")  # set by SIGTERM: the monotonic instant until which this agent may drain
         self.saver = Saver(
             self._spec.checkpoint, config.job, self.pool.tell, self._save_ended,

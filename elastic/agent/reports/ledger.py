@@ -20,7 +20,7 @@ from elastic.recovery.observers.ledger_view import seen, seen_slot
 from .status import of_predecessors
 
 TURNS = 32
-"""So many are kept until they are booked, with the views that they were made of."""
+"""Turns that are kept at most until they are booked: each holds a view of the job."""
 
 
 class LedgerKeeper:
@@ -47,7 +47,7 @@ class LedgerKeeper:
         return self._ranks
 
     def turned(self, agent: Agent, now_s: float) -> None:
-        """It is booked later: what nobody reads yet must not delay a recovery."""
+        """The turn is booked when the ledger is read next: until then it must not delay a recovery."""
         self._turns.append((agent, now_s))
         if len(self._turns) > TURNS:
             self._book()

@@ -35,7 +35,7 @@ class MisuseValueError(MisuseError, ValueError):
 
 
 class MisuseAttributeError(MisuseError, AttributeError):
-    """Of the state, which has none of this name, or keeps it as it is."""
+    """Set on the state, which has no part of this name, or keeps the object that it was built with."""
 
 
 class MisuseIgnored(BaseException):

@@ -107,7 +107,8 @@ class State:
     def __getattr__(self, name: str) -> Any:
         if (part := self.__dict__.get("_parts", {}).get(name)) is not None:
             return part.value
-        raise MisuseAttributeError(self._unknown(name))
+        # No misuse: a script may ask whether there is such a part, and what it raises meanwhile has this as context.
+        raise AttributeError(self._unknown(name))
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name.startswith("_"):

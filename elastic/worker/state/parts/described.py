@@ -81,7 +81,7 @@ def _info(name: str, tensor: torch.Tensor, box: Box) -> TensorInfo:
 
 
 def _odd(tensor: torch.Tensor) -> str:
-    """What it is that has no bytes of its own in one piece; empty: it has."""
+    """The kind of a tensor whose elements are not its own bytes in one piece, as users are told it; '' for others."""
     if tensor.is_nested:
         return "nested"
     if tensor.is_quantized:
