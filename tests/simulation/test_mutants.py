@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from simulation.histories import draw, family, late, play, starving
 from simulation.mutants import MUTANTS, Mutant, planted
 from simulation.player import FILES, Player
 from simulation.run import silent
+from support.wait import eventually
 
 TRIES, FAMILY_TRIES, LATE_TRIES, STARVING_TRIES = 1500, 96, 48, 60
 TESTS = Path(__file__).parent.parent
@@ -76,8 +78,10 @@ def _rows() -> Iterator[Any]:
 
 @pytest.mark.parametrize("mutant", list(_rows()))
 def test_mutant_is_caught(mutant: Mutant, quiet: None) -> None:
+    before = set(threading.enumerate())
     by = caught_by(mutant)
     print(f"{mutant.name}: {by}")
+    eventually(lambda: not set(threading.enumerate()) - before, 10.0, "the end of all threads of the test that failed")
     assert by, f"{TRIES} histories and {len(FILES)} scenarios, and nobody noticed: {mutant.name}"
 
 

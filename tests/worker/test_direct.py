@@ -340,3 +340,17 @@ def test_a_listener_that_another_thread_closes_ends_the_wait_for_a_connection() 
         waits.join(30.0)
         assert not waits.is_alive()
     assert found == [None]
+
+
+def test_what_is_closed_while_all_sockets_are_cut_leaves_the_others_to_be_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by the garbage collector, in the thread that cuts them."""
+    closed: list[object] = []
+
+    class Closes:
+        def shutdown(self, _: int) -> None:
+            direct._OPEN.discard(self)  # type: ignore[arg-type]
+            closed.append(self)
+
+    monkeypatch.setattr(direct, "_OPEN", {Closes() for _ in range(3)})
+    direct.cut()
+    assert len(closed) == 3

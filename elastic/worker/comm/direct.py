@@ -321,7 +321,7 @@ def _registered(sock: socket.socket) -> Iterator[socket.socket]:
 def cut() -> None:
     """Wake every call that waits for one of these sockets; it raises. From any thread."""
     with _LOCK:
-        for sock in _OPEN:
+        for sock in [*_OPEN]:  # the garbage collector may close one meanwhile, in this thread
             _shut(sock)
 
 
