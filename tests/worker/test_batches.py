@@ -24,6 +24,7 @@ from elastic.worker.data.reading import take_many
 from elastic.worker.data.sharding import SampleOrder
 from elastic.worker.job.job import Job
 from elastic.worker.link.link import Link
+from elastic.worker.link.misuse import MisuseTypeError
 from elastic.worker.link.session import GenerationEnded
 from elastic.worker.state.state import State
 
@@ -193,7 +194,7 @@ def test_batches_of_other_shapes_are_in_data() -> None:
             return {"id": index, "text": f"word {index}"}
 
     (batch,) = run(Words(3), batch_size=3, rank=0, world_size=1, shuffle=False)
-    assert batch.data["text"] == ["word 0", "word 1", "word 2"]
+    assert batch.data["text"] == batch["text"] == ["word 0", "word 1", "word 2"]
     with pytest.raises(TypeError, match=r"batch\.data"):
         _ = batch.x
 
@@ -204,7 +205,10 @@ def test_batches_of_tuples_unpack_as_those_of_a_data_loader_do() -> None:
     assert x is batch.x
     assert y.tolist() == [0, 1, 2, 3]
     (other, *_) = run([torch.tensor(1.0), torch.tensor(2.0)], batch_size=2, rank=0, world_size=1)
-    with pytest.raises(TypeError, match=r"a batch of Tensor has no parts to unpack: it is in batch\.data"):
+    assert torch.equal(other[:1], other.data[:1])
+    with pytest.raises(MisuseTypeError, match=r"linear got a Batch where it needs a tensor: .* in batch\.data"):
+        torch.nn.Linear(2, 1)(other)
+    with pytest.raises(MisuseTypeError, match=r"a batch of Tensor has no parts to unpack: it is in batch\.data"):
         _first, _second = other
 
 

@@ -72,6 +72,14 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
             raise MisuseTypeError(f"a batch of {type(self.data).__name__} has no parts to unpack: it is in batch.data")
         return iter(self.data)
 
+    def __getitem__(self, key: Any, /) -> Any:
+        """As `data[key]`: ``batch["tokens"]`` for a dataset of dicts."""
+        return self.data[key]
+
+    @classmethod
+    def __torch_function__(cls, function: Any, *_: Any) -> Any:
+        raise MisuseTypeError(f"{function.__name__} got a Batch where it needs a tensor: the samples are in batch.data")
+
     @property
     def _pair(self) -> Any:
         if not (isinstance(self.data, (tuple, list)) and len(self.data) == 2):
