@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import collections
+import contextlib
 import dataclasses
 import enum
 import math
@@ -49,6 +50,8 @@ def _fix(value: Any) -> str:
             return "each optimizer is a part of its own: State(…, first=optimizer, second=other)"
         case collections.deque():
             return convert("collections.deque", "list", f"lambda held: collections.deque(held, {value.maxlen})")
+        case str() if type(value) is str:
+            return "it has characters of no Unicode text (surrogates): keep its bytes, os.fsencode(name)"
         case enum.Enum():
             return convert(kind, "lambda each: each.name", f"{kind}.__getitem__")
         case pathlib.PurePath():
@@ -78,7 +81,7 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor], codecs: Code
         tensors[path] = value
         return {"$tensor": path, "on": value.device.type}
     kind = type(value)
-    if kind in (type(None), bool, str) or (kind is float and math.isfinite(value)):
+    if kind in (type(None), bool) or (kind is float and math.isfinite(value)) or (kind is str and _is_text(value)):
         return value
     if kind in NUMBERS:
         return value if kind is int and abs(value) < _BIG else {NUMBERS[kind]: repr(value)}
@@ -86,7 +89,7 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor], codecs: Code
         items = sorted(value, key=repr) if kind in (set, frozenset) else value
         encoded = [sub(item, i) for i, item in enumerate(items)]
         return encoded if kind is list else {SEQUENCES[kind]: encoded}
-    if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
+    if kind is dict and all(type(key) is str and not key.startswith("$") and _is_text(key) for key in value):
         return {key: sub(item, key) for key, item in value.items()}
     if kind is bytes:
         return {"$bytes": base64.b64encode(value).decode()}
@@ -98,3 +101,10 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor], codecs: Code
         raise CannotEncodeError(path, value)
     pairs = [[sub(key, f"key {i}"), sub(item, key)] for i, (key, item) in enumerate(value.items())]
     return {MAPPINGS[kind]: pairs} if kind in MAPPINGS else {"$default": name, "items": pairs}
+
+
+def _is_text(value: str) -> bool:
+    """Whether it can be written as UTF-8: the name of a file whose bytes are none has surrogates in their place."""
+    with contextlib.suppress(UnicodeEncodeError):
+        return value.isascii() or bool(value.encode())
+    return False
