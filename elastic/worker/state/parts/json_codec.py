@@ -105,6 +105,8 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor], codecs: Code
 
 def _is_text(value: str) -> bool:
     """Whether it can be written as UTF-8: the name of a file whose bytes are none has surrogates in their place."""
+    if value.isascii():
+        return True
     with contextlib.suppress(UnicodeEncodeError):
-        return value.isascii() or bool(value.encode())
+        return bool(value.encode())
     return False
